@@ -51,3 +51,14 @@ def kernels_of_layer(kernels: Sequence[Kernel], marks: Sequence[str], layers: in
     alike = [part for part in parts if [kernel.name for kernel in part] == names]
     medians = [statistics.median(kernel.us for kernel in same) for same in zip(*alike, strict=True)]
     return [replace(kernel, us=us) for kernel, us in zip(middle, medians, strict=True)]
+
+
+def print_kernels(function: Callable[[], object], most: int | None = None) -> None:
+    """Print the kernels that one call runs, by name: their time together, how many they are, the median time."""
+    total: dict[str, list[float]] = {}
+    for kernel in profile_kernels(function):
+        total.setdefault(kernel.name, []).append(kernel.us)
+    whole = sum(map(sum, total.values()))
+    for name, each in sorted(total.items(), key=lambda item: -sum(item[1]))[:most]:
+        share = sum(each) / whole
+        print(f"  {sum(each):9.1f} us {share:5.1%} in {len(each):4d} of {statistics.median(each):8.2f}: {name[:110]}")

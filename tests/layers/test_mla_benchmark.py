@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import mla
-from benchmarks.mla_cells import TINY, Cell, Inputs
+from benchmarks import harness
+from benchmarks.mla import attention as mla
+from benchmarks.mla.cells import TINY, Cell, Inputs
 
 
 def test_cells_of_every_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -18,10 +19,10 @@ def test_cells_of_every_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     for number, cell in enumerate(mla.CELLS):
         if cell.changes.get("kv_cache_dtype") != "fp8_ds_mla":  # of whose groups tiny latents have none
             kinds.setdefault((cell.kind, str(cell.tokens > 1), *sorted(cell.changes)), number)
-    file = tmp_path / "rows.jsonl"
+    file = tmp_path / "rows.json"
     arguments = ["--device", "cpu", "--inline", "--json", str(file), "--only", *map(str, kinds.values())]
     assert mla.main(arguments) == 0
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = json.loads(file.read_text())["rows"]
     assert [row["cell"] for row in rows] == list(kinds.values())
     for row in rows:
         assert row["us"]["vattn"] > 0 and ("ratio" in row) == (len(row["us"]) > 1)
@@ -32,10 +33,10 @@ def test_a_cell_that_fails_is_a_row_and_the_others_go_on(monkeypatch: pytest.Mon
     class Done:
         returncode, stdout, stderr = 1, "", "a peer broke this process"
 
-    monkeypatch.setattr(mla.subprocess, "run", lambda *args, **kwargs: Done)
-    file = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(harness.subprocess, "run", lambda *args, **kwargs: Done)
+    file = tmp_path / "rows.json"
     assert mla.main(["--json", str(file), "--only", "0", "1"]) == 1
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows = json.loads(file.read_text())["rows"]
     assert [row["failed"] for row in rows] == ["a peer broke this process"] * 2
 
 
@@ -62,20 +63,20 @@ def test_the_check_notices_a_wrong_result() -> None:
 
 def test_the_whole_layer_gives_what_transformers_gives(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
-    from benchmarks import mla_layer
+    from benchmarks.mla import layer
 
-    file = tmp_path / "rows.jsonl"
-    assert mla_layer.main(["--device", "cpu", "--json", str(file), "--only", "0", "2"]) == 0
-    plain, fp8 = (json.loads(line) for line in file.read_text().splitlines())
+    file = tmp_path / "rows.json"
+    assert layer.main(["--device", "cpu", "--json", str(file), "--only", "0", "2"]) == 0
+    plain, fp8 = json.loads(file.read_text())["rows"]
     # In fp32 hardly a code may differ; FP8 rows of a cache cost some per cent.
     assert plain["difference"] < 0.005 and fp8["difference"] < 0.1 and plain["ratio"] > 0
 
 
 def test_steps_of_different_lengths(tmp_path: Path) -> None:
-    from benchmarks import mla_mixed
+    from benchmarks.mla import mixed
 
-    file = tmp_path / "rows.jsonl"
-    assert mla_mixed.main(["--device", "cpu", "--json", str(file)]) == 0
-    rows = [json.loads(line) for line in file.read_text().splitlines()]
-    assert [row["name"] for row in rows] == list(mla_mixed.CELLS)
+    file = tmp_path / "rows.json"
+    assert mixed.main(["--device", "cpu", "--json", str(file)]) == 0
+    rows = json.loads(file.read_text())["rows"]
+    assert [row["name"] for row in rows] == list(mixed.CELLS)
     assert all(row["difference"] < 2e-6 and row["ratio"] > 0 for row in rows)

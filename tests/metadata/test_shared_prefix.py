@@ -248,6 +248,7 @@ def test_the_benchmark_runs_on_a_cpu() -> None:
     import subprocess
     import sys
 
-    done = subprocess.run([sys.executable, "benchmarks/shared_prefix.py", "--small"], capture_output=True, text=True)
+    command = [sys.executable, "-m", "benchmarks.attention.shared_prefix", "--small"]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "'shared': 64" in done.stdout
+    assert '"shared": 64' in done.stdout

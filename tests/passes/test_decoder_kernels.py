@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import vattn
-from benchmarks import fused_steps
+from benchmarks.models import fused_steps
 from vattn.passes import pipeline
 
 TINY = "--device cpu --layers 3 --hidden 64 --heads 4 --kv-heads 2 --head-size 16 --ffn 128 --context 20 40"

@@ -514,28 +514,13 @@ def test_kernels_store_the_bytes_of_the_reference(name: str, size: int) -> None:
 
 def test_the_benchmark_runs_small(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A line for every format, each compared with the reference first; peers that are missing say what is missing."""
-    from benchmarks import kv_formats
+    from benchmarks.attention import kv_formats
 
     monkeypatch.setattr("sys.argv", ["kv_formats.py", "--tiny", "--replays", "1", "--peers", "xqa"])
     kv_formats.main()
     shown = capsys.readouterr().out
     lines = [line.split(" | ")[0].strip("| ") for line in shown.splitlines()[2:] if line.startswith("|")]
     assert lines == ["fp8_e4m3", *PACKED] and "\n- XQA, fp8_e4m3: " in shown and "\n- XQA, nvfp4: " in shown
-
-
-def test_what_cuts_are_timed_beside() -> None:
-    """The cache of per-tensor FP8 has no cuts to time; its step is the one in use."""
-    pytest.importorskip("triton")
-    from benchmarks import kv_formats, packed
-
-    layer, device = kv_formats.TINY.shape, kv_formats.TINY.device
-    key, value = (torch.randn(kv_formats.TINY.tokens, layer.kv_heads, layer.head_size, device=device) for _ in "kv")
-    cache = kv_formats.Filled(kv_formats.BASELINE, key.bfloat16(), value.bfloat16(), kv_formats.TINY)
-    query = torch.randn(2, layer.heads, layer.head_size, dtype=torch.bfloat16)
-    table = torch.arange(12, dtype=torch.int32).view(2, 6)
-    steps = packed.decode_steps(cache, 2, 96, query, table)
-    assert list(steps) == ["in use"]
-    steps["in use"]()
 
 
 EVERY = [name for name, fmt in KV_FORMATS.items() if fmt.quantised or fmt.packed]

@@ -249,7 +249,7 @@ def test_a_picture_of_an_unknown_kind_is_refused_before_anything_runs(tmp_path: 
 
 
 def test_scripts_of_the_checkout_get_the_command_s_options(tmp_path: Path, monkeypatch) -> None:
-    from benchmarks import compile_time
+    from benchmarks.compile import compile_time
 
     seen = []
     monkeypatch.setattr(compile_time, "measure", lambda *given: seen.append(given) or {"compile_s": 1.0})
@@ -302,9 +302,9 @@ def test_a_flashinfer_wrapper_is_planned_for_the_cell(monkeypatch) -> None:
 
 
 def test_variants_are_checked_and_the_fastest_right_one_is_named(monkeypatch) -> None:
-    """benchmarks/variants.py on tiny cells: the interpreter runs the general kernel, on FP8 caches alone."""
+    """The benchmark of ways on tiny cells: the interpreter runs the general kernel, on FP8 caches alone."""
     pytest.importorskip("triton")
-    from benchmarks import variants as bench
+    from benchmarks.attention import variants as bench
     from vattn.kernels import variants
 
     asked = list(bench.questions())
@@ -331,8 +331,7 @@ def test_variants_are_checked_and_the_fastest_right_one_is_named(monkeypatch) ->
     assert (row["winner"], row["winner_us"], row["default_over_winner"]) == ("two", 4.0, 2.0)
     assert "us" in row["kernels"]["vattn parts"] and "wrong" in row["kernels"]["vattn wrong"] and seen == ["two"]
     assert row["bar_met"] is None and variants.current() == variants.Variants()
-    (told,) = bench.winners([row])
-    assert told["question"] == "mixed" and told["bar"] == 1.05
+    assert row["question"] == "mixed" and row["bar"] == 1.05
 
 
 def test_the_layer_as_it_is_asked_for_is_shown_where_one_that_rounds_the_query_was_faster() -> None:

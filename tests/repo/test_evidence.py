@@ -1,4 +1,4 @@
-"""What benchmarks/evidence.py makes of Nsight Compute's table, and of shapes where there is none."""
+"""What the benchmark of evidence makes of Nsight Compute's table, and of shapes where there is none."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TABLE = """==PROF== Profiling "decode_kernel"
 
 
 def test_counters_in_bytes_and_nanoseconds() -> None:
-    from benchmarks import evidence
+    from benchmarks.attention import evidence
 
     assert evidence.parse_counters(TABLE) == {
         "decode_kernel": {"bytes_read": 134.5e6, "ns": 36012.0},
@@ -27,7 +27,7 @@ def test_counters_in_bytes_and_nanoseconds() -> None:
 
 
 def test_shares_of_ceilings_are_counted_from_shapes() -> None:
-    from benchmarks import evidence
+    from benchmarks.attention import evidence
 
     cell = Cell(LayerShape("tiny", 4, 2, 16), Work("decode", ((1, 40),)), "bf16", 16, 0, "cpu")
     # Keys and values of 40 tokens and 2 heads, queries and outputs of 4 heads: two bytes each.

@@ -68,7 +68,7 @@ def run_cell(
     """
     row: dict[str, Any] = {"model": layer.name, "work": work.name, "cache": cache, "kernels": {}}
     try:
-        cells = _rotations(layer, work, cache, settings)
+        cells = rotations(layer, work, cache, settings)
     except (RuntimeError, ValueError) as error:  # out of memory, for one
         row["failed"] = repr(error)[:300]
         return row
@@ -86,14 +86,14 @@ def run_cell(
         except Exception as error:  # a kernel that cannot be captured
             entry["failed"] = _short(error)
     if work.rows > 16 * len(work.requests):
-        _warm(timers)
+        warm(timers)
     for name, microseconds in interleave(timers, settings.replays).items():
         row["kernels"][name]["us"] = round(microseconds, 2)
     add_ratios(row, peers, ceilings)
     return row
 
 
-def _rotations(layer: LayerShape, work: Work, cache: str, settings: Settings) -> list[Cell]:
+def rotations(layer: LayerShape, work: Work, cache: str, settings: Settings) -> list[Cell]:
     first = Cell(layer, work, cache, settings.block_size, 0, settings.device)
     count = max(1, min(MAX_ROTATIONS, ROTATED_BYTES // max(1, first.bytes)))
     if settings.device == "cpu":
@@ -133,7 +133,8 @@ def _short(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()}"[:300]
 
 
-def _warm(timers: dict[str, Timer | WallTimer]) -> None:
+def warm(timers: dict[str, Timer | WallTimer]) -> None:
+    """Replay the graphs for a while, so that the GPU is at its power limit."""
     end = time.monotonic() + WARM_SECONDS
     graphs = [timer.graph for timer in timers.values() if isinstance(timer, Timer)]
     while graphs and time.monotonic() < end:

@@ -19,9 +19,9 @@ from vattn.calibration.result_files import check_output
 from vattn.errors import ConfigError, DeviceError, VattnError
 
 SCRIPTS: dict[str, str] = {
-    "cache-update": "cache_update",
-    "fused-steps": "fused_steps",
-    "compile-time": "compile_time",
+    "cache-update": "attention.cache_update",
+    "fused-steps": "models.fused_steps",
+    "compile-time": "compile.compile_time",
 }
 """Benchmarks that lie beside the package in a checkout, under `benchmarks/`, and in no wheel."""
 
@@ -243,8 +243,7 @@ def _script(options: argparse.Namespace, rest: Sequence[str]) -> int:
     """Run a benchmark of the checkout that the package lies in."""
     name = SCRIPTS[options.what]
     folder = Path(__file__).resolve().parents[3]
-    path = folder / "benchmarks" / f"{name}.py"
-    if not path.is_file():
+    if not (folder / "benchmarks").is_dir():
         raise ConfigError(
             f"bench {options.what} from an installed package",
             "a checkout of the repository, whose folder benchmarks/ no wheel has",
@@ -278,7 +277,7 @@ def _script(options: argparse.Namespace, rest: Sequence[str]) -> int:
         arguments += ["--device", options.device]
     sys.path.insert(0, str(folder))
     before = sys.argv
-    sys.argv = [str(path), *arguments, *rest]
+    sys.argv = [name, *arguments, *rest]
     try:
         importlib.import_module(f"benchmarks.{name}").main()
     finally:

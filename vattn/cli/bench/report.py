@@ -118,9 +118,14 @@ def name_of(row: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Write a file that is whole, whenever the run ends."""
+    """Write JSON with a line for each fact and each row; the file is whole, whenever the run ends."""
+    facts = []
+    for name, value in result.items():
+        rows = isinstance(value, list) and value and isinstance(value[0], dict)
+        text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]" if rows else json.dumps(value)
+        facts.append(f" {json.dumps(name)}: {text}")
     part = path.with_name(path.name + ".part")
-    part.write_text(json.dumps(result, indent=1))
+    part.write_text("{\n" + ",\n".join(facts) + "\n}\n")
     os.replace(part, path)
 
 

@@ -98,7 +98,7 @@ class Tuning:
 
 
 def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1, chunked: bool = False) -> Tuning:
-    """Return the tuning of a layer for this many requests: what was best on an H200 in `benchmarks/attention.py`.
+    """Return the tuning of a layer for this many requests: what was best on an H200.
 
     The Gluon kernel alone attends several rows of a request at a time, and does better with large groups. Narrow rows
     need more stages to keep as many bytes under way, wide ones leave room for fewer CTAs. Overlap pays where the CTAs

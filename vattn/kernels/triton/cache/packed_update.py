@@ -118,7 +118,7 @@ UPDATE_CUTS: dict[str, tuple[int, int]] = {
     "turboquant_k3v4_nc": (1024, 1),
     "turboquant_3bit_nc": (1024, 1),
 }
-"""Columns, of all heads together, and warps of a program by format; `benchmarks/packed.py` times others."""
+"""Columns, of all heads together, and warps of a program by format: what was fastest on an H200."""
 
 
 def choose_update(config: AttentionConfig, wide: int) -> tuple[int, int]:

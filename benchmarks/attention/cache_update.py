@@ -1,39 +1,30 @@
 """Time vattn's cache updates on one GPU, plain and with RoPE and query quantisation, after checking every result.
 
-    python benchmarks/cache_update.py --json out.json
+    python -m benchmarks.attention.cache_update --json out.json
 
 Beside them in one run: FlashInfer's fused kernel where its package is importable, the code that Inductor generates for
-the same steps, and a copy of as many bytes. `--tune` also times other cuts of the fused kernel.
+the same steps, and a copy of as many bytes.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import vattn.ops.schemas  # noqa: F401  registers the ops
-from benchmarks.timing import Timer, interleave
-from vattn.cache.layout import key_value_views
+from benchmarks.harness import add_row, machine, parser_of, table, time_in_turn, versions_of
 from vattn.config.attention import AttentionConfig
-from vattn.config.rope import RopeConfig
-from vattn.kernels.triton.attention.launch import update_kv_cache
-from vattn.kernels.triton.cache import rope_update as rope_cache_update
-from vattn.kernels.triton.cache.rope_update import RopeTiles
-from vattn.ops.arguments import CacheUpdateArgs, RopeUpdateArgs
 from vattn.ops.reference import rope as rope_reference
+from vattn.ops.arguments import CacheUpdateArgs, RopeUpdateArgs
+from vattn.cache.layout import key_value_views
+from vattn.kernels.triton.cache import rope_update
+from vattn.kernels.triton.attention.launch import update_kv_cache
 from vattn.quantization.codecs import encode_kv, encode_query
+from vattn.config.rope import RopeConfig
 
 HEADS, KV_HEADS, WIDTH, BLOCK, POSITIONS = 32, 8, 128, 16, 8192
 TOKENS = (1, 64, 256, 2048, 8192)
@@ -44,10 +35,6 @@ CONFIG = AttentionConfig(
     query_format="fp8_e4m3", query_scale="tensor",
 )  # fmt: skip
 ENCODED = CONFIG.encode()
-CUTS = [
-    *(RopeTiles(*cut) for cut in ((512, 1), (1024, 1), (1024, 2))),
-    *(RopeTiles(*cut, "evict_last") for cut in ((256, 1), (256, 2), (512, 1), (512, 2), (1024, 1), (1024, 2))),
-]
 HOW = (
     "32 query and 8 KV heads of 128, bf16 in, FP8 query and cache, blocks of 16 NHD, slots scattered; CUDA-graph "
     "replays over rotated inputs, kernels interleaved, median of 7"
@@ -80,9 +67,9 @@ class Case:
             self.slots, None, None, *self.scales, ROPE.encode(), CONFIG.encode(),
         )  # fmt: skip
 
-    def fused(self, tiles: RopeTiles | None = None) -> Callable[[], None]:
+    def fused(self) -> Callable[[], None]:
         args = self.rope_args()
-        return lambda: rope_cache_update.rope_update(args, ROPE, CONFIG, None, tiles)
+        return lambda: rope_update.rope_update(args, ROPE, CONFIG)
 
     def plain(self) -> Callable[[], None]:
         args = CacheUpdateArgs(
@@ -172,89 +159,57 @@ def check(case: Case) -> dict[str, float]:
     return shares
 
 
-def run_tokens(tokens: int, options: argparse.Namespace, compiled: Any) -> dict[str, Any]:
+def run_tokens(tokens: int, flashinfer: bool, compiled: Any) -> dict[str, Any]:
     """Check and time everything for one token count."""
     size = tokens * (HEADS + 2 * KV_HEADS) * WIDTH * 3
     cases = [Case(tokens, seed) for seed in range(max(2, min(MAX_ROTATIONS, ROTATED_BYTES // size)))]
-    row: dict[str, Any] = {
-        "tokens": tokens,
-        "bytes": cases[0].bytes,
-        "differing": check(cases[0]),
-        "us": {},
-        "failed": {},
-    }
     ways: dict[str, Callable[[Case], Callable[[], None]]] = {
-        "fused": Case.fused,
-        "plain": Case.plain,
-        "copy": Case.copy,
-    }
+        "fused": Case.fused, "plain": Case.plain, "copy": Case.copy,
+    }  # fmt: skip
     if compiled is not None:
         ways["generated + plain"] = lambda case: case.generated(compiled)
-    if options.flashinfer:
+    if flashinfer:
         ways["FlashInfer"] = Case.flashinfer
-    for tiles in CUTS if options.tune else ():
-        ways[f"fused {tiles.elements} x {tiles.num_warps}{' kept' if tiles.keep else ''}"] = lambda case, tiles=tiles: (
-            case.fused(tiles)
-        )
-    timers, calls = {}, {}  # a captured graph reads what the calls hold
-    for name, make in ways.items():
-        try:
-            calls[name] = [make(case) for case in cases]
-            timers[name] = Timer(calls[name])
-        except Exception as error:  # a peer or a cut that fails is reported, the rest goes on
-            row["failed"][name] = repr(error)[:300]
-    row["us"] = {name: round(us, 2) for name, us in interleave(timers).items()}
-    return row
+    row: dict[str, Any] = {"tokens": tokens, "bytes": cases[0].bytes, "differing": check(cases[0])}
+    times, failed = time_in_turn({n: lambda make=make: [make(case) for case in cases] for n, make in ways.items()})
+    return row | {"us": {name: round(us, 2) for name, us in times.items()}, "failed": failed}
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return the results as a table."""
-    lines = [
-        f"# Cache updates on {result['gpu']}, {result['date']}",
-        "",
-        f"torch {result['torch']}, triton {result['triton']}; {HOW}. Fused: RoPE, FP8 query and cache write in one "
-        "kernel. Generated + plain: Inductor's kernel for RoPE and the query, then the cache update. Copy: as many "
-        "bytes moved by `copy_`. Codes that differ from the reference are one step apart.",
-        "",
-        "| tokens | fused us | TB/s | generated + plain us | FlashInfer us | copy us | plain update us "
-        "| FlashInfer / fused | generated / fused | query, key, value codes that differ |",
-        "|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    """Return the results as a page."""
+    columns = (
+        "tokens", "fused us", "TB/s", "generated + plain us", "FlashInfer us", "copy us", "plain update us",
+        "FlashInfer / fused", "generated / fused", "query, key, value codes that differ",
+    )  # fmt: skip
+    rows = []
     for row in result["rows"]:
         us = row["us"]
         fused, peer, generated = us["fused"], us.get("FlashInfer"), us.get("generated + plain")
-        lines.append(
-            f"| {row['tokens']} | {fused} | {row['bytes'] / fused / 1e6:.2f} | {generated or '-'} | {peer or '-'} "
-            f"| {us['copy']} | {us['plain']} | {f'{peer / fused:.2f}' if peer else '-'} "
-            f"| {f'{generated / fused:.2f}' if generated else '-'} "
-            f"| {', '.join(f'{share:.0e}' for share in row['differing'].values())} |"
-        )
-    return "\n".join(lines) + "\n"
+        rows.append((
+            row["tokens"], fused, f"{row['bytes'] / fused / 1e6:.2f}", generated or "-", peer or "-", us["copy"],
+            us["plain"], f"{peer / fused:.2f}" if peer else "-", f"{generated / fused:.2f}" if generated else "-",
+            ", ".join(f"{share:.0e}" for share in row["differing"].values()),
+        ))  # fmt: skip
+    return (
+        f"# Cache updates on {result['device']}, {result['date']}\n\n"
+        f"{versions_of(result)}; {HOW}. Fused: RoPE, FP8 query and cache write in one kernel. Generated + plain: "
+        "Inductor's kernel for RoPE and the query, then the cache update. Copy: as many bytes moved by `copy_`. Codes "
+        f"that differ from the reference are one step apart.\n\n{table(columns, rows)}"
+    )
 
 
 def main() -> None:
     """Run every token count and print one line each."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--json", type=Path, help="write all numbers")
-    parser.add_argument("--markdown", type=Path, help="write a table")
-    parser.add_argument("--tune", action="store_true", help="time other cuts too")
-    parser.add_argument(
-        "--flashinfer", action="store_true", help="time FlashInfer's kernel, which it may have to build"
-    )
+    parser = parser_of(__doc__)
+    parser.add_argument("--markdown", type=Path, help="write a page with a table")
+    parser.add_argument("--flashinfer", action="store_true", help="time FlashInfer's kernel, which may be built first")
     parser.add_argument("--no-compile", action="store_true", help="leave out the code that Inductor generates")
     options = parser.parse_args()
     compiled = None if options.no_compile else torch.compile(written_out, dynamic=True)
-    result: dict[str, Any] = {
-        "gpu": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat(), "torch": torch.__version__,
-        "triton": triton.__version__, "cuts": [asdict(tiles) for tiles in CUTS], "rows": [],
-    }  # fmt: skip
+    result = machine()
     with torch.no_grad():
         for tokens in TOKENS:
-            row = run_tokens(tokens, options, compiled)
-            result["rows"].append(row)
-            print(json.dumps(row), flush=True)
-            if options.json:
-                options.json.write_text(json.dumps(result, indent=1))
+            add_row(result, run_tokens(tokens, options.flashinfer, compiled), options.json)
             if options.markdown:
                 options.markdown.write_text(markdown(result))
 

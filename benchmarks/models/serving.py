@@ -1,4 +1,4 @@
-"""Run many requests through a generator and say what their time went to: `benchmarks/models.py --serve` calls it."""
+"""Run many requests through a generator and say what their time went to: `llama --serve` calls it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 import vattn
-from benchmarks.compilations import watch_compilations
-from benchmarks.kernels import profile_kernels
+from benchmarks.compile.compilations import watch_compilations
+from benchmarks.kernels import print_kernels
 from vattn.generation.statistics import Statistics
 from vattn.integrations.transformers import PackedModel
 
@@ -123,12 +123,6 @@ def _profile(generator: vattn.Generator, add: Any, lengths: list[int]) -> None:
     """Print the kernels of a step full of prompts, by name."""
     for length in _some(lengths, 4 * generator.scheduler.token_budget):
         add(length, 1)
-    total: dict[str, list[float]] = {}
-    for kernel in profile_kernels(generator.step):
-        total.setdefault(kernel.name, []).append(kernel.us)
-    whole = sum(map(sum, total.values()))
-    for name, each in sorted(total.items(), key=lambda item: -sum(item[1]))[:24]:
-        share = sum(each) / whole
-        print(f"  {sum(each):9.1f} us {share:5.1%} in {len(each):4d} of {statistics.median(each):8.2f}: {name[:110]}")
+    print_kernels(generator.step, 24)
     while generator.busy:
         generator.step()

@@ -1,6 +1,6 @@
 """Time steps that hold a prompt beside decodes, captured and not, in turn: does `mixed_graph_sizes` pay?
 
-    python benchmarks/mixed_graphs.py --json out.json
+    python -m benchmarks.models.mixed_graphs --json out.json
 
 The model has the shape of Llama 3 8B and random weights; 16 requests decode behind 1024 tokens, and prompts join them
 so that a step has the given number of tokens. Generators with and without graphs for such steps take turns. Medians of
@@ -10,22 +10,17 @@ device's and the host's part of it.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
-import sys
-import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import vattn
-from benchmarks import models
-from benchmarks.compilations import watch_compilations
+from benchmarks.compile.compilations import watch_compilations
+from benchmarks.harness import machine, parser_of
+from benchmarks.models import llama
+from vattn.cli.bench.report import write_result
 from vattn.integrations.transformers import PackedModel, enable
 
 DECODES = 16
@@ -86,18 +81,16 @@ def measure(
 
 def main() -> None:
     """Run it and print it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--sizes", type=int, nargs="*", default=[64, 128, 256, 512, 1024])
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--ladder", action="store_true", help="graphs of the generator's own choice")
     parser.add_argument("--requests", type=int, default=DECODES + 1, help="that the generator runs at once")
     parser.add_argument("--layers", type=int)
     parser.add_argument("--small", action="store_true")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    begin = time.perf_counter()
-    model = models.make_model(models.SMALL if args.small else models.LARGE, args.layers, device)
+    model = llama.make_model(llama.SMALL if args.small else llama.LARGE, args.layers, device)
     packed = enable(model, memory="64MiB" if args.small else "16GiB", merge_projections=True)
     options = {
         "max_seq_len": 512 if args.small else 4096, "token_budget": max(args.sizes), "reuse_prefixes": False,
@@ -105,8 +98,7 @@ def main() -> None:
     }  # fmt: skip
     rows = measure(packed, args.sizes, args.ladder, 64 if args.small else 1024, args.repeats, options)
     if args.json:
-        result = {"torch": torch.__version__, "device": device, "seconds": time.perf_counter() - begin, "rows": rows}
-        args.json.write_text(json.dumps(result, indent=1))
+        write_result(args.json, machine(device) | {"rows": rows})
 
 
 if __name__ == "__main__":

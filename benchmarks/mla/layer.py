@@ -1,35 +1,31 @@
 """A whole decode layer of latent attention beside transformers' eager attention, compiled, both as CUDA graphs.
 
-`python -m benchmarks.mla_layer --json FILE`: hidden states in, FP8 codes out, batch 32 of 4096 tokens, of DeepSeek-V3's
+`python -m benchmarks.mla.layer --json FILE`: hidden states in, FP8 codes out, batch 32 of 4096 tokens, of DeepSeek-V3's
 attention: projections, norms, rotation, cache write, absorption, attention, up-projection and output quantisation, but
 no output projection. The peer is transformers' own module with `attn_implementation="eager"`, compiled with a
 quantisation behind it, over a contiguous cache and without a mask, as equal lengths need none.
 
-One JSON line a cell is printed and appended to the file: microseconds, the ratio (above 1: vattn is faster), the
+A row a cell is printed and written: microseconds, the ratio (above 1: vattn is faster), the
 relative difference of both results, and every kernel that a call launches, with its time. `--device cpu` runs tiny
 sizes, compiled by nobody: that it runs, no more.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import vattn
+from benchmarks.harness import run_cells, time_in_turn
 from benchmarks.kernels import profile_kernels
-from benchmarks.rows import write_row
-from benchmarks.timing import Timer, interleave
-from vattn.cli.bench.timing import WallTimer
-from vattn.config.rope import RopeConfig
 from vattn.layers.mla.rotary import LatentRotary
 from vattn.quantization.codecs import quant_fp8_static
+from vattn.config.rope import RopeConfig
 
 BAR = 2.0
 OUTPUT_SCALE = 0.002
@@ -204,10 +200,10 @@ def run_cell(cell: Cell, device: str) -> dict[str, Any]:
     runs = {"vattn": run_own, "transformers": run_peer}
     with torch.no_grad():
         results = [run().float().view(cell.batch, -1) for run in runs.values()]
-        row: dict[str, Any] = {"name": cell.name}
+        row: dict[str, Any] = {}
         row["difference"] = round(float((results[0] - results[1]).norm() / results[1].norm()), 4)
-        timers: dict[str, Any] = {n: Timer([run]) if compiled else WallTimer([run]) for n, run in runs.items()}
-        row["us"] = {name: round(time, 1) for name, time in interleave(timers).items()}
+        times, _ = time_in_turn({name: [run] for name, run in runs.items()}, device)
+        row["us"] = {name: round(us, 1) for name, us in times.items()}
         row["ratio"] = round(row["us"]["transformers"] / row["us"]["vattn"], 2)
         row |= {"bar": BAR, "met": row["ratio"] >= BAR}
         for name, run in runs.items() if compiled else ():
@@ -219,26 +215,12 @@ def run_cell(cell: Cell, device: str) -> dict[str, Any]:
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the cells; return 1 if any failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--json", type=Path, help="append one line a cell here")
-    parser.add_argument("--only", type=int, nargs="*", help="numbers of cells")
-    options = parser.parse_args(arguments)
-    failed = 0
-    for number in range(len(CELLS)) if options.only is None else options.only:
-        cell = CELLS[number]
-        if options.device == "cpu":
-            cell = Cell(**{**TINY, "cache": cell.cache})
-        try:
-            row = run_cell(cell, options.device)
-        except Exception as error:  # The other cells are worth their time.
-            failed += 1
-            row = {"name": cell.name, "failed": f"{type(error).__name__}: {error}"[:600]}
-        write_row(row, options.json)
+
+    def run(cell: Cell, device: str) -> dict[str, Any]:
         torch._dynamo.reset()
-        if options.device == "cuda":
-            torch.cuda.empty_cache()
-    return 1 if failed else 0
+        return run_cell(Cell(**{**TINY, "cache": cell.cache}) if device == "cpu" else cell, device)
+
+    return run_cells(__doc__, {cell.name: cell for cell in CELLS}, run, arguments)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 """Latent attention beside FlashMLA, FlashInfer and FlashAttention-3: every cell's kernels in turn, by graph replays.
 
-`python -m benchmarks.mla --peers FOLDER --json FILE` looks for `flashmla.so`, `flashmla_ext.so` and `fa3.so` in a
-folder; FlashInfer is used where it is installed. Every cell has a process of its own, most wanted first: what a peer
-breaks there stays there. One JSON line a cell is printed and appended to the file: microseconds, ratios to vattn (above
-1: vattn is faster), and whether the bar is met. `--device cpu` runs tiny sizes without peers: that it runs, no more.
+    python -m benchmarks.mla.attention --peers FOLDER --json out.json
+
+The folder is searched for `flashmla.so`, `flashmla_ext.so` and `fa3.so`; FlashInfer is used where it is installed. A
+cell has a process of its own, most wanted first: what a peer breaks there stays there. A row a cell is printed and
+written: microseconds, ratios to vattn (above 1: vattn is faster), and whether the bar is met. `--device cpu` runs tiny
+sizes without peers, to see that it runs.
 """
 
 from __future__ import annotations
@@ -20,10 +22,8 @@ from typing import Any
 
 import torch
 
-from benchmarks.mla_cells import NARROW, TINY, Cell, Inputs, fa3_prefill, load_peers
-from benchmarks.rows import write_row
-from benchmarks.timing import Timer, interleave
-from vattn.cli.bench.timing import WallTimer
+from benchmarks.harness import add_row, machine, parser_of, run_module, time_in_turn
+from benchmarks.mla.cells import NARROW, TINY, Cell, Inputs, fa3_prefill, load_peers
 
 _FP8 = {"kv_cache_dtype": "fp8_e4m3"}
 _CODES = {**_FP8, "query_format": "fp8_e4m3"}
@@ -143,14 +143,8 @@ def run_cell(number: int, device: str, peers: Path, check: bool) -> dict[str, An
     inputs = Inputs(cell, sizes, device)
     with torch.no_grad():
         steps, notes = steps_of(inputs, peers, check)
-        timers: dict[str, Any] = {}
-        for name, step in steps.items():
-            try:
-                timers[name] = Timer([step]) if device == "cuda" else WallTimer([step])
-            except Exception as error:
-                notes[f"not timed: {name}"] = str(error)[:200]
-                torch.cuda.synchronize()
-        times = interleave(timers)
+        times, failed = time_in_turn({name: [step] for name, step in steps.items()}, device)
+    notes |= {f"not timed: {name}": problem for name, problem in failed.items()}
     own = times.get("vattn")
     row: dict[str, Any] = {"cell": number, "name": cell.name, "us": {name: round(t, 2) for name, t in times.items()}}
     if own is not None and len(times) > 1:
@@ -168,10 +162,10 @@ def run_cell(number: int, device: str, peers: Path, check: bool) -> dict[str, An
 
 def run_apart(number: int, options: argparse.Namespace, seconds: float) -> dict[str, Any]:
     """Time one cell in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.mla", "--inline", "--only", str(number), "--device", options.device]
-    command += ["--peers", str(options.peers), *["--check"] * options.check]
+    given = ["--inline", "--only", str(number), "--device", options.device]
+    given += ["--peers", str(options.peers), *["--check"] * options.check]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=seconds)
+        done = run_module("benchmarks.mla.attention", given, capture_output=True, timeout=seconds)
     except subprocess.TimeoutExpired:
         return {"cell": number, "name": CELLS[number].name, "failed": f"not done after {seconds:.0f} s"}
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
@@ -182,16 +176,15 @@ def run_apart(number: int, options: argparse.Namespace, seconds: float) -> dict[
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the cells; return 1 if any failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = parser_of(__doc__)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--peers", type=Path, default=Path("."), help="folder with peers' libraries")
     parser.add_argument("--check", action="store_true", help="compare decodes with fp32 first")
-    parser.add_argument("--json", type=Path, help="append one line a cell here")
     parser.add_argument("--only", type=int, nargs="*", help="numbers of cells")
     parser.add_argument("--seconds", type=float, default=3600.0, help="begin no cell after so long")
     parser.add_argument("--inline", action="store_true", help="all cells in this process")
     options = parser.parse_args(arguments)
-    until, failed = time.monotonic() + options.seconds, 0
+    until, result = time.monotonic() + options.seconds, machine(options.device)
     for number in range(len(CELLS)) if options.only is None else options.only:
         left = until - time.monotonic()
         if left <= 0:
@@ -201,9 +194,8 @@ def main(arguments: list[str] | None = None) -> int:
             row = run_cell(number, options.device, options.peers, options.check)
         else:
             row = run_apart(number, options, min(120.0, left + 5))
-        failed += "failed" in row
-        write_row(row, options.json)
-    return 1 if failed else 0
+        add_row(result, row, options.json)
+    return int(any("failed" in row for row in result["rows"]))
 
 
 if __name__ == "__main__":

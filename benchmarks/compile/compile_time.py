@@ -1,9 +1,9 @@
 """What the fusion passes cost at compile time: seconds of a cold compile, seconds of it in the passes, nodes.
 
-    python benchmarks/compile_time.py --layers 32 --format token --repeat 3
+    python -m benchmarks.compile.compile_time --layers 32 --format token --repeat 3
 
 Compiles a stack of decoder layers (RMSNorm, QKV projection, attention on a paged cache, quantised output, projection)
-with Inductor, caches off, on a GPU if there is one. `--format decoder` is the stack of `fused_steps.py`, whose RoPE,
+with Inductor, caches off, on a GPU if there is one. `--format decoder` is the stack of `models.decoder`, in which RoPE,
 query quantisation and cache write are fused as well. CPU seconds are those of the compiling process alone: the C++ or
 Triton compilers that Inductor starts come on top of `compile_cpu_s`.
 """
@@ -13,22 +13,18 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import vattn
-from benchmarks import fused_steps
+from benchmarks.harness import parser_of, run_module
+from benchmarks.models import fused_steps
+from benchmarks.models.decoder import E4M3
+from vattn.cli.bench.report import write_result
 from vattn.passes.pipeline import FusionPass
-
-E4M3 = torch.float8_e4m3fn
 
 
 def static(o: Tensor, s: Tensor) -> Tensor:
@@ -133,11 +129,11 @@ def measure(layers: int, heads: int, width: int, format_name: str) -> dict[str, 
 
 def repeated(args: argparse.Namespace) -> dict[str, Any]:
     """Measure in processes that remember nothing of each other; returns the median run and all shares."""
-    command = [sys.executable, __file__, "--layers", str(args.layers), "--heads", str(args.heads)]
-    command += ["--head-size", str(args.head_size), "--format", args.format]
+    given = ["--layers", str(args.layers), "--heads", str(args.heads)]
+    given += ["--head-size", str(args.head_size), "--format", args.format]
     runs = []
     for _ in range(args.repeat):
-        made = subprocess.run(command, capture_output=True, text=True, check=True)
+        made = run_module("benchmarks.compile.compile_time", given, capture_output=True, check=True)
         runs.append(json.loads(made.stdout.splitlines()[-1]))
     shares = [run["share_of_cpu_percent"] for run in runs]
     median = next(run for run in runs if run["share_of_cpu_percent"] == statistics.median_low(shares))
@@ -145,13 +141,12 @@ def repeated(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-size", type=int, default=64)
     parser.add_argument("--format", choices=(*FORMATS, "decoder"), default="static")
     parser.add_argument("--repeat", type=int, default=1, help="so many processes; prints the median and all shares")
-    parser.add_argument("--json", type=Path, help="write the numbers as well")
     args = parser.parse_args()
     if args.repeat > 1:
         found = repeated(args)
@@ -159,7 +154,7 @@ def main() -> None:
         found = measure(args.layers, args.heads, args.head_size, args.format)
     print(json.dumps(found))
     if args.json:
-        args.json.write_text(json.dumps(found, indent=1))
+        write_result(args.json, found)
 
 
 if __name__ == "__main__":

@@ -1,40 +1,36 @@
 """Time what each KV format costs: a store of 8192 tokens, and decode steps, beside the per-tensor FP8 cache.
 
-    python benchmarks/kv_formats.py [--peers all] [--json out.json]
-    python benchmarks/kv_formats.py --tiny    # on a CPU, in plain torch: whether it runs, no figure
+    python -m benchmarks.attention.kv_formats [--peers all] [--json out.json]
+    python -m benchmarks.attention.kv_formats --tiny    # on a CPU, in plain torch: whether it runs, no figure
 
 Every output is first compared with the reference on two of its requests. 32 query and 8 KV heads of 128, bf16, blocks
 of 16; CUDA-graph replays, each format or peer interleaved with the FP8 cache alone, median of 7; in brackets what it
 takes of the time of that. Peers are kernels of other libraries on an FP8 cache of the same shape, and those of
-`benchmarks/kv_format_peers.py` on copies of the very rows; the ones that did not run are named with the reason.
+`kv_format_peers` on copies of the very rows; the ones that did not run are named with the reason.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import vattn.ops.schemas  # noqa: F401  registers the ops
-from benchmarks.kv_format_peers import DECODE_PEERS, STORE_PEERS, DecodePeer, StorePeer
+from benchmarks.attention.kv_format_peers import DECODE_PEERS, STORE_PEERS, DecodePeer, StorePeer
+from benchmarks.harness import machine, parser_of, table, timer
 from vattn.backends import selector
-from vattn.cache.layout import kv_cache_dtype, kv_cache_shape
 from vattn.cli.bench.cell import Cell
 from vattn.cli.bench.peers import NotThisCellError, Peer, choose_peers
+from vattn.cli.bench.report import write_result
 from vattn.cli.bench.shapes import LayerShape, Work
 from vattn.cli.bench.timing import Timer, WallTimer, interleave
 from vattn.config.attention import AttentionConfig
-from vattn.ops.arguments import AttentionArgs
-from vattn.ops.reference import attention as reference
 from vattn.quantization.formats import KV_FORMATS
+from vattn.ops.reference import attention as reference
+from vattn.ops.arguments import AttentionArgs
+from vattn.cache.layout import kv_cache_dtype, kv_cache_shape
 
 AnyTimer = Timer | WallTimer
 BASELINE = "fp8_e4m3"
@@ -111,10 +107,6 @@ class Filled:
         return args
 
 
-def timer(call: Callable[[], object], size: Size) -> AnyTimer:
-    return (Timer if size.device == "cuda" else WallTimer)([call])
-
-
 class Peers:
     """Timers of other libraries' kernels that are right, and of the others what is wrong."""
 
@@ -131,7 +123,7 @@ class Peers:
             call, error, limit = make()
             if not error < limit:
                 raise ValueError(f"relative error {error:.1e}")
-            return {name: timer(call, self.size)}
+            return {name: timer([call], self.size.device)}
         except NotThisCellError as refusal:
             self.problems[name] = f"refuses: {refusal}"
         except Exception as thrown:  # A peer that throws stops nothing.
@@ -195,11 +187,10 @@ def beside_baseline(timers: Mapping[str, AnyTimer], replays: int) -> dict[str, t
 
 def main() -> None:
     """Measure and print one line for each format and peer."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = parser_of(__doc__)
     parser.add_argument("--peers", nargs="+", default=["none"], help="all, none, or fa3, flashinfer, xqa")
     parser.add_argument("--tiny", action="store_true", help="small sizes on a CPU, to see that it runs")
     parser.add_argument("--replays", type=int, default=7)
-    parser.add_argument("--json", type=Path, help="where to write all numbers")
     options = parser.parse_args()
     size = TINY if options.tiny else FULL
     layer = size.shape
@@ -214,29 +205,29 @@ def main() -> None:
     cells: dict[str, dict[str, AnyTimer]] = {}
     for num_reqs, seq_len in size.cells:
         query = torch.randn(num_reqs, layer.heads, layer.head_size, device=size.device, dtype=torch.bfloat16)
-        table = torch.randperm(size.blocks, device=size.device).int().view(num_reqs, seq_len // BLOCK)
-        steps = {name: cache.step(seq_len, query, table) for name, cache in caches.items()}
+        blocks = torch.randperm(size.blocks, device=size.device).int().view(num_reqs, seq_len // BLOCK)
+        steps = {name: cache.step(seq_len, query, blocks) for name, cache in caches.items()}
         cells[f"{num_reqs} x {seq_len}"] = {
-            **{name: timer(lambda a=args: torch.ops.vattn.attention(*a), size) for name, args in steps.items()},
+            **{n: timer([lambda a=args: torch.ops.vattn.attention(*a)], size.device) for n, args in steps.items()},
             **peers.decodes(seq_len, caches, steps),
         }
-    stores = {name: timer(lambda c=cache: c.store(slots), size) for name, cache in caches.items()}
+    stores = {name: timer([lambda c=cache: c.store(slots)], size.device) for name, cache in caches.items()}
     cells[f"store {size.tokens}"] = {**stores, **peers.stores(caches, slots)}
     times = {cell: beside_baseline(timers, options.replays) for cell, timers in cells.items()}
-    print("| format | bytes a token and head | " + " | ".join(cells) + " |")
-    print("|---" * (len(cells) + 2) + "|")
+    rows = []
     for name in dict.fromkeys(name for us in times.values() for name in us):
         found = [
             f"{us[name][0]:.1f} us ({us[name][0] / us[name][1]:.3f})" if name in us else "-" for us in times.values()
         ]
         stored = KV_FORMATS[name.split(", ")[-1]].token_bytes(layer.head_size, layer.head_size)
-        print(f"| {name} | {stored} | " + " | ".join(found) + " |")
+        rows.append((name, stored, *found))
+    print(table(("format", "bytes a token and head", *cells), rows), end="")
     for name, problem in peers.problems.items():
         print(f"- {name}: {problem}")
     if options.json:
-        device = torch.cuda.get_device_name() if size.device == "cuda" else "cpu"
-        result = {"device": device, "torch": torch.__version__, "us": times, "not timed": peers.problems}
-        options.json.write_text(json.dumps(result, indent=1) + "\n")
+        result = machine(size.device) | {"not timed": peers.problems}
+        result["rows"] = [{"cell": cell, "us, and us of fp8_e4m3": us} for cell, us in times.items()]
+        write_result(options.json, result)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Time a vision tower's attention on one GPU: bf16, FP8, FlashAttention where it is found, and torch's own.
 
-    python benchmarks/vision_tower.py --json out.json
+    python -m benchmarks.attention.vision_tower --json out.json
 
 Everything is captured in CUDA graphs and checked first. "attention" starts at the fused projection of query, key and
 value, so that FP8 pays for its scales and its quantisation; "tower" is whole layers, projections and MLP included.
@@ -9,27 +9,19 @@ Errors are relative L2 against fp32 on the same bf16 inputs, over every row of o
 
 from __future__ import annotations
 
-import argparse
-import datetime
 import json
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import vattn
-from benchmarks.timing import Timer, interleave
+from benchmarks.harness import add_row, machine, parser_of, time_in_turn
 
-WARM_SECONDS = 0.3
 DEVICE = "cuda"
 
 
@@ -157,14 +149,8 @@ def relative(got: Tensor, expected: Tensor) -> float:
 
 
 def time_all(calls: dict[str, Callable[[], Tensor]]) -> dict[str, float]:
-    """Return microseconds by name, warm, with replays interleaved."""
-    timers = {name: Timer([call]) for name, call in calls.items()}
-    end = time.monotonic() + WARM_SECONDS
-    while time.monotonic() < end:
-        for timer in timers.values():
-            timer.graph.replay()
-        torch.cuda.synchronize()
-    return interleave(timers)
+    """Return microseconds by name."""
+    return time_in_turn({name: [call] for name, call in calls.items()}, warm_up=True)[0]
 
 
 def run_attention(name: str, shape: Shape, folder: Path) -> dict[str, Any]:
@@ -228,29 +214,22 @@ def describe(row: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Run the shapes and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="where to write the results")
+    """Run the shapes and print a table each."""
+    parser = parser_of(__doc__)
     parser.add_argument("--folder", type=Path, default=Path("."), help="where scales.json may be written")
     parser.add_argument("--only", default="", help="shapes whose name contains this text")
     parser.add_argument("--layers", type=int, default=4, help="layers of the tower; 0: attention alone")
-    args = parser.parse_args()
-    result: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__,
-        "triton": triton.__version__, "rows": [],
-    }  # fmt: skip
+    options = parser.parse_args()
+    result = machine()
     with torch.no_grad():
         for name, shape in SHAPES.items():
-            if args.only not in name:
+            if options.only not in name:
                 continue
-            rows = [run_attention(name, shape, args.folder)]
-            if args.layers and name.startswith("SigLIP"):
-                rows.append(run_tower(name, shape, args.folder, args.layers))
+            rows = [run_attention(name, shape, options.folder)]
+            if options.layers and name.startswith("SigLIP"):
+                rows.append(run_tower(name, shape, options.folder, options.layers))
             for row in rows:
-                result["rows"].append(row)
-                print(describe(row), flush=True)
-            if args.json:
-                args.json.write_text(json.dumps(result, indent=1))
+                add_row(result, row, options.json, describe(row))
             torch._dynamo.reset()
             torch.cuda.empty_cache()
 

@@ -1,27 +1,26 @@
 """Rates of offloading and reloading blocks, beside what plain copies between pinned memory and the device reach.
 
-    python -m benchmarks.offload [--out results.json] [--layers 32] [--tokens 4096 16384]
+    python -m benchmarks.models.offload [--json out.json] [--layers 32] [--tokens 4096 16384]
 
 Bytes are those of whole blocks over all layers; times are wall times from the call until the device has finished.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
 import vattn
+from benchmarks.harness import add_row, machine, parser_of
+from vattn.cli.bench.report import write_result
 from vattn.kv_transfer import FileConnector, HostMemoryConnector, KVTransfer, TransferRequest, block_keys
 
 REPEATS = 5
@@ -115,15 +114,14 @@ def overlap(transfer: KVTransfer, tokens: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--tokens", type=int, nargs="+", default=[1024, 4096, 16384])
     parser.add_argument("--files", type=int, default=2048, help="tokens for the file connector, 0 for none")
     arguments = parser.parse_args()
     torch.set_grad_enabled(False)
     rates = copy_rates()
-    results: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, **rates, "host": []}
+    results = {**rates, **machine()}
     print(f"plain copies: {rates['host_to_device']:.1f} GB/s to the device, {rates['device_to_host']:.1f} GB/s back")
     model = make_model(arguments.layers)
     blocks = max(arguments.tokens) // BLOCK_SIZE
@@ -134,11 +132,11 @@ def main() -> None:
             row = measure(transfer, tokens, scattered)
             row["offload_share"] = row["offload_gb_s"] / rates["device_to_host"]
             row["reload_share"] = row["reload_gb_s"] / rates["host_to_device"]
-            results["host"].append(row)
-            print(
+            shown = (
                 f"{tokens} tokens, blocks {row['blocks']}: offload {row['offload_gb_s']:.1f} GB/s "
                 f"({row['offload_share']:.0%}), reload {row['reload_gb_s']:.1f} GB/s ({row['reload_share']:.0%})"
             )
+            add_row(results, row, arguments.json, shown)
     results["overlap"] = overlap(transfer, max(arguments.tokens))
     print("overlap: " + ", ".join(f"{name} {value:.1f}" for name, value in results["overlap"].items()))
     transfer.detach()
@@ -148,8 +146,8 @@ def main() -> None:
             results["files"] = measure(transfer, arguments.files, False)
             print("files: " + ", ".join(f"{name} {value}" for name, value in results["files"].items()))
             transfer.detach()
-    if arguments.out:
-        arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+    if arguments.json:
+        write_result(arguments.json, results)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Run random traffic through generators for a while, and count what is wrong.
 
-    nice -n 10 python benchmarks/soak.py --minutes 10
+    nice -n 10 python -m benchmarks.models.soak --minutes 10
 
 Requests arrive at random and end in every way: at their length, at stop strings, cancelled in any state, refused, with
 logits that are not finite, with logits processors that raise, in steps in which the model raises. Small models take
@@ -13,21 +13,18 @@ that grows.
 
 from __future__ import annotations
 
-import argparse
 import collections
 import json
 import random
 import resource
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import vattn
+from benchmarks.harness import parser_of
 from tests.generation.generator_support import Characters, Faulty
 from tests.integrations.hf_families import make_model
 from vattn import errors
@@ -150,11 +147,10 @@ def _raises(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 def main() -> int:
     """Run for as long as asked; returns 1 if anything was wrong."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--requests", type=int, default=150, help="of each generator")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
     device = "cuda" if torch.cuda.is_available() else "cpu"

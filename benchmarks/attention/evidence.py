@@ -1,6 +1,6 @@
 """Say what bounds a cell: bytes moved and tensor cores used by vattn's kernels, beside the ceilings of the same run.
 
-    python benchmarks/evidence.py --json out.json --cells "llama3-8b/decode 32x1k/bf16;llama3-8b/decode 32x1k/fp8"
+    python -m benchmarks.attention.evidence --cells "llama3-8b/decode 32x1k/bf16;llama3-8b/decode 32x1k/fp8"
 
 Each cell is timed in CUDA graphs, a decode step beside a kernel that streams the same blocks, and torch's profiler says
 which kernels a step launches and how long each runs. Where Nsight Compute is installed and may read the counters, bytes
@@ -15,20 +15,14 @@ import io
 import json
 import shutil
 import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
+from benchmarks.harness import Call, add_row, machine, parser_of, run_module, time_in_turn
 from vattn.cli.bench import attention, ceilings, peers
 from vattn.cli.bench.cell import Cell
-from vattn.cli.bench.report import write_result
 from vattn.cli.bench.shapes import LAYERS, WORKS
-from vattn.cli.bench.timing import Timer, interleave
 from vattn.kernels import variants
 
 CELLS = "llama3-8b/decode 32x1k/bf16;llama3-8b/decode 32x1k/fp8"
@@ -45,15 +39,15 @@ METRICS = {
 MARK = "measured step"
 
 
-def steps_of(name: str, changes: dict[str, str]) -> tuple[Cell, list[Callable[[], object]], list[Callable[[], object]]]:
+def steps_of(name: str, changes: dict[str, str]) -> tuple[Cell, list[Call], list[Call]]:
     """Return the cell of a name, vattn's calls on rotated inputs and a streaming kernel's, if there is one for it."""
     layer, work, cache = name.split("/")
     settings = attention.Settings()
-    cells = attention._rotations(LAYERS[layer], WORKS[work], cache, settings)
+    cells = attention.rotations(LAYERS[layer], WORKS[work], cache, settings)
     with variants.using(**changes):
         calls = [peers.backend_peer("TRITON_ATTN").make(cell) for cell in cells]
 
-    def under(call: Callable[[], object]) -> Callable[[], object]:
+    def under(call: Call) -> Call:
         def step() -> object:
             with variants.using(**changes):
                 return call()
@@ -61,13 +55,13 @@ def steps_of(name: str, changes: dict[str, str]) -> tuple[Cell, list[Callable[[]
         return step
 
     try:
-        stream: list[Callable[[], object]] = [peers.STREAM.make(cell) for cell in cells]
+        stream: list[Call] = [peers.STREAM.make(cell) for cell in cells]
     except peers.NotThisCellError:
         stream = []
     return cells[0], [under(call) for call in calls], stream
 
 
-def kernels_of(calls: list[Callable[[], object]]) -> dict[str, dict[str, float]]:
+def kernels_of(calls: list[Call]) -> dict[str, dict[str, float]]:
     """Return microseconds and launches a step by kernel, from torch's profiler; they include gaps of no kernel."""
     for call in calls:
         call()
@@ -89,13 +83,13 @@ def counters_of(name: str, changes: dict[str, str]) -> dict[str, Any]:
     program = shutil.which("ncu")
     if program is None:
         return {"missing": "ncu is not installed"}
-    command = [
+    profiler = [
         program, "--csv", "--metrics", ",".join(METRICS), "--nvtx", "--nvtx-include", f"{MARK}/",
-        "--target-processes", "all", sys.executable, __file__, "--one", name,
-        *(f"--with={key}={value}" for key, value in changes.items()),
+        "--target-processes", "all",
     ]  # fmt: skip
+    one = ["--one", name, *(f"--with={key}={value}" for key, value in changes.items())]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+        done = run_module("benchmarks.attention.evidence", one, profiler, capture_output=True, timeout=120)
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"missing": repr(error)[:200]}
     return parse_counters(done.stdout) or {"missing": (done.stdout + done.stderr)[-300:]}
@@ -139,15 +133,14 @@ def evidence(name: str, changes: dict[str, str], found: dict[str, Any]) -> dict[
     """Time and profile one cell."""
     cell, calls, stream = steps_of(name, changes)
     error = cell.error(calls[0]())  # type: ignore[arg-type]
-    timers = {"vattn": Timer(calls)} | ({"stream": Timer(stream)} if stream else {})
-    times = interleave(timers)
+    times, _ = time_in_turn({"vattn": calls} | ({"stream": stream} if stream else {}))
     us, stream_us = times["vattn"], times.get("stream")
     row: dict[str, Any] = {
         "cell": name, "variants": changes, "error": error, "us": round(us, 2), "stream_us": stream_us,
         "bytes": cell.bytes, "flops": cell.flops, "counted": counted(cell, us, stream_us, found),
         "kernels": kernels_of(calls),
     }  # fmt: skip
-    del calls, stream, timers
+    del calls, stream
     torch.cuda.empty_cache()
     return row | {"counters": counters_of(name, changes)}
 
@@ -165,8 +158,7 @@ def run_one(name: str, changes: dict[str, str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, help="write all numbers")
+    parser = parser_of(__doc__)
     parser.add_argument("--cells", default=CELLS, help="names of cells, by semicolons")
     parser.add_argument("--with", dest="changes", action="append", default=[], help="variant=value, repeatable")
     parser.add_argument("--one", help=argparse.SUPPRESS)
@@ -176,13 +168,10 @@ def main() -> None:
         run_one(options.one, changes)
         return
     found = ceilings.measure()
-    result: dict[str, Any] = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "ceilings": found}
-    result["rows"] = []
+    result = {"ceilings": found, **machine()}
     for name in options.cells.split(";"):
-        result["rows"].append(evidence(name.strip(), changes, found))
-        print(json.dumps(result["rows"][-1], indent=1), flush=True)
-        if options.json:
-            write_result(options.json, result)
+        row = evidence(name.strip(), changes, found)
+        add_row(result, row, options.json, json.dumps(row, indent=1))
 
 
 if __name__ == "__main__":

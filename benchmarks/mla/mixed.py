@@ -1,25 +1,21 @@
 """Latent steps of requests of different lengths, beside the same requests in steps of equal numbers of rows.
 
-`python -m benchmarks.mla_mixed --json FILE` times `vattn::mla_attention`, its plan made before, by graph replays in
+`python -m benchmarks.mla.mixed --json FILE` times `vattn::mla_attention`, its plan made before, by graph replays in
 turn: "together", one step, and "apart", a call for the requests of each number of rows after the other. Both results
-are compared. One JSON line a cell is printed and appended to the file: microseconds, and the ratio, above 1 where one
+are compared. A row a cell is printed and written: microseconds, and the ratio, above 1 where one
 step is faster. `--device cpu` runs tiny sizes by TORCH_MLA.
 """
 
 from __future__ import annotations
 
-import argparse
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.mla_cells import DEEPSEEK, TINY, Cell, Inputs
-from benchmarks.rows import write_row
-from benchmarks.timing import Timer, interleave
+from benchmarks.harness import run_cells, time_in_turn
+from benchmarks.mla.cells import DEEPSEEK, TINY, Cell, Inputs
 from vattn.backends.mla.registry import mla_backends
-from vattn.cli.bench.timing import WallTimer
 from vattn.ops.arguments import PlanArgs
 from vattn.ops.arguments_mla import MLAAttentionArgs
 
@@ -76,9 +72,9 @@ def apart(args: MLAAttentionArgs, queries: list[int]) -> list[tuple[torch.Tensor
     return found
 
 
-def run_cell(name: str, device: str) -> dict[str, Any]:
+def run_cell(cell: tuple[int, list[int], int], device: str) -> dict[str, Any]:
     """Time one cell and return its row."""
-    heads, queries, length = CELLS[name]
+    heads, queries, length = cell
     if device == "cpu":
         heads, queries, length = 2, [min(query, 20) for query in queries[-4:]], 40
     _, args, config = arguments(heads, queries, length, device)
@@ -90,8 +86,8 @@ def run_cell(name: str, device: str) -> dict[str, Any]:
             torch.ops.vattn.mla_attention(*call)
 
     steps = {"together": lambda: attend(whole), "apart": lambda: attend(*(part for _, part in parts))}
-    timers: dict[str, Any] = {way: Timer([s]) if device == "cuda" else WallTimer([s]) for way, s in steps.items()}
-    row: dict[str, Any] = {"name": name, "us": {way: round(t, 1) for way, t in interleave(timers).items()}}
+    times, _ = time_in_turn({way: [step] for way, step in steps.items()}, device)
+    row: dict[str, Any] = {"us": {way: round(us, 1) for way, us in times.items()}}
     row["ratio"] = round(row["us"]["apart"] / row["us"]["together"], 3)
     expected = torch.empty_like(whole.output)
     for rows, part in parts:
@@ -100,23 +96,9 @@ def run_cell(name: str, device: str) -> dict[str, Any]:
     return row
 
 
-def main(given: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run the cells; return 1 if any failed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
-    parser.add_argument("--json", type=Path, help="append one line a cell here")
-    parser.add_argument("--only", type=int, nargs="*", help="numbers of cells")
-    options = parser.parse_args(given)
-    failed = 0
-    names = list(CELLS)
-    for name in names if options.only is None else [names[number] for number in options.only]:
-        try:
-            row = run_cell(name, options.device)
-        except Exception as error:  # The other cells are worth their time.
-            failed += 1
-            row = {"name": name, "failed": f"{type(error).__name__}: {error}"[:400]}
-        write_row(row, options.json)
-    return 1 if failed else 0
+    return run_cells(__doc__, CELLS, run_cell, arguments)
 
 
 if __name__ == "__main__":

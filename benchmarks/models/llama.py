@@ -1,6 +1,6 @@
 """Time a transformers model on vattn: decode steps, and many requests through the generator.
 
-    python benchmarks/models.py --json out.json --baseline 1 32
+    python -m benchmarks.models.llama --json out.json --baseline 1 32
 
 The model has the shape of Llama 3 8B and random weights. A step's floor is the bytes of weights and cache that it must
 read, at the rate that reading large tensors reached in the same run; with `--fp8` those of FP8 weights, of the head in
@@ -11,23 +11,19 @@ compiled; a step of it is what more tokens add to a call. `--small` tries the be
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
 import random
 import statistics
-import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import vattn
-from benchmarks.fused_steps import generate_ms
-from benchmarks.kernels import profile_kernels
-from benchmarks.serving import check_compiled, serve
+from benchmarks.harness import machine, parser_of
+from benchmarks.kernels import print_kernels
+from benchmarks.models.serving import check_compiled, serve
+from benchmarks.models.transformers_steps import generate_ms
+from vattn.cli.bench.report import write_result
 from vattn.integrations.transformers import PackedModel, disable, enable
 from vattn.kernels import variants
 from vattn.layers.fp8_linear import LINEAR_FORMATS
@@ -146,11 +142,7 @@ def decode_steps(
         torch.cuda.synchronize()
         replay = events[0].elapsed_time(events[1]) / 20
         if profile:
-            total: dict[str, list[float]] = {}
-            for kernel in profile_kernels(entry.graph.replay):
-                total.setdefault(kernel.name, []).append(kernel.us)
-            for name, each in sorted(total.items(), key=lambda item: -sum(item[1])):
-                print(f"  {sum(each):9.1f} us in {len(each):4d} of {statistics.median(each):7.2f} us: {name[:110]}")
+            print_kernels(entry.graph.replay)
     while generator.busy:
         generator.cancel(
             generator.scheduler.running[0] if generator.scheduler.running else generator.scheduler.waiting[0]
@@ -164,8 +156,7 @@ def decode_steps(
 
 def main() -> None:
     """Run what was asked for and print it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    parser = parser_of(__doc__)
     parser.add_argument("--batches", type=int, nargs="*", default=[1, 32])
     parser.add_argument("--baseline", type=int, nargs="*", default=[], help="batch sizes of transformers' own steps")
     parser.add_argument("--serve", nargs="*", default=["64", "mixed"], choices=["64", "mixed"])
@@ -203,14 +194,14 @@ def run(args: argparse.Namespace) -> None:
         "reuse_prefixes": False,
     }
     result: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(), "torch": torch.__version__, "shape": shape,
-        "device": torch.cuda.get_device_name() if device == "cuda" else "CPU", "read_rate": rate,
+        **machine(device), "shape": shape, "read_rate": rate,
         "kv_cache_dtype": "fp8" if args.fp8 else args.kv_cache_dtype, "linears": args.fp8 or "bfloat16",
         "merged": args.merge, "outer": args.outer, "own_products": args.own,
         "max_autotune": args.max_autotune, "pdl": args.pdl,
         "weight_bytes": weight_bytes(packed),
         "setup_seconds": time.perf_counter() - begin, "steps": [], "serve": [], "baseline": [],
     }  # fmt: skip
+    del result["rows"]
 
     inductor = {"max_autotune_gemm": args.max_autotune, "triton.enable_pdl": args.pdl}
     inductor = {name: True for name, wanted in inductor.items() if wanted}
@@ -221,7 +212,7 @@ def run(args: argparse.Namespace) -> None:
         result[kind].append(row)
         print(kind, {k: round(v, 4) if isinstance(v, float) else v for k, v in row.items()}, flush=True)
         if args.json:
-            args.json.write_text(json.dumps(result, indent=1))
+            write_result(args.json, result)
 
     if args.outer:
         inner: Any = packed.model.model

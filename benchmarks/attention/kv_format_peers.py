@@ -1,6 +1,6 @@
 """Kernels of other libraries that read or write the same formats as ours, over copies of the same rows.
 
-Found by import. One that is missing, refuses this GPU or throws is named with its reason by `benchmarks/kv_formats.py`.
+Found by import. One that is missing, refuses this GPU or throws is named with its reason by `kv_formats`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vattn.ops.arguments import AttentionArgs
 from vattn.quantization.formats import KV_FORMATS
 
 if TYPE_CHECKING:
-    from benchmarks.kv_formats import Filled
+    from benchmarks.attention.kv_formats import Filled
 
 ROUNDED = 6.3e-2
 """Largest relative error of kernels that round query and weights to e4m3; of others it is that of bf16 weights."""

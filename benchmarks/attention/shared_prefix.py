@@ -1,25 +1,18 @@
 """Time a decode step of requests that share a prefix, attended apart and attended by every request, on one GPU.
 
-    python benchmarks/shared_prefix.py --json out.json
+    python -m benchmarks.attention.shared_prefix --json out.json
 
 Both are captured in CUDA graphs and replayed in turn, and their results are compared first.
 """
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import vattn
-from benchmarks.timing import Timer, interleave
+from benchmarks.harness import add_row, machine, parser_of, time_in_turn
 
 HEADS, KV_HEADS, WIDTH, BLOCK = 32, 8, 128, 16
 CELLS = ((16, 2048, 128), (64, 2048, 256), (64, 8192, 256), (256, 2048, 128))
@@ -60,33 +53,24 @@ def measure(requests: int, shared: int, own: int, cache_dtype: str, device: str)
         raise SystemExit(f"results differ by {error} at {requests} x {shared} + {own}")
     cell = {"requests": requests, "shared": shared, "own": own, "kv_cache_dtype": cache_dtype, "error": error}
     if device == "cuda":
-        cell["microseconds"] = interleave({name: Timer([call]) for name, call in calls.items()})
+        cell["microseconds"] = time_in_turn({name: [call] for name, call in calls.items()})[0]
     return cell
 
 
 def main() -> None:
-    """Measure every cell and print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path)
+    """Measure every cell and print one line each."""
+    parser = parser_of(__doc__)
     parser.add_argument("--small", action="store_true", help="one small cell, also on a CPU")
     parser.add_argument("--only", default="", help="cells whose text, such as '64 x 8192 + 256, fp8', contains this")
-    given = parser.parse_args()
+    options = parser.parse_args()
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
-    print(f"{name}, torch {torch.__version__}, {datetime.date.today()}; us of one layer")
-    cells = []
-    for requests, shared, own in [(4, 64, 20)] if given.small else CELLS:
+    result = machine(device)
+    for requests, shared, own in [(4, 64, 20)] if options.small else CELLS:
         for cache_dtype in ("auto", "fp8"):
-            if given.only not in f"{requests} x {shared} + {own}, {cache_dtype}":
-                continue
-            with torch.no_grad():
-                cells.append(measure(requests, shared, own, cache_dtype, device))
-            print(cells[-1], flush=True)
-            if given.json:
-                given.json.write_text(
-                    json.dumps({"device": name, "torch": torch.__version__, "cells": cells}, indent=1)
-                )
+            if options.only in f"{requests} x {shared} + {own}, {cache_dtype}":
+                with torch.no_grad():
+                    add_row(result, measure(requests, shared, own, cache_dtype, device), options.json)
 
 
 if __name__ == "__main__":

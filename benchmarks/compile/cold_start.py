@@ -1,6 +1,6 @@
 """Time from the start of a process to the first token: with an empty compile cache, then with that of the first run.
 
-    python benchmarks/cold_start.py --json out.json
+    python -m benchmarks.compile.cold_start --json out.json
 
 The model has the shape of Llama 3 8B and random weights, made on the device, unless `--model` names a local checkpoint.
 Each run is a process of its own; both of a pair have one folder for what Inductor and Triton compile. The bytecode of
@@ -22,8 +22,6 @@ import tempfile
 import time
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 
 def watch_compilers() -> dict[str, dict[str, float]]:
@@ -66,7 +64,7 @@ def first_token(args: argparse.Namespace) -> None:
 
     phase("import vattn")
     compiled = watch_compilers()
-    from benchmarks import models
+    from benchmarks.models import llama
     from vattn.integrations.transformers import enable
 
     phase("import transformers")
@@ -76,7 +74,7 @@ def first_token(args: argparse.Namespace) -> None:
 
         model, _ = load_model(args.model, device, None)
     else:
-        model = models.make_model(models.SMALL if args.small else models.LARGE, args.layers, device)
+        model = llama.make_model(llama.SMALL if args.small else llama.LARGE, args.layers, device)
     phase("model")
     packed = enable(model, memory="16MiB" if args.small else args.memory, merge_projections=args.merge)
     phase("enable")
@@ -114,10 +112,11 @@ def run(folder: str, bytecode: str) -> dict[str, Any]:
     """Start a process that serves one prompt, and return what it printed."""
     env = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "TRITON_CACHE_DIR": f"{folder}/triton",
-        "PYTHONPYCACHEPREFIX": bytecode,
+        "PYTHONPYCACHEPREFIX": bytecode, "PYTHONPATH": str(Path(__file__).parents[2]),
     }  # fmt: skip
     env.pop("PYTHONDONTWRITEBYTECODE", None)
-    command = [sys.executable, __file__, *sys.argv[1:], "--since", str(time.time())]
+    module = "benchmarks.compile.cold_start"
+    command = [sys.executable, "-m", module, *sys.argv[1:], "--since", str(time.time())]
     done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
     return dict(json.loads(done.stdout.splitlines()[-1]))
 

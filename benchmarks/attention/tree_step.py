@@ -1,6 +1,6 @@
 """Time one verification of a tree of drafts on one GPU beside plain decodes of the same requests.
 
-    python benchmarks/tree_step.py --json out.json
+    python -m benchmarks.attention.tree_step --json out.json
 
 Beside them: as many tokens in a row under the causal mask, which is what the tree's mask costs, and xFormers' decode
 where the package is found. Results are checked against each other first: branches against TORCH_SDPA.
@@ -8,20 +8,14 @@ where the package is found. Results are checked against each other first: branch
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import sys
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import vattn
-from benchmarks.timing import Timer, interleave
+from benchmarks.harness import add_row, machine, parser_of, time_in_turn
 from vattn.backends import selector
 from vattn.metadata.token_tree import TokenTree
 
@@ -78,10 +72,10 @@ class Cell:
         )
         return float((ours - theirs).norm() / theirs.norm())
 
-    def timer(self, backend: str, tree: TokenTree | None, count: int) -> Timer:
+    def calls(self, backend: str, tree: TokenTree | None, count: int) -> list[Callable[[], Tensor]]:
         config = config_of(backend, tree)
         step = self.step(config, tree, count)
-        return Timer([lambda cache=cache: self.attend(config, step, cache, count) for cache in self.caches], 5.0)
+        return [lambda cache=cache: self.attend(config, step, cache, count) for cache in self.caches]
 
 
 def measure(batch: int, context: int, columns: dict[str, Any]) -> dict[str, Any]:
@@ -91,28 +85,19 @@ def measure(batch: int, context: int, columns: dict[str, Any]) -> dict[str, Any]
     wrong = {name: error for name, error in errors.items() if not error < 1e-2}
     if wrong:
         raise SystemExit(f"wrong results at {batch} x {context}: {wrong}")
-    times = interleave({name: cell.timer(*column) for name, column in columns.items()})
+    times, _ = time_in_turn({name: cell.calls(*column) for name, column in columns.items()})
     return {"batch": batch, "context": context, "microseconds": times, "error": max(errors.values())}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--json", type=Path)
-    given = parser.parse_args()
+    """Measure every cell and print one line each."""
+    options = parser_of(__doc__).parse_args()
     torch.manual_seed(0)
     columns = {name: c for name, c in COLUMNS.items() if selector.get_backend(c[0]).problem() is None}
-    device = torch.cuda.get_device_name()
-    print(f"# Verifying trees of drafts\n\n{device}, torch {torch.__version__}, {datetime.date.today()}.")
-    print(f"{HEADS} heads over {KV_HEADS} KV heads of {WIDTH}, bf16, blocks of {BLOCK}; us of one layer's attention.\n")
-    print("| batch x context | " + " | ".join(columns) + " |\n|---" + "|---" * len(columns) + "|")
-    cells = []
+    result = machine()
     for batch, context in CELLS:
         with torch.no_grad():
-            cells.append(measure(batch, context, columns))
-        times = cells[-1]["microseconds"]
-        print(f"| {batch} x {context} | " + " | ".join(f"{times[name]:.1f}" for name in columns) + " |", flush=True)
-        if given.json:
-            given.json.write_text(json.dumps({"device": device, "torch": torch.__version__, "cells": cells}, indent=1))
+            add_row(result, measure(batch, context, columns), options.json)
 
 
 if __name__ == "__main__":

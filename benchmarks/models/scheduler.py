@@ -1,6 +1,6 @@
 """Time what the host does for a step of the generator: the scheduler, metadata, inputs, and what becomes of tokens.
 
-    python benchmarks/scheduler.py --json out.json
+    python -m benchmarks.models.scheduler --json out.json
 
 256 requests of 16 to 4096 tokens, 128 new ones each, on a CPU, with a stub for a model: it returns logits that exist
 already. Times are those that the thread computes, in microseconds a step; other work on the machine makes them longer,
@@ -9,23 +9,16 @@ since caches are shared. On a GPU the host's work hides behind the step before i
 
 from __future__ import annotations
 
-import argparse
-import datetime
-import json
-import platform
 import random
 import statistics
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
 import vattn
+from benchmarks.harness import add_row, machine, parser_of
 
 VOCABULARY = 64
 
@@ -119,24 +112,18 @@ def measure(
 
 def main() -> None:
     """Run the cases and print them."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--longest", type=int, default=4096)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--parts", action="store_true", help="time the parts of a step too, which takes time itself")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     torch.set_num_threads(1)
-    result: dict[str, Any] = {
-        "date": datetime.date.today().isoformat(), "torch": torch.__version__, "cpu": platform.processor(), "rows": [],
-    }  # fmt: skip
+    result = machine("cpu")
     cases: list[tuple[list[int | None], int]] = [([None], 0), ([None, 1024], 0), ([None], 4)]
     for windows, drafts in cases:
         row = measure(args.requests, args.longest, args.new, windows, drafts, args.parts)
-        result["rows"].append(row)
-        print({key: round(value, 1) if isinstance(value, float) else value for key, value in row.items()}, flush=True)
-        if args.json:
-            args.json.write_text(json.dumps(result, indent=1))
+        add_row(result, row, args.json)
 
 
 if __name__ == "__main__":

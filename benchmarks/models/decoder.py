@@ -1,0 +1,125 @@
+"""Decoder layers of the shape of Llama 3 8B with FP8 weights, activations, queries and cache, and random values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import vattn
+
+E4M3 = torch.float8_e4m3fn
+BLOCK = 16
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Dimensions of a decoder stack; the default is Llama 3 8B."""
+
+    layers: int = 32
+    hidden: int = 4096
+    heads: int = 32
+    kv_heads: int = 8
+    head_size: int = 128
+    ffn: int = 14336
+
+
+def static_fp8(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise `[T, N]` by a given scale."""
+    return (x.float() / scale).clamp(-448.0, 448.0).to(E4M3), scale
+
+
+def per_token_fp8(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise `[T, N]` with one scale a row; the given one is not used."""
+    wide = x.float()
+    scale = wide.abs().amax(dim=-1, keepdim=True).clamp(min=1e-10) / 448.0
+    return (wide / scale).clamp(-448.0, 448.0).to(E4M3), scale
+
+
+QUANTISERS = {"static": static_fp8, "token": per_token_fp8}
+
+
+class Linear(nn.Module):
+    """`x @ weight.T` of FP8 weights, after quantising x."""
+
+    def __init__(self, inputs: int, outputs: int, activations: str) -> None:
+        super().__init__()
+        self.quantise = QUANTISERS[activations]
+        weight = torch.empty(outputs, inputs, dtype=E4M3)
+        for rows, codes in zip(torch.arange(outputs).split(4096), weight.split(4096), strict=True):
+            codes.copy_(torch.randn(len(rows), inputs) * 16)
+        self.register_buffer("weight", weight)
+        scale = torch.full((outputs,) if activations == "token" else (), inputs**-0.5 / 16)
+        self.register_buffer("weight_scale", scale.reshape(1, -1) if activations == "token" else scale)
+        self.register_buffer("input_scale", torch.tensor(0.02))
+
+    def forward(self, x: Tensor) -> Tensor:
+        codes, scale = self.quantise(x, self.input_scale)
+        return torch._scaled_mm(
+            codes, self.weight.t(), scale, self.weight_scale, out_dtype=torch.bfloat16, use_fast_accum=True
+        )
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width, dtype=torch.bfloat16), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + 1e-5)).to(x.dtype) * self.weight
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply RoPE (NeoX order) to `[T, heads, D]`; `cos` and `sin` are `[T, 1, D / 2]`."""
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+
+
+class Layer(nn.Module):
+    def __init__(self, index: int, sizes: Sizes, activations: str) -> None:
+        super().__init__()
+        self.widths = [sizes.heads * sizes.head_size, *[sizes.kv_heads * sizes.head_size] * 2]
+        self.head_size = sizes.head_size
+        self.norm, self.ffn_norm = RMSNorm(sizes.hidden), RMSNorm(sizes.hidden)
+        self.qkv = Linear(sizes.hidden, sum(self.widths), activations)
+        self.attn = vattn.Attention(
+            sizes.heads, sizes.head_size, sizes.head_size**-0.5, sizes.kv_heads, prefix=f"layers.{index}.attn",
+            cache_config=vattn.CacheConfig(block_size=BLOCK, cache_dtype="fp8"),
+            quant_config=vattn.QuantConfig(k_scale=0.02, v_scale=0.02, query_format="fp8_e4m3", q_scale=0.02),
+        )  # fmt: skip
+        self.out = Linear(self.widths[0], sizes.hidden, activations)
+        self.gate_up = Linear(sizes.hidden, 2 * sizes.ffn, activations)
+        self.down = Linear(sizes.ffn, sizes.hidden, activations)
+
+    def forward(self, x: Tensor, residual: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        residual = residual + x
+        query, key, value = self.qkv(self.norm(residual)).split(self.widths, dim=-1)
+        query, key = (rotate(part.unflatten(-1, (-1, self.head_size)), cos, sin) for part in (query, key))
+        residual = residual + self.out(self.attn(query, key, value))
+        gate, up = self.gate_up(self.ffn_norm(residual)).chunk(2, dim=-1)
+        return self.down(nn.functional.silu(gate) * up), residual
+
+
+class Stack(nn.Module):
+    """Decoder layers and a last norm; takes hidden states `[T, hidden]` and positions `[T]`."""
+
+    def __init__(self, sizes: Sizes, activations: str, max_positions: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(i, sizes, activations) for i in range(sizes.layers))
+        self.norm = RMSNorm(sizes.hidden)
+        half = sizes.head_size // 2
+        frequencies = 500000.0 ** (-torch.arange(half).float() / half)
+        angles = torch.arange(max_positions).float()[:, None] * frequencies
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def forward(self, x: Tensor, positions: Tensor, run_layer: Callable[..., Any] = Layer.forward) -> Tensor:
+        cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+        residual = torch.zeros_like(x)
+        for layer in self.layers:
+            x, residual = run_layer(layer, x, residual, cos, sin)
+        return self.norm(residual + x)
