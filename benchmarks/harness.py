@@ -32,12 +32,12 @@ def parser_of(text: str | None) -> argparse.ArgumentParser:
 
 def machine(device: str = "cuda") -> dict[str, Any]:
     """Return where and with what a run is made, and room for its rows."""
-    versions = {"torch": torch.__version__}
-    if device == "cuda":
+    versions, on_gpu = {"torch": torch.__version__}, device == "cuda" and torch.cuda.is_available()
+    if on_gpu:
         import triton
 
         versions["triton"] = triton.__version__
-    name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    name = torch.cuda.get_device_name() if on_gpu else "CPU"
     return {"date": datetime.date.today().isoformat(), "device": name, "versions": versions, "rows": []}
 
 

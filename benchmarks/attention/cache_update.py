@@ -17,14 +17,14 @@ from torch import Tensor
 
 import vattn.ops.schemas  # noqa: F401  registers the ops
 from benchmarks.harness import add_row, machine, parser_of, table, time_in_turn, versions_of
-from vattn.config.attention import AttentionConfig
-from vattn.ops.reference import rope as rope_reference
-from vattn.ops.arguments import CacheUpdateArgs, RopeUpdateArgs
 from vattn.cache.layout import key_value_views
-from vattn.kernels.triton.cache import rope_update
-from vattn.kernels.triton.attention.launch import update_kv_cache
-from vattn.quantization.codecs import encode_kv, encode_query
+from vattn.config.attention import AttentionConfig
 from vattn.config.rope import RopeConfig
+from vattn.kernels.triton.attention.launch import update_kv_cache
+from vattn.kernels.triton.cache import rope_update
+from vattn.ops.arguments import CacheUpdateArgs, RopeUpdateArgs
+from vattn.ops.reference import rope as rope_reference
+from vattn.quantization.codecs import encode_kv, encode_query
 
 HEADS, KV_HEADS, WIDTH, BLOCK, POSITIONS = 32, 8, 128, 16, 8192
 TOKENS = (1, 64, 256, 2048, 8192)

@@ -20,9 +20,9 @@ from vattn.cli.bench.attention import Settings, rotations
 from vattn.cli.bench.peers import attention_arguments
 from vattn.cli.bench.shapes import LAYERS, WORKS
 from vattn.config.attention import AttentionConfig
-from vattn.quantization.formats import OUTPUT_FORMATS
 from vattn.ops.arguments import AttentionArgs
 from vattn.quantization.codecs import quantise_output
+from vattn.quantization.formats import OUTPUT_FORMATS
 
 FORMATS: dict[str, tuple[str, str]] = {
     "fp8_static": ("fp8_static", "approximate_divide"),

@@ -21,16 +21,16 @@ import vattn.ops.schemas  # noqa: F401  registers the ops
 from benchmarks.attention.kv_format_peers import DECODE_PEERS, STORE_PEERS, DecodePeer, StorePeer
 from benchmarks.harness import machine, parser_of, table, timer
 from vattn.backends import selector
+from vattn.cache.layout import kv_cache_dtype, kv_cache_shape
 from vattn.cli.bench.cell import Cell
 from vattn.cli.bench.peers import NotThisCellError, Peer, choose_peers
 from vattn.cli.bench.report import write_result
 from vattn.cli.bench.shapes import LayerShape, Work
 from vattn.cli.bench.timing import Timer, WallTimer, interleave
 from vattn.config.attention import AttentionConfig
-from vattn.quantization.formats import KV_FORMATS
-from vattn.ops.reference import attention as reference
 from vattn.ops.arguments import AttentionArgs
-from vattn.cache.layout import kv_cache_dtype, kv_cache_shape
+from vattn.ops.reference import attention as reference
+from vattn.quantization.formats import KV_FORMATS
 
 AnyTimer = Timer | WallTimer
 BASELINE = "fp8_e4m3"

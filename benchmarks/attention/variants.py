@@ -3,8 +3,8 @@
     python -m benchmarks.attention.variants --fa3 fa3.so --json out.json --only "drafts;mixed"
 
 Each cell runs every way and every peer in one process, replays in turn, over inputs that exceed the L2 cache. The ways
-are the choices of `vattn.kernels.variants`; the first is the default. Of each cell the fastest right way is named, beside
-the fastest peer and the bar.
+are the choices of `vattn.kernels.variants`; the first is the default. For each cell the fastest right way is named,
+beside the fastest peer and the bar.
 """
 
 from __future__ import annotations

@@ -23,9 +23,9 @@ from torch import Tensor, nn
 import vattn
 from benchmarks.harness import run_cells, time_in_turn
 from benchmarks.kernels import profile_kernels
+from vattn.config.rope import RopeConfig
 from vattn.layers.mla.rotary import LatentRotary
 from vattn.quantization.codecs import quant_fp8_static
-from vattn.config.rope import RopeConfig
 
 BAR = 2.0
 OUTPUT_SCALE = 0.002

@@ -235,7 +235,7 @@ def test_mistakes_are_named(tmp_path: Path, capsys, monkeypatch) -> None:
     assert main(["bench", "cache-update"]) == 2
     assert "cache-update on a machine without" in capsys.readouterr().err
     monkeypatch.setattr(
-        "vattn.cli.bench.command.__file__", str(tmp_path / "site-packages" / "vattn" / "bench" / "x.py")
+        "vattn.cli.bench.command.__file__", str(tmp_path / "site-packages" / "vattn" / "cli" / "bench" / "x.py")
     )
     assert main(["bench", "fused-steps"]) == 2
     assert "checkout" in capsys.readouterr().err

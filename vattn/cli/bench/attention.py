@@ -94,6 +94,7 @@ def run_cell(
 
 
 def rotations(layer: LayerShape, work: Work, cache: str, settings: Settings) -> list[Cell]:
+    """Return as many sets of a cell's inputs as exceed the L2 cache."""
     first = Cell(layer, work, cache, settings.block_size, 0, settings.device)
     count = max(1, min(MAX_ROTATIONS, ROTATED_BYTES // max(1, first.bytes)))
     if settings.device == "cpu":
