@@ -12,7 +12,7 @@ Lengths are read on the host: free on CPU, one sync a call on CUDA, hence no CUD
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from itertools import pairwise
 
 import torch
@@ -66,26 +66,26 @@ class TorchSDPABackend(Backend):
         refuse_capture(args.query, "TORCH_SDPA", "it reads lengths on the host", "ask for attn_backend='TRITON_ATTN'")
         keys, values = stored_views(args.kv_cache, config)
         capacity = args.block_table.shape[1] * config.block_size if keys.codes.shape[0] else 0
-        lengths = _to_host(args.seq_lens)
+        starts, lengths = args.query_start_loc.tolist(), args.seq_lens.tolist()
+        decodes = _even_decodes(starts, lengths, capacity) if _is_plain(config) else []
         held = reference.held_lengths(config.stripe, args.seq_lens, args.local_seq_lens)
         readable = [min(length, capacity) for length in held]
-        requests = list(_requests(args, config, lengths, lengths if config.context_parallel else readable, readable))
+        keys_of = lengths if config.context_parallel else readable
+        requests = list(_requests(args, config, starts, lengths, keys_of, readable, set(decodes)))
         result = _start_result(args, requests, config)
-        decodes = [r for r in requests if r.query_len == 1 and r.num_keys == r.seq_len > 0 and _is_plain(config)]
         # Autocast would round the fp32 math to a narrower dtype.
         with torch.autocast(args.query.device.type, enabled=False):
-            if len(decodes) > 1 and _is_even(decodes):
-                _plain_decodes(args, config, decodes, keys, values, result)
-                done = {r.index for r in decodes}
-                requests = [r for r in requests if r.index not in done]
+            if decodes:
+                longest = max([lengths[request] for request in decodes])
+                _plain_decodes(args, config, decodes, longest, keys, values, result)
             _run(args, config, requests, _paged_reader(args, config, keys, values), result)
 
     def varlen_attention(self, args: VarlenAttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::varlen_attention`."""
         refuse_capture(args.query, "TORCH_SDPA", "it reads lengths on the host", "ask for attn_backend='TRITON_ATTN'")
-        starts = _to_host(args.kv_start_loc)
+        starts = args.kv_start_loc.tolist()
         lengths = [max(0, end - start) for start, end in pairwise(starts)]
-        requests = list(_requests(args, config, lengths, lengths, lengths))
+        requests = list(_requests(args, config, args.query_start_loc.tolist(), lengths, lengths, lengths))
 
         def read(request: Request, first: int, end: int) -> tuple[Tensor, Tensor, Tensor | None]:
             rows = slice(starts[request.index] + first, starts[request.index] + end)
@@ -123,10 +123,6 @@ def _load_query(rows: Tensor, args: Args, config: AttentionConfig) -> Tensor:
     return kv_formats.rotate_query(query, config.kv_cache_dtype)
 
 
-def _to_host(lengths: Tensor) -> list[int]:
-    return [int(n) for n in lengths.tolist()]
-
-
 def _is_plain(config: AttentionConfig) -> bool:
     """Whether `scaled_dot_product_attention` can express the request with a boolean mask."""
     return not (
@@ -144,20 +140,27 @@ def _is_plain(config: AttentionConfig) -> bool:
     )
 
 
-def _is_even(requests: list[Request]) -> bool:
-    """Whether padding the requests to the longest wastes less than it saves."""
-    longest = max(r.seq_len for r in requests)
-    return longest * len(requests) <= 4 * sum(r.seq_len for r in requests)
+def _even_decodes(starts: list[int], lengths: list[int], capacity: int) -> list[int]:
+    """Return the requests that are readable decodes, if padding them to the longest wastes less than it saves."""
+    rows = [end - start for start, end in pairwise(starts)]
+    found = [request for request, length in enumerate(lengths) if rows[request] == 1 and 0 < length <= capacity]
+    keys = [lengths[request] for request in found]
+    return found if len(found) > 1 and max(keys) * len(found) <= 4 * sum(keys) else []
 
 
 def _requests(
-    args: Args, config: AttentionConfig, seq_lens: list[int], num_keys: list[int], held: list[int]
+    args: Args,
+    config: AttentionConfig,
+    starts: list[int],
+    seq_lens: list[int],
+    num_keys: list[int],
+    held: list[int],
+    done: Container[int] = (),
 ) -> Iterator[Request]:
-    """Yield the requests that have query rows."""
-    starts = _to_host(args.query_start_loc)
-    flags = None if args.causal_flags is None else _to_host(args.causal_flags)
+    """Yield the requests that have query rows, except for those that are done."""
+    flags = None if args.causal_flags is None else args.causal_flags.tolist()
     for index, (start, end) in enumerate(pairwise(starts)):
-        if end <= start:
+        if end <= start or index in done:
             continue
         causal = bool(flags[index]) if config.causality == "per_request" and flags else config.causality == "causal"
         seq_len = max(0, seq_lens[index])
@@ -268,7 +271,8 @@ def _plain_rows(
 def _plain_decodes(
     args: AttentionArgs,
     config: AttentionConfig,
-    requests: list[Request],
+    decodes: list[int],
+    longest: int,
     keys: PackedRows,
     values: PackedRows,
     result: Tensor,
@@ -276,9 +280,12 @@ def _plain_decodes(
     """Run all single-token requests in one call, padded to the longest. Causal or not makes no difference to them."""
     size, device = config.block_size, args.query.device
     window = config.sliding_window
-    facts = [(r.index, r.first_row, r.seq_len, max(0, r.seq_len - (window or r.seq_len))) for r in requests]
-    num_columns = max((seq_len + size - 1) // size - first // size for _, _, seq_len, first in facts)
-    index, row, seq_len, first_key = torch.tensor(facts, device=device).unbind(1)
+    index = torch.tensor(decodes, device=device)
+    row, seq_len = args.query_start_loc[index], args.seq_lens[index]
+    first_key = (seq_len - (window or longest)).clamp(min=0)
+    num_columns = (longest + size - 1) // size
+    if window is not None:
+        num_columns = min(num_columns, (window + size - 2) // size + 1)
     columns = (first_key // size)[:, None] + torch.arange(num_columns, device=device)
     blocks = args.block_table[index[:, None], columns.clamp(max=args.block_table.shape[1] - 1)].long()
     known = (blocks >= 0) & (blocks < keys.codes.shape[0])
@@ -289,12 +296,9 @@ def _plain_decodes(
     places = torch.arange(visible.numel(), device=device).view_as(visible)
     first_visible = places.gather(1, visible.to(torch.uint8).argmax(1, keepdim=True))
     places = torch.where(visible, places, first_visible).flatten()
-    key, value = (
-        _decode(_gather(cache, blocks.flatten(), places), config, of_values, scale)
-        .view(*visible.shape, config.num_kv_heads, -1)
-        .transpose(1, 2)
-        for cache, of_values, scale in ((keys, False, args.k_scale), (values, True, args.v_scale))
-    )
+    shape = (*visible.shape, config.num_kv_heads, -1)
+    key = _decode(_gather(keys, blocks.flatten(), places), config, False, args.k_scale).view(shape).transpose(1, 2)
+    value = _decode(_gather(values, blocks.flatten(), places), config, True, args.v_scale).view(shape).transpose(1, 2)
     out = scaled_dot_product_attention(
         _load_query(args.query[row], args, config)[:, :, None],
         key,
