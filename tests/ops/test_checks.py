@@ -215,11 +215,11 @@ def paged(changes: dict[str, Any]) -> tuple[Any, AttentionConfig]:
 @pytest.mark.parametrize("case", ATTENTION, ids=lambda case: f"{case[1]}-{case[2].__name__}-{case[3].__name__}")
 def test_attention_refuses(case: Case) -> None:
     changes, field, edit, error, pattern = case
-    args, config = paged(changes)
-    checks.check_attention(args, config)
+    args, _ = paged(changes)
+    checks.check_attention(args)
     edited = edit(getattr(args, field))
     args = args._replace(**{field: edited})
-    refuses(lambda: checks.check_attention(args, config), error, pattern)
+    refuses(lambda: checks.check_attention(args), error, pattern)
     if edit is not on_meta:  # a meta tensor would be dispatched to the shape functions
         refuses_and_writes_nothing(torch.ops.vattn.attention, args, error, pattern)
 
@@ -230,7 +230,7 @@ def test_a_tensor_that_the_config_does_not_ask_for_is_refused(name: str) -> None
     pattern = f"{name} was given, but the config has no .*Allowed: None.*Try: pass None or set"
     args, config = paged({})
     given = args._replace(**{name: OTHERS[name]})
-    refuses(lambda: checks.check_attention(given, config), error, pattern)
+    refuses(lambda: checks.check_attention(given), error, pattern)
     refuses_and_writes_nothing(torch.ops.vattn.attention, given, error, pattern)
     packed = random_packed_batch(config.replace(block_size=0), [3, 1], [9, 1])
     given = packed.args._replace(**{name: OTHERS[name]})
@@ -240,47 +240,45 @@ def test_a_tensor_that_the_config_does_not_ask_for_is_refused(name: str) -> None
 def test_reserved_and_foreign_arguments_are_refused() -> None:
     args, config = paged({})
     local = args._replace(local_seq_lens=args.seq_lens)
-    refuses(lambda: checks.check_attention(local, config), errors.ConfigError, "local_seq_lens.*context_parallel=True")
-    striped = config.replace(context_parallel=True)
-    refuses(lambda: checks.check_attention(args, striped), errors.ConfigError, "local_seq_lens is missing")
+    refuses(lambda: checks.check_attention(local), errors.ConfigError, "local_seq_lens.*context_parallel=True")
+    sharded = args._replace(config=config.replace(context_parallel=True).encode())
+    refuses(lambda: checks.check_attention(sharded), errors.ConfigError, "local_seq_lens is missing")
     plan = args._replace(plan=[torch.zeros(3)])
-    refuses(lambda: checks.check_attention(plan, config), errors.DtypeError, "plan has dtype float32.*int32")
+    refuses(lambda: checks.check_attention(plan), errors.DtypeError, "plan has dtype float32.*int32")
     for dtype in (torch.int32, torch.int64):
         plan = args._replace(plan=[torch.zeros(3, 8, dtype=dtype, device="meta")])
-        refuses(lambda given=plan: checks.check_attention(given, config), errors.DeviceError, "plan is on meta")  # type: ignore[misc]
+        refuses(lambda given=plan: checks.check_attention(given), errors.DeviceError, "plan is on meta")  # type: ignore[misc]
     plan = args._replace(plan=[torch.zeros(3, 8, dtype=torch.int32)[:, ::2]])
-    refuses(lambda: checks.check_attention(plan, config), errors.StrideError, "plan has strides")
+    refuses(lambda: checks.check_attention(plan), errors.StrideError, "plan has strides")
     workspace = args._replace(workspace=torch.zeros(4, device="meta"))
-    refuses(lambda: checks.check_attention(workspace, config), errors.DeviceError, "workspace is on meta")
+    refuses(lambda: checks.check_attention(workspace), errors.DeviceError, "workspace is on meta")
     workspace = args._replace(workspace=torch.zeros(8)[::2])
-    refuses(lambda: checks.check_attention(workspace, config), errors.StrideError, "workspace has strides")
-    without_cache = config.replace(block_size=0)
-    refuses(lambda: checks.check_attention(args, without_cache), errors.ConfigError, "block_size=0.*varlen_attention")
+    refuses(lambda: checks.check_attention(workspace), errors.StrideError, "workspace has strides")
+    without_cache = args._replace(config=config.replace(block_size=0).encode())
+    refuses(lambda: checks.check_attention(without_cache), errors.ConfigError, "block_size=0.*varlen_attention")
 
 
 def test_what_need_not_be_contiguous_is_accepted() -> None:
-    args, config = paged({"sinks": True, "dtype": "bfloat16"})
+    args, _ = paged({"sinks": True, "dtype": "bfloat16"})
     wide_table = torch.zeros(B, 9, dtype=torch.int32)
     wide_table[:, : args.block_table.shape[1]] = args.block_table
     spaced = torch.cat([args.query, args.query], dim=1)[:, :4]
     assert not spaced.is_contiguous()
-    checks.check_attention(args._replace(query=spaced, block_table=wide_table[:, :4]), config)
-    checks.check_attention(args._replace(sinks=args.sinks.bfloat16()), config)
-    checks.check_attention(args._replace(plan=[torch.zeros(3, dtype=torch.int64)], workspace=torch.zeros(5)), config)
+    checks.check_attention(args._replace(query=spaced, block_table=wide_table[:, :4]))
+    checks.check_attention(args._replace(sinks=args.sinks.bfloat16()))
+    checks.check_attention(args._replace(plan=[torch.zeros(3, dtype=torch.int64)], workspace=torch.zeros(5)))
 
 
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_one_value_may_be_a_scalar(shape: tuple[int, ...]) -> None:
-    args, config = paged({"kv_cache_dtype": "fp8_e4m3"})
-    checks.check_attention(args._replace(k_scale=torch.ones(shape), v_scale=torch.ones(shape)), config)
+    args, _ = paged({"kv_cache_dtype": "fp8_e4m3"})
+    checks.check_attention(args._replace(k_scale=torch.ones(shape), v_scale=torch.ones(shape)))
 
 
 def test_no_tokens_at_all_are_accepted() -> None:
     config = make_config(lse=True)
-    checks.check_attention(random_paged_batch(config, [0], [0]).args, config)
-    checks.check_varlen_attention(
-        random_packed_batch(config.replace(block_size=0), [0], [0]).args, config.replace(block_size=0)
-    )
+    checks.check_attention(random_paged_batch(config, [0], [0]).args)
+    checks.check_varlen_attention(random_packed_batch(config.replace(block_size=0), [0], [0]).args)
 
 
 VARLEN: list[Case] = [
@@ -304,9 +302,9 @@ def test_varlen_attention_refuses(case: Case) -> None:
     changes, field, edit, error, pattern = case
     config = make_config(block_size=0, backend="TORCH_SDPA", **changes)
     args = random_packed_batch(config, [3, 1], [9, 1]).args
-    checks.check_varlen_attention(args, config)
+    checks.check_varlen_attention(args)
     args = args._replace(**{field: edit(getattr(args, field))})
-    refuses(lambda: checks.check_varlen_attention(args, config), error, pattern)
+    refuses(lambda: checks.check_varlen_attention(args), error, pattern)
     if edit is not on_meta:
         refuses_and_writes_nothing(torch.ops.vattn.varlen_attention, args, error, pattern)
 
@@ -314,10 +312,8 @@ def test_varlen_attention_refuses(case: Case) -> None:
 def test_varlen_attention_takes_no_block_size() -> None:
     config = make_config(block_size=0)
     args = random_packed_batch(config, [3, 1], [9, 1]).args
-    paged_config = config.replace(block_size=16)
-    refuses(
-        lambda: checks.check_varlen_attention(args, paged_config), errors.ConfigError, "block_size=16.*block_size=0"
-    )
+    args = args._replace(config=config.replace(block_size=16).encode())
+    refuses(lambda: checks.check_varlen_attention(args), errors.ConfigError, "block_size=16.*block_size=0")
 
 
 UPDATE: list[Case] = [
@@ -363,17 +359,17 @@ def update_args(changes: dict[str, Any]) -> tuple[CacheUpdateArgs, AttentionConf
 @pytest.mark.parametrize("case", UPDATE, ids=lambda case: f"{case[1]}-{case[3].__name__}")
 def test_kv_cache_update_refuses(case: Case) -> None:
     changes, field, edit, error, pattern = case
-    args, config = update_args(changes)
-    checks.check_kv_cache_update(args, config)
+    args, _ = update_args(changes)
+    checks.check_kv_cache_update(args)
     args = args._replace(**{field: edit(getattr(args, field))})
-    refuses(lambda: checks.check_kv_cache_update(args, config), error, pattern)
+    refuses(lambda: checks.check_kv_cache_update(args), error, pattern)
     if edit is not on_meta:
         refuses_and_writes_nothing(torch.ops.vattn.kv_cache_update, args, error, pattern)
 
 
 def test_keys_in_the_cache_dtype_are_accepted() -> None:
-    args, config = update_args({"kv_cache_dtype": "fp8_e5m2"})
-    checks.check_kv_cache_update(args._replace(key=args.key.to(torch.float8_e5m2)), config)
+    args, _ = update_args({"kv_cache_dtype": "fp8_e5m2"})
+    checks.check_kv_cache_update(args._replace(key=args.key.to(torch.float8_e5m2)))
 
 
 def merge_args() -> MergeArgs:
@@ -424,7 +420,7 @@ def test_merging_into_an_input_is_refused() -> None:
 def test_planning_refuses() -> None:
     config = make_config()
     args = PlanArgs(torch.zeros(3).int(), torch.zeros(2).int(), torch.zeros(7).int(), config.encode())
-    checks.check_plan(args, config)
+    checks.check_plan(args)
     for field, edited, error, pattern in (
         ("seq_lens", torch.zeros(0).int(), errors.ShapeError, "seq_lens"),
         ("query_start_loc", torch.zeros(2).int(), errors.ShapeError, r"query_start_loc has shape \(2,\).*\(3,\)"),
@@ -434,7 +430,7 @@ def test_planning_refuses() -> None:
         ("schedule", torch.zeros(7, device="meta").int(), errors.DeviceError, "schedule is on meta"),
     ):
         wrong = args._replace(**{field: edited})
-        refuses(lambda wrong=wrong: checks.check_plan(wrong, config), error, pattern)  # type: ignore[misc]
+        refuses(lambda wrong=wrong: checks.check_plan(wrong), error, pattern)  # type: ignore[misc]
 
 
 def test_quantisers_refuse() -> None:

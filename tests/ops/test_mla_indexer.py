@@ -320,7 +320,7 @@ def bad_updates() -> dict[str, tuple[type[VattnError], dict[str, Any]]]:
         "positions that are floats": (DtypeError, {"positions": torch.zeros(6)}),
         "no positions": (ShapeError, {"positions": None}),
         "a weight of another width": (ShapeError, {"norm_weight": torch.zeros(5)}),
-        "a weight without a norm": (ShapeError, {"rope": RopeConfig(12).encode()}),
+        "a weight without a norm": (ConfigError, {"rope": RopeConfig(12).encode()}),
         "latents of another width": (ShapeError, {"kv_c": torch.zeros(6, 5)}),
     }
 

@@ -6,7 +6,7 @@ Every entry has the name of its op and takes the op's arguments in the schema's 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -37,6 +37,8 @@ from vattn.ops.linear_arguments import LinearArgs, check_linear
 from vattn.ops.reference import mla_indexer
 from vattn.ops.reference.mla_rope import MLARopeUpdateArgs, check_mla_rope_update
 
+Args = TypeVar("Args", AttentionArgs, VarlenAttentionArgs, MLAAttentionArgs)
+
 
 @lru_cache(maxsize=4096)
 def _resolve_latent(text: str, device: torch.device) -> tuple[MLABackend, MLAConfig]:
@@ -55,7 +57,7 @@ def _resolve(text: str, device: torch.device) -> tuple[Backend, AttentionConfig]
 def kv_cache_update(*arguments: Any) -> None:
     args = CacheUpdateArgs(*arguments)
     backend, config = _resolve(args.config, args.key.device)
-    checks.check_kv_cache_update(args, config)
+    checks.check_kv_cache_update(args)
     backend.kv_cache_update(args, config)
 
 
@@ -73,30 +75,30 @@ def rope_kv_cache_update(*arguments: Any) -> None:
     backend.rope_kv_cache_update(args, rope, config)
 
 
-def _present(plan: list[Tensor]) -> list[Tensor]:
-    return [schedule for schedule in plan if schedule.numel()]
+def _with_present_plan(args: Args) -> Args:
+    """Return the arguments without schedules of no elements: AOTInductor passes those for an empty list."""
+    plan = [schedule for schedule in args.plan if schedule.numel()]
+    return args if len(plan) == len(args.plan) else args._replace(plan=plan)
 
 
 def attention(*arguments: Any) -> None:
-    args = AttentionArgs(*arguments)
-    args = args._replace(plan=_present(args.plan))
+    args = _with_present_plan(AttentionArgs(*arguments))
     backend, config = _resolve(args.config, args.query.device)
-    checks.check_attention(args, config)
+    checks.check_attention(args)
     backend.attention(args, config)
 
 
 def varlen_attention(*arguments: Any) -> None:
-    args = VarlenAttentionArgs(*arguments)
-    args = args._replace(plan=_present(args.plan))
+    args = _with_present_plan(VarlenAttentionArgs(*arguments))
     backend, config = _resolve(args.config, args.query.device)
-    checks.check_varlen_attention(args, config)
+    checks.check_varlen_attention(args)
     backend.varlen_attention(args, config)
 
 
 def mla_kv_cache_update(*arguments: Any) -> None:
     args = MLACacheUpdateArgs(*arguments)
     backend, config = _resolve_latent(args.config, args.kv_c.device)
-    mla_checks.check_mla_kv_cache_update(args, config)
+    mla_checks.check_mla_kv_cache_update(args)
     backend.mla_kv_cache_update(args, config)
 
 
@@ -130,10 +132,9 @@ def _indexer(tensor: Tensor) -> Any:
 
 
 def mla_attention(*arguments: Any) -> None:
-    args = MLAAttentionArgs(*arguments)
-    args = args._replace(plan=_present(args.plan))
+    args = _with_present_plan(MLAAttentionArgs(*arguments))
     backend, config = _resolve_latent(args.config, args.query.device)
-    mla_checks.check_mla_attention(args, config)
+    mla_checks.check_mla_attention(args)
     backend.mla_attention(args, config)
 
 
@@ -141,7 +142,7 @@ def plan(*arguments: Any) -> None:
     args = PlanArgs(*arguments)
     resolve: Any = _resolve_latent if args.config.startswith(MLA_HEAD) else _resolve
     backend, config = resolve(args.config, args.seq_lens.device)
-    checks.check_plan(args, config)
+    checks.check_plan(args)
     backend.plan(args, config)
 
 

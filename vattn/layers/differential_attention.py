@@ -275,9 +275,8 @@ class DifferentialAttention(Attention):
             update = CacheUpdateArgs(
                 key, value, self.kv_cache, step.key_slots, self.k_scale, self.v_scale, self._update_op
             )
-            checks.check_kv_cache_update(update, self.config)
-        config = AttentionConfig.parse(op_config)
-        checks.check_attention(AttentionArgs(*self._half_arguments(query, step, 0, op_config)), config)
+            checks.check_kv_cache_update(update)
+        checks.check_attention(AttentionArgs(*self._half_arguments(query, step, 0, op_config)))
 
     def _learned(self) -> tuple[Tensor | None, ...]:
         return (*super()._learned(), *(getattr(self, name) for name in _LAMBDAS), *self.subln.parameters())

@@ -1,10 +1,12 @@
 """Refuse wrong tensors before anything is written: shapes, dtypes, devices, strides, presence and absence.
 
-Every eager call of an op comes through here, so a correct call costs comparisons alone: messages are built on failure,
-nothing is read from a device and no value of a tensor matters. Letters are those of `vattn.ops.arguments`.
+Nothing is read from a device and no value of a tensor matters, so each combination of shapes, strides, dtypes and
+devices is checked once for a config (`once_per_signature`). Letters are those of `vattn.ops.arguments`.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +34,8 @@ from vattn.ops.tensor_checks import (
     check_scale,
     check_tensor,
     count_of,
+    is_given,
+    once_per_signature,
     refuse,
     refuse_dtype,
 )
@@ -44,13 +48,14 @@ _FLOATS = tuple(MODEL_DTYPES.values())
 _CPU = torch.device("cpu")
 
 
-def check_kv_cache_update(args: CacheUpdateArgs, config: AttentionConfig) -> None:
+@once_per_signature
+def check_kv_cache_update(args: CacheUpdateArgs) -> None:
     """Check the arguments of `vattn::kv_cache_update`.
 
     Raises:
         ShapeError, DtypeError, DeviceError, StrideError, ScaleError, ConfigError: by kind of mistake.
     """
-    device = args.key.device
+    config, device = AttentionConfig.parse(args.config), args.key.device
     num_tokens, num_kv_heads = args.key.shape[0] if args.key.ndim else 0, config.num_kv_heads
     dtypes = _stored_or_not(config)
     check_rows("key", args.key, (num_tokens, num_kv_heads, config.head_size), dtypes, device)
@@ -92,7 +97,7 @@ def check_rope_kv_cache_update(args: RopeUpdateArgs, rope: RopeConfig, config: A
     check_rows("key", args.key, (num_tokens, config.num_kv_heads, config.head_size), (model,), device)
     value_shape = (num_tokens, config.num_kv_heads, config.head_size_v)
     check_rows("value", args.value, value_shape, _stored_or_not(config), device)
-    _check_tables(args, rope, num_tokens, device)
+    check_tables(args, rope, num_tokens, device)
     out_dtype = model if config.query_format == "none" else torch.float8_e4m3fn
     check_tensor("query_out", args.query_out, query_shape, (out_dtype,), device)
     check_tensor("slot_mapping", args.slot_mapping, (num_tokens,), _INT64, device)
@@ -107,7 +112,9 @@ def check_rope_kv_cache_update(args: RopeUpdateArgs, rope: RopeConfig, config: A
         _check_no_overlap("query_out", args.query_out, part)
 
 
-def _check_tables(args: RopeUpdateArgs, rope: RopeConfig, num_tokens: int, device: torch.device) -> None:
+def check_tables(
+    args: Any, rope: RopeConfig, num_tokens: int, device: torch.device, dtypes: tuple[torch.dtype, ...] = _FLOATS
+) -> None:
     """Check cos, sin and positions; strides of the tables are free."""
     rows, columns = args.cos.shape if args.cos.ndim == 2 else (0, 0)
     if args.positions is None:
@@ -117,33 +124,32 @@ def _check_tables(args: RopeUpdateArgs, rope: RopeConfig, num_tokens: int, devic
         rows = max(1, rows)
     if columns != rope.rotary_dim:
         columns = rope.rotary_dim // 2
-    refuse("cos", args.cos, (rows, columns), _FLOATS, device)
+    refuse("cos", args.cos, (rows, columns), dtypes, device)
     refuse("sin", args.sin, (rows, columns), (args.cos.dtype,), device)
 
 
-def check_attention(args: AttentionArgs, config: AttentionConfig) -> None:
+@once_per_signature
+def check_attention(args: AttentionArgs) -> None:
     """Check the arguments of `vattn::attention`.
 
     Raises:
         ShapeError, DtypeError, DeviceError, StrideError, ScaleError, ConfigError: by kind of mistake.
     """
-    device = args.query.device
-    num_reqs = count_of("seq_lens", args.seq_lens, 1)
+    config, device = AttentionConfig.parse(args.config), args.query.device
     _check_kv_cache(args.kv_cache, config, device)
-    check_tensor("seq_lens", args.seq_lens, (num_reqs,), _INT32, device)
-    width = args.block_table.shape[1] if args.block_table.ndim == 2 else 0
-    check_rows("block_table", args.block_table, (num_reqs, max(1, width)), _INT32, device)
+    num_reqs = check_lengths(args, device)
     check_optional("local_seq_lens", args.local_seq_lens, config.context_parallel, (num_reqs,), _INT32, device)
     _check_shared(args, config, num_reqs, device)
 
 
-def check_varlen_attention(args: VarlenAttentionArgs, config: AttentionConfig) -> None:
+@once_per_signature
+def check_varlen_attention(args: VarlenAttentionArgs) -> None:
     """Check the arguments of `vattn::varlen_attention`.
 
     Raises:
         ShapeError, DtypeError, DeviceError, StrideError, ScaleError, ConfigError: by kind of mistake.
     """
-    device = args.query.device
+    config, device = AttentionConfig.parse(args.config), args.query.device
     if config.block_size:
         raise ConfigError(
             f"varlen_attention with block_size={config.block_size}", "block_size=0", "use a config without a cache"
@@ -154,10 +160,21 @@ def check_varlen_attention(args: VarlenAttentionArgs, config: AttentionConfig) -
     check_rows("key", args.key, (num_keys, num_kv_heads, config.head_size), dtypes, device)
     check_rows("value", args.value, (num_keys, num_kv_heads, config.head_size_v), dtypes, device)
     check_tensor("kv_start_loc", args.kv_start_loc, (num_reqs + 1,), _INT32, device)
+    check_tensor("query_start_loc", args.query_start_loc, (num_reqs + 1,), _INT32, device)
     _check_shared(args, config, num_reqs, device)
 
 
-def check_plan(args: PlanArgs, config: AttentionConfig) -> None:
+def check_lengths(args: Any, device: torch.device) -> int:
+    """Check lengths and block table of an op that reads a paged cache, and return the number of requests."""
+    num_reqs = count_of("seq_lens", args.seq_lens, 1)
+    check_tensor("seq_lens", args.seq_lens, (num_reqs,), _INT32, device)
+    width = args.block_table.shape[1] if args.block_table.ndim == 2 else 0
+    check_rows("block_table", args.block_table, (num_reqs, max(1, width)), _INT32, device)
+    check_tensor("query_start_loc", args.query_start_loc, (num_reqs + 1,), _INT32, device)
+    return num_reqs
+
+
+def check_plan(args: PlanArgs) -> None:
     """Check the arguments of `vattn::plan`; the schedule's shape is checked by the backend that made it.
 
     Raises:
@@ -231,8 +248,7 @@ def _check_shared(
     num_tokens, num_heads = args.query.shape[0] if args.query.ndim else 0, config.num_heads
     query_dtype = torch.float8_e4m3fn if config.takes_fp8_query else MODEL_DTYPES[config.dtype]
     check_rows("query", args.query, (num_tokens, num_heads, config.head_size), (query_dtype,), device)
-    check_tensor("query_start_loc", args.query_start_loc, (num_reqs + 1,), _INT32, device)
-    _check_outputs(args, config, num_tokens, device)
+    check_outputs(args, config, num_tokens, config.head_size_v, device)
     check_scale("q_scale", args.q_scale, config.query_scale, config.num_kv_heads, device)
     check_scale("k_scale", args.k_scale, config.kv_scale, config.num_kv_heads, device)
     check_scale("v_scale", args.v_scale, config.kv_scale, config.num_kv_heads, device)
@@ -242,23 +258,18 @@ def _check_shared(
         check_tensor("workspace", args.workspace, tuple(args.workspace.shape), (args.workspace.dtype,), device)
 
 
-def _check_outputs(
-    args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, num_tokens: int, device: torch.device
-) -> None:
+def check_outputs(args: Any, config: Any, num_tokens: int, value_size: int, device: torch.device) -> None:
+    """Check what an attention op writes: the output, its scales, and the LSE; `value_size`: columns of a head."""
     fmt, num_heads = OUTPUT_FORMATS[config.output_format], config.num_heads
     dtype = MODEL_DTYPES[config.dtype] if fmt.container is None else fmt.container
-    shape = (num_tokens, num_heads, fmt.output_columns(config.head_size_v))
-    check_tensor("output", args.output, shape, (dtype,), device)
+    check_tensor("output", args.output, (num_tokens, num_heads, fmt.output_columns(value_size)), (dtype,), device)
     check_optional("lse", args.lse, config.lse, (num_tokens, num_heads), _FP32, device)
     check_scale("output_scale", args.output_scale, "tensor" if fmt.static_scale else "none", 1, device)
-    scale_shape = fmt.block_scale_shape(num_tokens, num_heads * config.head_size_v)
-    scales = args.output_block_scale
-    if scales is None or scale_shape is None or fmt.block_scale_dtype is None:
-        check_optional("output_block_scale", scales, scale_shape is not None, (), _FP32, device)
-    elif fmt.column_major:
-        check_column_major("output_block_scale", scales, scale_shape, (fmt.block_scale_dtype,), device)
-    else:
-        check_tensor("output_block_scale", scales, scale_shape, (fmt.block_scale_dtype,), device)
+    scales, shape = args.output_block_scale, fmt.block_scale_shape(num_tokens, num_heads * value_size)
+    if is_given(scales, "output_block_scale", shape is not None):
+        assert shape is not None and fmt.block_scale_dtype is not None
+        check = check_column_major if fmt.column_major else check_tensor
+        check("output_block_scale", scales, shape, (fmt.block_scale_dtype,), device)
 
 
 def _check_mask_inputs(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, NoReturn, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -30,6 +32,14 @@ _LAYOUTS = {
     "q_weight": "[head_size]",
     "k_weight": "[head_size]",
     "slot_mapping": "[T], one slot per row of key",
+    "kv_c": "[T, kv_lora_rank]",
+    "k_pe": "[T, qk_rope_head_dim]",
+    "kv_b_weight": "[num_heads, qk_nope_head_dim + v_head_dim, kv_lora_rank]",
+    "kv_b_scale": "the scales of weight_format",
+    "topk_indices": "[T, K] with K >= 1",
+    "norm_weight": "[kv_lora_rank]",
+    "weights": "[T, H]",
+    "index_cache": "[num_blocks, block_size, D + 4]",
     "query_start_loc": "[B + 1] with B = len(seq_lens)",
     "kv_start_loc": "[B + 1] with B >= 1",
     "seq_lens": "[B] with B >= 1",
@@ -64,13 +74,49 @@ _ASKED_BY = {
     "local_seq_lens": "context_parallel=True",
     "output_block_scale": "an output_format with dynamic scales",
     "output_scale": "an output_format with a static scale",
-    "q_weight": "a norm in its rope config",
-    "k_weight": "a norm in its rope config",
-    "q_scale": "query_scale='tensor' or 'head'",
+    "topk_indices": "sparse=True",
+    "kv_b_scale": "weight_format for e4m3 weights",
+    "norm_weight": "norm in its rope config",
+    "q_weight": "norm in its rope config",
+    "k_weight": "norm in its rope config",
+    "q_scale": "query_format='fp8_e4m3'",
     "k_scale": "kv_scale='tensor' or 'head'",
     "v_scale": "kv_scale='tensor' or 'head'",
 }
 """Which config value goes with each optional tensor, for messages."""
+
+
+Args = TypeVar("Args")
+
+_MOST_SIGNATURES = 4096
+
+
+def once_per_signature(check: Callable[[Args], None]) -> Callable[[Args], None]:
+    """Run a check of an op's arguments once for each signature that it accepts.
+
+    A signature is the config strings, and the shape, strides, dtype, device and alignment of each tensor. The check
+    must depend on nothing else. A layer checks both of its ops before the first one writes, and each op checks its own
+    arguments again: this makes the second look, and that of later steps of the same shapes, cheap.
+    """
+    accepted: set[tuple[Any, ...]] = set()
+
+    @wraps(check)
+    def checked(args: Any) -> None:
+        plan = getattr(args, "plan", ())
+        signature = [
+            (x.shape, x.stride(), x.dtype, x.device, x.storage_offset() % 16) if isinstance(x, Tensor) else x
+            for x in (*args, *plan)
+            if x is not plan
+        ]
+        key = tuple(signature)
+        if key in accepted:
+            return
+        check(args)
+        if len(accepted) >= _MOST_SIGNATURES:
+            accepted.clear()
+        accepted.add(key)
+
+    return checked
 
 
 def count_of(name: str, tensor: Tensor, least: int) -> int:
@@ -81,41 +127,47 @@ def count_of(name: str, tensor: Tensor, least: int) -> int:
 
 
 def check_tensor(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    meaning: str = "",
 ) -> None:
-    """Check a tensor that must be contiguous."""
-    if tensor.shape == shape and tensor.dtype in dtypes and tensor.device == device and tensor.is_contiguous():
-        return
-    refuse(name, tensor, shape, dtypes, device)
-    raise StrideError(
-        f"{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}",
-        "contiguous memory",
-        f"allocate {name} contiguous; a copy made on the way would not be written back",
-    )
+    """Check a tensor that must be contiguous; `meaning`: of its shape, where `_LAYOUTS` has another one."""
+    refuse(name, tensor, shape, dtypes, device, meaning)
+    if not tensor.is_contiguous():
+        raise StrideError(
+            f"{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}",
+            "contiguous memory",
+            f"allocate {name} contiguous; a copy made on the way would not be written back",
+        )
 
 
 def check_column_major(
     name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> None:
     """Check a tensor whose first dimension must be dense."""
-    if tensor.shape == shape and tensor.dtype in dtypes and tensor.device == device and tensor.t().is_contiguous():
-        return
     refuse(name, tensor, shape, dtypes, device)
-    raise StrideError(
-        f"{name} has strides {tensor.stride()} for shape {shape}",
-        f"column-major memory, strides (1, {shape[0]})",
-        f"allocate {name} as {shape[::-1]} and pass its transpose",
-    )
+    if not tensor.t().is_contiguous():
+        raise StrideError(
+            f"{name} has strides {tensor.stride()} for shape {shape}",
+            f"column-major memory, strides (1, {shape[0]})",
+            f"allocate {name} as {shape[::-1]} and pass its transpose",
+        )
 
 
 def check_rows(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    meaning: str = "",
 ) -> None:
     """Check a tensor whose last dimension alone must be dense."""
-    if tensor.shape == shape and tensor.dtype in dtypes and tensor.device == device and tensor.stride(-1) == 1:
-        return
-    refuse(name, tensor, shape, dtypes, device)
-    if tensor.shape[-1] > 1 and tensor.numel():
+    refuse(name, tensor, shape, dtypes, device, meaning)
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel():
         raise StrideError(
             f"{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}",
             "a last dimension of stride 1",
@@ -132,49 +184,53 @@ def check_optional(
     device: torch.device,
 ) -> None:
     """Check a contiguous tensor, or that there is none where none is wanted."""
-    if tensor is None:
-        if wanted:
-            refuse_presence(name, given=False, error=ConfigError)
-        return
-    if not wanted:
-        refuse_presence(name, given=True, error=ConfigError)
-    check_tensor(name, tensor, shape, dtypes, device)
+    if is_given(tensor, name, wanted):
+        check_tensor(name, tensor, shape, dtypes, device)
 
 
 def check_scale(name: str, scale: Tensor | None, kind: str, num_kv_heads: int, device: torch.device) -> None:
     """Check a scale of one value (`tensor`), of one value per KV head (`head`), or that there is none (`none`)."""
-    if scale is None:
-        if kind != "none":
-            refuse_presence(name, given=False, error=ScaleError)
+    if not is_given(scale, name, kind != "none", ScaleError):
         return
-    if kind == "none":
-        refuse_presence(name, given=True, error=ScaleError)
-    right = scale.shape == (num_kv_heads,) if kind == "head" else scale.shape in ((), (1,))
-    if right and scale.dtype == torch.float32 and scale.device == device and scale.is_contiguous():
-        return
-    if not right:
+    if scale.shape != (num_kv_heads,) if kind == "head" else scale.shape not in ((), (1,)):
         allowed = f"shape ({num_kv_heads},), one per KV head" if kind == "head" else "one value: shape () or (1,)"
         raise ScaleError(f"{name} has shape {tuple(scale.shape)}", allowed, "match the scale kind of the config")
-    refuse(name, scale, tuple(scale.shape), (torch.float32,), device)
-    raise StrideError(f"{name} has strides {scale.stride()}", "contiguous memory", f"call {name}.contiguous()")
+    check_tensor(name, scale, tuple(scale.shape), (torch.float32,), device, "1 value or one per KV head")
+
+
+def is_given(
+    tensor: Tensor | None, name: str, wanted: bool, error: type[VattnError] = ConfigError
+) -> TypeGuard[Tensor]:
+    """Return whether an optional tensor is there; raise if it is missing, or if the config does not ask for it."""
+    if (tensor is not None) == wanted:
+        return wanted
+    wanted_by = _ASKED_BY[name]
+    if wanted:
+        layout = _LAYOUTS.get(name, "1 value or one per KV head")
+        raise error(f"{name} is missing, but the config has {wanted_by}", f"a tensor: {layout}", f"pass {name}")
+    raise error(f"{name} was given, but the config has no {wanted_by}", "None", f"pass None or set {wanted_by}")
 
 
 STEP_FIX = "pass query and key of the step's tokens, padding included, or build the step for the tokens of this call"
-"""For slots of other rows than those of the call: compiled layers leave it to the op to compare them."""
+"""What to do about a slot mapping of other rows than the call; in compiled layers the op is the first to compare."""
 
 
 def refuse(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+    name: str,
+    tensor: Tensor,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    device: torch.device,
+    meaning: str = "",
 ) -> None:
-    """Raise for a wrong shape, dtype or device; return if the fault is elsewhere."""
+    """Raise for a wrong shape, dtype or device."""
     if tensor.shape != shape:
-        meaning = _LAYOUTS[name]
         fix = STEP_FIX if name == "slot_mapping" else f"build {name} from the config and the lengths of this call"
-        raise ShapeError(f"{name} has shape {tuple(tensor.shape)}", f"{shape} = {meaning}", fix)
+        raise ShapeError(f"{name} has shape {tuple(tensor.shape)}", f"{shape} = {meaning or _LAYOUTS[name]}", fix)
     if tensor.dtype not in dtypes:
         refuse_dtype(name, tensor, dtypes)
     if tensor.device != device and device.type == "meta":
-        # The others are measured by the call's first tensor, which is the odd one here.
+        # The device of the first tensor counts, and here that one is the odd one.
         raise DeviceError(
             f"a tensor on meta beside {name} on {tensor.device}", "all on one device", "pass tensors with values"
         )
@@ -188,12 +244,3 @@ def refuse_dtype(name: str, tensor: Tensor, dtypes: tuple[torch.dtype, ...]) -> 
     raise DtypeError(
         f"{name} has dtype {dtype_name(tensor.dtype)}", " or ".join(allowed), f"convert {name} or change the config"
     )
-
-
-def refuse_presence(name: str, *, given: bool, error: type[VattnError]) -> NoReturn:
-    """Raise for a tensor that is missing, or that nothing asks for."""
-    asked_by = _ASKED_BY[name]
-    if given:
-        raise error(f"{name} was given, but the config has no {asked_by}", "None", f"pass None or set {asked_by}")
-    layout = _LAYOUTS.get(name, "1 value or one per KV head")
-    raise error(f"{name} is missing, but the config has {asked_by}", f"a tensor: {layout}", f"pass {name}")

@@ -198,7 +198,7 @@ class CachedAttention(BoundCache):
         if key is not None and value is not None and step.key_slots is not None:
             assert self.kv_cache is not None
             update = CacheUpdateArgs(key, value, self.kv_cache, step.key_slots, self.k_scale, self.v_scale, op_config)
-            checks.check_kv_cache_update(update, config)
+            checks.check_kv_cache_update(update)
         if self.context_parallel is not None:
             self._check_part(query, step, output, block_scale, op_config)
             return
@@ -207,12 +207,12 @@ class CachedAttention(BoundCache):
         args = AttentionArgs(*self._arguments(query, step, output, block_scale, op_config))
         if step.prefix is not None:
             args, common = prefix_parts(args, step.prefix, self._prefix_ops, op_config, MODEL_DTYPES[config.dtype])
-            checks.check_attention(common, AttentionConfig.parse(common.config))
+            checks.check_attention(common)
         elif self._step_ops and key is not None and value is not None:
             own_config = self._step_ops[step.kind()]
             args, own = step_parts(args, key, value, own_config)
-            checks.check_varlen_attention(own, AttentionConfig.parse(own_config))
-        checks.check_attention(args, config)
+            checks.check_varlen_attention(own)
+        checks.check_attention(args)
 
     def _check_part(
         self, query: Tensor, step: LayerStep, output: Tensor, block_scale: Tensor | None, op_config: str
@@ -224,7 +224,7 @@ class CachedAttention(BoundCache):
             gathered = torch.empty(gathered.shape, dtype=torch.float8_e4m3fn, device=query.device)
         args = AttentionArgs(*self._arguments(query, step, output, block_scale, op_config))
         part = partial_arguments(args, gathered, self.head_size_v, dtype)
-        checks.check_attention(part, AttentionConfig.parse(op_config))
+        checks.check_attention(part)
 
     def _check_inputs(self, query: Tensor, key: Tensor | None, value: Tensor | None, step: LayerStep) -> None:
         """Refuse tensors that do not go with the step or the layer, whatever the op."""

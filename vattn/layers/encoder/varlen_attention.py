@@ -130,7 +130,7 @@ class PackedAttention(OwnBuffers):
         packed = VarlenAttentionArgs(*args)
         config = AttentionConfig.parse(packed.config)
         selector.choose(config, packed.query.device)
-        checks.check_varlen_attention(packed, config)
+        checks.check_varlen_attention(packed)
 
     def _arguments(
         self,

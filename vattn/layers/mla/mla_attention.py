@@ -211,8 +211,8 @@ class MLAAttention(BoundLatents):
                 "call layer.process_weights_after_loading()",
             )
         update = MLACacheUpdateArgs(kv_c, k_pe, cache, metadata.slot_mapping, self.k_scale, self._op_config)
-        mla_checks.check_mla_kv_cache_update(update, config)
+        mla_checks.check_mla_kv_cache_update(update)
         args = MLAAttentionArgs(*arguments)
         if self.context_parallel is not None:
             args = partial_arguments(args, all_heads(q, self.context_parallel), self.v_head_dim, q.dtype)
-        mla_checks.check_mla_attention(args, config)
+        mla_checks.check_mla_attention(args)

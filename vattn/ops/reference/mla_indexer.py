@@ -15,9 +15,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from vattn.errors import DeviceError, DtypeError, ShapeError, StrideError
+from vattn.errors import ShapeError
+from vattn.ops.checks import check_lengths
 from vattn.ops.reference.attention import write_slots
-from vattn.quantization.formats import FP8_E4M3_MAX, dtype_name
+from vattn.ops.tensor_checks import check_rows, check_tensor, once_per_signature
+from vattn.quantization.formats import FP8_E4M3_MAX, MODEL_DTYPES
 
 SCALE_BYTES = 4
 """Bytes of the fp32 scale behind the codes of a key."""
@@ -57,19 +59,21 @@ class IndexerSelectArgs(NamedTuple):
     all of them, in order; others get K in no particular order. Rows of padding get -1. Mutated."""
 
 
+@once_per_signature
 def check_indexer_update(args: IndexerUpdateArgs) -> None:
     """Check the arguments of `vattn::mla_indexer_update`.
 
     Raises:
         ShapeError, DtypeError, DeviceError, StrideError: by kind of mistake.
     """
-    device, wide = args.key.device, (torch.float16, torch.bfloat16, torch.float32)
+    device = args.key.device
     tokens, columns = args.key.shape if args.key.ndim == 2 else (0, 0)
-    _expect("key", args.key, (tokens, columns), wide, device, "[T, D]", rows=True)
-    _expect_cache(args.index_cache, columns, device)
-    _expect("slot_mapping", args.slot_mapping, (tokens,), (torch.int64,), device, "[T]")
+    check_rows("key", args.key, (tokens, columns), tuple(MODEL_DTYPES.values()), device, "[T, D]")
+    _check_index_cache(args.index_cache, columns, device)
+    check_tensor("slot_mapping", args.slot_mapping, (tokens,), (torch.int64,), device)
 
 
+@once_per_signature
 def check_indexer_select(args: IndexerSelectArgs) -> None:
     """Check the arguments of `vattn::mla_indexer_select`.
 
@@ -78,50 +82,19 @@ def check_indexer_select(args: IndexerSelectArgs) -> None:
     """
     device, int32 = args.query.device, (torch.int32,)
     tokens, heads, columns = args.query.shape if args.query.ndim == 3 else (0, 0, 0)
-    _expect("query", args.query, (tokens, heads, columns), (torch.float8_e4m3fn,), device, "[T, H, D]")
-    _expect("weights", args.weights, (tokens, heads), (torch.float32,), device, "[T, H]")
-    _expect_cache(args.index_cache, columns, device)
-    reqs = args.seq_lens.shape[0] if args.seq_lens.ndim == 1 else 0
-    if reqs < 1:
-        raise ShapeError(f"seq_lens has shape {tuple(args.seq_lens.shape)}", "[B] with B >= 1", "pass one per request")
-    _expect("seq_lens", args.seq_lens, (reqs,), int32, device, "[B]")
-    _expect("query_start_loc", args.query_start_loc, (reqs + 1,), int32, device, "[B + 1]")
-    width = args.block_table.shape[1] if args.block_table.ndim == 2 else 0
-    _expect("block_table", args.block_table, (reqs, max(1, width)), int32, device, "[B, W] with W >= 1", rows=True)
+    check_tensor("query", args.query, (tokens, heads, columns), (torch.float8_e4m3fn,), device, "[T, H, D]")
+    check_tensor("weights", args.weights, (tokens, heads), (torch.float32,), device)
+    _check_index_cache(args.index_cache, columns, device)
+    check_lengths(args, device)
     listed = args.topk_indices.shape[1] if args.topk_indices.ndim == 2 else 0
-    _expect("topk_indices", args.topk_indices, (tokens, max(1, listed)), int32, device, "[T, K], K >= 1", rows=True)
+    check_rows("topk_indices", args.topk_indices, (tokens, max(1, listed)), int32, device)
 
 
-def _expect_cache(cache: Tensor, columns: int, device: torch.device) -> None:
-    blocks, size = cache.shape[:2] if cache.ndim == 3 else (0, 0)
-    shape = (max(1, blocks), max(1, size), columns + SCALE_BYTES)
+def _check_index_cache(cache: Tensor, columns: int, device: torch.device) -> None:
     if columns % 4:
         raise ShapeError(f"index keys of {columns} columns", "a multiple of 4, so that scales are aligned", "pad them")
-    _expect("index_cache", cache, shape, (torch.uint8,), device, "[num_blocks, block_size, D + 4]")
-
-
-def _expect(
-    name: str,
-    tensor: Tensor,
-    shape: tuple[int, ...],
-    dtypes: tuple[torch.dtype, ...],
-    device: torch.device,
-    meaning: str,
-    rows: bool = False,
-) -> None:
-    allowed = ", ".join(map(dtype_name, dtypes))
-    if tensor.shape != shape:
-        raise ShapeError(f"{name} has shape {tuple(tensor.shape)}", f"{shape} = {meaning}", f"pass {name} so")
-    if tensor.dtype not in dtypes:
-        raise DtypeError(f"{name} has dtype {dtype_name(tensor.dtype)}", allowed, f"convert {name}")
-    if tensor.device != device:
-        raise DeviceError(f"{name} is on {tensor.device}", f"{device}, as the other tensors", f"move {name} there once")
-    if not (tensor.stride(-1) == 1 if rows and tensor.numel() else tensor.is_contiguous()):
-        raise StrideError(
-            f"{name} has strides {tensor.stride()}",
-            "a last dimension of stride 1" if rows else "contiguous memory",
-            f"allocate {name} so",
-        )
+    blocks, size = cache.shape[:2] if cache.ndim == 3 else (0, 0)
+    check_tensor("index_cache", cache, (max(1, blocks), max(1, size), columns + SCALE_BYTES), (torch.uint8,), device)
 
 
 def quantise_rows(x: Tensor) -> tuple[Tensor, Tensor]:

@@ -13,11 +13,15 @@ from torch import Tensor
 
 from vattn.config.mla import MLAConfig
 from vattn.config.rope import RopeConfig
-from vattn.errors import ConfigError, DeviceError, DtypeError, ShapeError
+from vattn.errors import ConfigError
 from vattn.ops.arguments_mla import MLACacheUpdateArgs
+from vattn.ops.checks import check_tables
 from vattn.ops.checks_mla import check_mla_kv_cache_update
 from vattn.ops.reference.rope import normalise, rotate, rows_of
-from vattn.quantization.formats import MODEL_DTYPES, dtype_name
+from vattn.ops.tensor_checks import check_optional
+from vattn.quantization.formats import MODEL_DTYPES
+
+TABLE_DTYPES = (*MODEL_DTYPES.values(), torch.float64)
 
 
 class MLARopeUpdateArgs(NamedTuple):
@@ -54,8 +58,7 @@ def check_mla_rope_update(args: MLARopeUpdateArgs, rope: RopeConfig, config: MLA
     Raises:
         ShapeError, DtypeError, DeviceError, StrideError, ScaleError, ConfigError: by kind of mistake.
     """
-    tokens = args.kv_c.shape[0] if args.kv_c.ndim else 0
-    columns, model = config.qk_rope_head_dim, MODEL_DTYPES[config.dtype]
+    columns = config.qk_rope_head_dim
     if rope.rotary_dim != columns or not rope.round_query or rope.query_arithmetic != "divide":
         raise ConfigError(
             f"rope {rope.encode()!r} for rotated keys of {columns} columns",
@@ -63,42 +66,12 @@ def check_mla_rope_update(args: MLARopeUpdateArgs, rope: RopeConfig, config: MLA
             "make the RopeConfig for the rotated part of a latent row",
         )
     plain = MLACacheUpdateArgs(args.kv_c, args.k_pe, args.kv_cache, args.slot_mapping, args.k_scale, args.config)
-    check_mla_kv_cache_update(plain, config)
-    rows = args.cos.shape[0] if args.cos.ndim == 2 else 0
-    widths = (columns // 2, columns)
-    for name, table in (("cos", args.cos), ("sin", args.sin)):
-        if table.ndim != 2 or table.shape[1] not in widths or table.shape != args.cos.shape:
-            raise ShapeError(
-                f"{name} has shape {tuple(table.shape)}",
-                f"[n, {widths[0]}] or [n, {columns}], the same for both tables",
-                f"make cos and sin of {widths[0]} angles, one per pair of the {columns} rotated columns",
-            )
-        if table.dtype != args.cos.dtype or not table.is_floating_point() or table.itemsize < 2:
-            raise DtypeError(f"{name} is {dtype_name(table.dtype)}", "one float dtype for both tables", "convert it")
-    if args.positions is None and rows != tokens:
-        raise ShapeError(f"cos has {rows} rows", f"{tokens}, one per token, or positions", "pass positions")
-    if args.positions is not None:
-        if args.positions.shape != (tokens,) or rows < 1:
-            raise ShapeError(
-                f"positions have shape {tuple(args.positions.shape)} with tables of {rows} rows",
-                f"({tokens},), one per token, padding included, and a table of at least one row",
-                "pass the step's metadata.positions",
-            )
-        if args.positions.dtype not in (torch.int32, torch.int64):
-            raise DtypeError(f"positions are {dtype_name(args.positions.dtype)}", "int32 or int64", "convert them")
-    weight = args.norm_weight
-    if weight is not None:
-        if rope.norm == "none" or weight.shape != (config.kv_lora_rank,):
-            raise ShapeError(
-                f"norm_weight {tuple(weight.shape)} with norm={rope.norm!r}",
-                f"({config.kv_lora_rank},) with a norm, None without",
-                "match the rope config",
-            )
-        if weight.dtype not in (torch.float32, model):
-            raise DtypeError(f"norm_weight is {dtype_name(weight.dtype)}", f"float32 or {config.dtype}", "convert it")
-    for name, tensor in (("cos", args.cos), ("sin", args.sin), ("positions", args.positions), ("norm_weight", weight)):
-        if tensor is not None and tensor.device != args.kv_c.device:
-            raise DeviceError(f"{name} is on {tensor.device}", f"{args.kv_c.device}", f"move {name} there once")
+    check_mla_kv_cache_update(plain)
+    device = args.kv_c.device
+    check_tables(args, rope, args.kv_c.shape[0], device, TABLE_DTYPES)
+    if args.norm_weight is not None:
+        dtypes = (torch.float32, MODEL_DTYPES[config.dtype])
+        check_optional("norm_weight", args.norm_weight, rope.norm != "none", (config.kv_lora_rank,), dtypes, device)
 
 
 def turned_rows(args: MLARopeUpdateArgs, rope: RopeConfig, config: MLAConfig) -> MLACacheUpdateArgs:
