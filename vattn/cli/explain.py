@@ -85,7 +85,7 @@ def main(options: argparse.Namespace) -> int:
 
 def _layer_refusal(request: AttentionConfig | MLAConfig) -> str:
     """Return why no layer asks for a request that ops can run; `""`: nothing is known against it."""
-    from vattn.layers.base.exact_prefill import context_request
+    from vattn.layers.base.two_parts import context_request
 
     if isinstance(request, MLAConfig) or not request.context_only:
         return ""

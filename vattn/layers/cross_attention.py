@@ -181,13 +181,3 @@ class CrossAttention(CachedAttention):
             plan=metadata.plans.get(self._plan_key),
             block_size=metadata.block_size,
         )
-
-    def _check_rows(self, query: Tensor, key: Tensor | None, step: LayerStep) -> None:
-        rows = 0 if step.key_slots is None else step.key_slots.shape[0]
-        if key is not None and key.shape[0] != rows:
-            raise ShapeError(
-                f"key has {key.shape[0]} encoder states in layer {self.prefix!r}",
-                f"{rows}, the states of the requests whose encoder ran, padding included",
-                "concatenate the states of those requests, in order",
-            )
-        super()._check_rows(query, None, step)

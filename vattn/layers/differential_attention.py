@@ -28,8 +28,7 @@ from vattn.layers.base.cache_binding import BoundCache
 from vattn.layers.base.scales import QuantConfig
 from vattn.layers.base.step import LayerResult, LayerStep, split_heads
 from vattn.metadata.attention_metadata import AttentionMetadata
-from vattn.ops import checks
-from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
+from vattn.ops.arguments import AttentionArgs
 from vattn.quantization.codecs import encode_query, quantise_output
 
 _LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
@@ -215,35 +214,38 @@ class DifferentialAttention(Attention):
                 "steps without",
                 "build the step without shared_prefix_len",
             )
-        even = self._op_config(step)
-        odd = self._odd_ops[step.kind()]
+        halves = (self._op_config(step), self._odd_ops[step.kind()])
+        update = None
         if key is not None and value is not None:
             key = split_heads("key", key, self.num_kv_heads, self.head_size)
             value = split_heads("value", value, self.num_kv_heads, self.head_size)
+            update = step.update(self, key, value, self._update_op)
         if not torch.compiler.is_compiling():
-            self._check_halves(query, key, value, step, even)
-        if key is not None and value is not None and step.key_slots is not None:
-            self._write_cache(query, key, value, step.query_slots, step.key_slots, self._update_op)
-        first, second = (self._attend(query, step, index, text) for index, text in enumerate((even, odd)))
-        self._combine(first, second, step, result.output, result.block_scale)
+            self._check_step(query, key, value, step, update, (self._half_arguments(query, step, 0, halves[0]),))
+        if update is not None:
+            self._write_cache(query, step.query_slots, update)
+        first, second = (self._half_arguments(query, step, index, text) for index, text in enumerate(halves))
+        torch.ops.vattn.attention(*first)
+        torch.ops.vattn.attention(*second)
+        self._combine(first.output, second.output, step, result.output, result.block_scale)
         return result.returned()
 
-    def _attend(self, query: Tensor, step: LayerStep, index: int, op_config: str) -> Tensor:
-        """Return one half's attention `[T, num_heads / 2, 2 * head_size]`, in the model dtype."""
-        arguments = self._half_arguments(query, step, index, op_config)
-        torch.ops.vattn.attention(*arguments)
-        return arguments[AttentionArgs._fields.index("output")]
-
-    def _half_arguments(self, query: Tensor, step: LayerStep, index: int, op_config: str) -> tuple[Any, ...]:
+    def _half_arguments(self, query: Tensor, step: LayerStep, index: int, op_config: str) -> AttentionArgs:
+        """Return the arguments of one half, whose output is `[T, num_heads / 2, 2 * head_size]` in the model dtype."""
         half = query[:, index::2]
         output = query.new_empty(half.shape[0], half.shape[1], 2 * self.head_size)
-        inputs = {name: _every_second(getattr(self, name), index) for name in ("q_scale", "k_scale")}
-        inputs.update({name: _every_second(getattr(self, name), index) for name in ("alibi_slopes", "sinks")})
-        # The values of a pair are one row: its second half gets its own scale after the call.
-        inputs.update(v_scale=_every_second(self.v_scale, 0), output_scale=None)
-        if inputs["q_scale"] is not None:
-            half = encode_query(half, inputs["q_scale"], self.num_kv_heads // 2)
-        return step.arguments(half, self.kv_cache, output, None, inputs, op_config)
+        q_scale = _every_second(self.q_scale, index)
+        if q_scale is not None:
+            half = encode_query(half, q_scale, self.num_kv_heads // 2)
+        return step.arguments(self, half, LayerResult(output, None, None), op_config)._replace(
+            q_scale=q_scale,
+            k_scale=_every_second(self.k_scale, index),
+            alibi_slopes=_every_second(self.alibi_slopes, index),
+            sinks=_every_second(self.sinks, index),
+            # The values of a pair are one row: its second half gets its own scale after the call.
+            v_scale=_every_second(self.v_scale, 0),
+            output_scale=None,
+        )
 
     def _combine(
         self, first: Tensor, second: Tensor, step: LayerStep, output: Tensor, block_scale: Tensor | None
@@ -264,19 +266,6 @@ class DifferentialAttention(Attention):
         ratio = self.v_scale[1::2] / self.v_scale[0::2]
         per_head = ratio.repeat_interleave(half.shape[1] // ratio.shape[0])[:, None]
         return torch.cat((torch.ones_like(per_head), per_head), dim=1).repeat_interleave(self.head_size, dim=1)
-
-    def _check_halves(
-        self, query: Tensor, key: Tensor | None, value: Tensor | None, step: LayerStep, op_config: str
-    ) -> None:
-        """Refuse what an op would refuse, before anything changes. Compiled code leaves it to the ops."""
-        assert self.config is not None and self.kv_cache is not None
-        self._check_inputs(query, key, value, step)
-        if key is not None and value is not None and step.key_slots is not None:
-            update = CacheUpdateArgs(
-                key, value, self.kv_cache, step.key_slots, self.k_scale, self.v_scale, self._update_op
-            )
-            checks.check_kv_cache_update(update)
-        checks.check_attention(AttentionArgs(*self._half_arguments(query, step, 0, op_config)))
 
     def _learned(self) -> tuple[Tensor | None, ...]:
         return (*super()._learned(), *(getattr(self, name) for name in _LAMBDAS), *self.subln.parameters())

@@ -110,10 +110,10 @@ def _tensors(args: Sequence[Any]) -> Iterator[Tensor]:
             yield from (tensor for tensor in arg if isinstance(tensor, Tensor))
 
 
-def asked_gradient(tensors: Iterable[Tensor | None]) -> tuple[str, str] | None:
-    """Return by what a tensor asks for a gradient, backwards or forwards, and how not to; `None` if none does.
+def wanted_gradient(tensors: Iterable[Tensor | None]) -> tuple[str, str] | None:
+    """Return how a tensor asks for a gradient, backwards or forwards, and how to avoid it; `None` if none does.
 
-    Tangents are followed without grad mode too. Looks at the tensors only where there can be a gradient at all.
+    Tangents are followed without grad mode too.
     """
     backwards, forwards = torch.is_grad_enabled(), forward_ad._current_level >= 0
     if not (backwards or forwards):
@@ -134,13 +134,14 @@ def _autograd_guard(name: str) -> Callable[..., Any]:
     op = getattr(torch.ops.vattn, name).default
 
     def guard(*args: Any) -> Any:
-        asked = asked_gradient(_tensors(args))
-        if asked is not None:
-            raise GradientError(
-                f"vattn::{name} got an input that {asked[0]}",
-                "inference only; the op has no backward",
-                asked[1] or "call it under torch.no_grad() or torch.inference_mode(), or detach the input",
-            )
+        if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+            wanted = wanted_gradient(_tensors(args))
+            if wanted is not None:
+                raise GradientError(
+                    f"vattn::{name} got an input that {wanted[0]}",
+                    "inference only; the op has no backward",
+                    wanted[1] or "call it under torch.no_grad() or torch.inference_mode(), or detach the input",
+                )
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
 

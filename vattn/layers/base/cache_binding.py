@@ -30,11 +30,10 @@ from vattn.layers.base.arguments import (
     step_configs,
 )
 from vattn.layers.base.cache_scales import CacheScales
-from vattn.layers.base.cascade import PrefixOps, prefix_ops
 from vattn.layers.base.checks import check_storage_kind
 from vattn.layers.base.dcp import check_context_parallel, partial_request
-from vattn.layers.base.exact_prefill import context_request, step_ops, step_request
 from vattn.layers.base.scales import QuantConfig
+from vattn.layers.base.two_parts import PrefixOps, context_request, prefix_ops, step_ops, step_request
 from vattn.quantization.formats import KV_FORMATS, dtype_name, resolve_kv_cache_dtype
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from vattn.errors import ScaleError
 from vattn.layers.base.arguments import kv_scale, query_scale, refuse_calculation
 from vattn.layers.base.buffers import OwnBuffers
 from vattn.layers.base.scales import QuantConfig, count_clipped, first_scale, make_scale
+from vattn.ops.arguments import CacheUpdateArgs
 from vattn.quantization.formats import FP8_E4M3_MAX, KV_FORMATS, dtype_name
 
 
@@ -86,23 +87,20 @@ class CacheScales(OwnBuffers):
         counts = torch.zeros((2, 2), dtype=torch.int64, device="cpu") if quantised else None
         self.register_buffer("clip_counts", counts, persistent=False)
 
-    def _write_cache(
-        self, query: Tensor, key: Tensor, value: Tensor, query_slots: Tensor, slots: Tensor, op_config: str
-    ) -> None:
+    def _write_cache(self, query: Tensor, query_slots: Tensor, update: CacheUpdateArgs) -> None:
         """Write keys and values into their slots; before that, calculate scales and count what clips, if asked for.
 
         Args:
             query_slots: one entry per row of `query`; negative for rows that must not decide a scale.
-            slots: one slot per row of `key` and `value`.
         """
         if self.calculate_kv_scales:
-            self._calculate_scales(query, key, value, query_slots >= 0, slots >= 0)
+            self._calculate_scales(query, update.key, update.value, query_slots >= 0, update.slot_mapping >= 0)
         if self.observing and self.clip_counts is not None and self.config is not None:
-            real, largest = slots >= 0, KV_FORMATS[self.config.kv_cache_dtype].max_value
-            keys = count_clipped(key, real, self.k_scale, largest)
-            values = count_clipped(value, real, self.v_scale, largest)
+            real, largest = update.slot_mapping >= 0, KV_FORMATS[self.config.kv_cache_dtype].max_value
+            keys = count_clipped(update.key, real, self.k_scale, largest)
+            values = count_clipped(update.value, real, self.v_scale, largest)
             self.clip_counts.add_(torch.stack((keys, values)))
-        torch.ops.vattn.kv_cache_update(key, value, self.kv_cache, slots, self.k_scale, self.v_scale, op_config)
+        torch.ops.vattn.kv_cache_update(*update)
 
     def _calculate_scales(
         self, query: Tensor, key: Tensor, value: Tensor, real_queries: Tensor, real_keys: Tensor

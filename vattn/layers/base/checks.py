@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from vattn.errors import CacheError, DeviceError, DtypeError, GradientError, Met
 from vattn.metadata import forward_context as context
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.lineage import is_rewritten, rewritten
-from vattn.ops.schemas import asked_gradient
+from vattn.ops.schemas import wanted_gradient
 from vattn.quantization.formats import MODEL_DTYPES, dtype_name
 
 
@@ -42,48 +42,57 @@ def given_step(layer: Any, metadata: AttentionMetadata | None) -> AttentionMetad
     return metadata
 
 
-def check_tokens(
-    layer: Any, rows: Mapping[str, int], tokens: int, fix: str = "build the step for the tokens of this call"
-) -> None:
-    """Refuse inputs of other row counts than the step's.
+def check_inputs(layer: Any, inputs: dict[str, Any], slots: Tensor, block_size: int, fix: str = "") -> None:
+    """Refuse inputs that do not go with the step, and a step that does not go with the layer's cache.
 
     Args:
-        rows: of each input, by its name.
-        tokens: of the step.
+        inputs: by name; the first one has the rows of the step.
+        slots: the step's, one per row.
+        block_size: tokens per block that the step counts in; 0: unknown.
+        fix: as of `check_tokens`.
     """
-    wrong = {name: count for name, count in rows.items() if count != tokens}
-    if wrong:
-        raise ShapeError(
-            f"{', '.join(f'{name} has {count} tokens' for name, count in wrong.items())} in {called(layer)}",
-            f"{tokens}, the tokens of the metadata, padding included",
-            fix,
-        )
-
-
-def check_block_size(
-    layer: Any, told: int, own: int, fix: str = "give the builder layers=model, or the block_size of CacheConfig"
-) -> None:
-    """Refuse a step that counts in other blocks than the layer's cache; 0: the step does not tell."""
-    if told not in (0, own):
-        raise MetadataError(f"metadata for blocks of {told} tokens in {called(layer)}", f"blocks of {own} tokens", fix)
-
-
-def check_devices(layer: Any, inputs: Mapping[str, Tensor | None], step: torch.device, own: torch.device) -> None:
-    """Refuse inputs, and a step, that are elsewhere than the layer's cache."""
+    query = next(iter(inputs))
+    check_tokens(layer, query, inputs[query], slots.shape[0], fix)
+    check_block_size(layer, block_size, layer.config.block_size)
+    device = layer.kv_cache.device
     for name, tensor in inputs.items():
-        if tensor is not None and tensor.device != own:
+        if tensor is not None and tensor.device != device:
             fix = (
                 "pass a tensor with values" if tensor.is_meta else f"move {name} there, or allocate the cache elsewhere"
             )
             raise DeviceError(
-                f"{name} is on {tensor.device} in {called(layer)}", f"{own}, where the layer's KV cache is", fix
+                f"{name} is on {tensor.device} in {called(layer)}", f"{device}, where the layer's KV cache is", fix
             )
-    if step != own:
+    if slots.device != device:
         raise DeviceError(
-            f"metadata on {step} in {called(layer)}",
-            f"{own}, where the layer's KV cache is",
-            f"build it with device={str(own)!r}",
+            f"metadata on {slots.device} in {called(layer)}",
+            f"{device}, where the layer's KV cache is",
+            f"build it with device={str(device)!r}",
         )
+
+
+def check_tokens(layer: Any, name: str, rows: Tensor, tokens: int, fix: str = "") -> None:
+    """Refuse an input that has other rows than the step has tokens.
+
+    Args:
+        name: of the input.
+        tokens: of the step.
+        fix: what to do; by default: build the step for them.
+    """
+    if rows.shape[0] != tokens:
+        raise ShapeError(
+            f"{name} has {rows.shape[0]} tokens in {called(layer)}",
+            f"{tokens}, the tokens of the metadata, padding included",
+            fix or "build the step for the tokens of this call",
+        )
+
+
+def check_block_size(
+    layer: Any, given: int, own: int, fix: str = "give the builder layers=model, or the block_size of CacheConfig"
+) -> None:
+    """Refuse a step that counts in other blocks than the layer's cache; 0: the step does not tell."""
+    if given not in (0, own):
+        raise MetadataError(f"metadata for blocks of {given} tokens in {called(layer)}", f"blocks of {own} tokens", fix)
 
 
 def check_no_gradients(
@@ -93,9 +102,11 @@ def check_no_gradients(
     fix: str = "call the model under torch.no_grad() or torch.inference_mode()",
 ) -> None:
     """Refuse inputs that want a gradient, backwards or forwards."""
-    asked = asked_gradient(inputs)
-    if asked is not None:
-        raise GradientError(f"{called(layer)} got an input that {asked[0]}", f"inference only; {what}", asked[1] or fix)
+    wanted = wanted_gradient(inputs)
+    if wanted is not None:
+        raise GradientError(
+            f"{called(layer)} got an input that {wanted[0]}", f"inference only; {what}", wanted[1] or fix
+        )
 
 
 def check_storage_kind(layer: Any, storage: object, dtype: object) -> None:

@@ -6,12 +6,11 @@ A subclass says which tensors of a step it reads (`_layer_step`) and when it tak
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from vattn.config.attention import AttentionConfig
 from vattn.errors import (
     CacheError,
     CacheNotBoundError,
@@ -20,26 +19,17 @@ from vattn.errors import (
     UnsupportedRequestError,
 )
 from vattn.layers.base.cache_binding import BoundCache
-from vattn.layers.base.cascade import attend_with_prefix, prefix_parts, suffix_config
-from vattn.layers.base.checks import (
-    check_block_size,
-    check_bound_dtype,
-    check_devices,
-    check_no_gradients,
-    check_tokens,
-    given_step,
-)
+from vattn.layers.base.checks import check_bound_dtype, check_inputs, check_no_gradients, given_step
 from vattn.layers.base.dcp import all_heads, attend_parts, check_step_ranks, partial_arguments
-from vattn.layers.base.exact_prefill import attend_in_parts, step_parts
 from vattn.layers.base.step import LayerResult, LayerStep, given, part_of, split_heads
+from vattn.layers.base.two_parts import Part, attend_in_parts, prefix_parts, step_parts, suffix_config
 from vattn.layers.kv_transfer_utils import save_kv_layer, wait_for_layer_load
-from vattn.metadata import forward_context as context
 from vattn.metadata.attention_metadata import AttentionMetadata
+from vattn.metadata.attention_metadata import forward_context as context
 from vattn.metadata.hybrid import GroupedMetadata
 from vattn.ops import checks
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
 from vattn.quantization.codecs import encode_query
-from vattn.quantization.formats import MODEL_DTYPES
 
 
 class CachedAttention(BoundCache):
@@ -79,51 +69,55 @@ class CachedAttention(BoundCache):
         result = LayerResult.empty(query, self.head_size_v, self.quant_config.output_format, output_shape)
         if metadata is None:
             return result.zeroed()
-        output, block_scale, _ = result
-        model_dtype = query.dtype
         self._check_bound(query)
         step = self._layer_step(metadata)
         if self.fast_prefill:
             step = step.kept(metadata)
         op_config = self._op_config(step)
+        update = None
         if key is not None and value is not None:
             key = split_heads("key", key, self.num_kv_heads, self.head_size)
             value = split_heads("value", value, self.num_kv_heads, self.head_size_v)
+            update = step.update(self, key, value, op_config)
+        parts = self._parts(step.arguments(self, query, result, op_config), step, key, value)
         if not torch.compiler.is_compiling():
             check_step_ranks(self.prefix, parallel, metadata)
-            self._check_step(query, key, value, step, output, block_scale, op_config)
+            self._check_step(query, key, value, step, update, parts)
         if self.kv_transfer_token is not None:
             wait_for_layer_load(self.kv_cache)
-        if key is not None and value is not None and step.key_slots is not None:
-            self._write_cache(query, key, value, step.query_slots, step.key_slots, op_config)
-        if parallel is not None:
-            self._attend_parts(query, step, result, op_config)
-            if self.kv_transfer_token is not None:
-                save_kv_layer(self.kv_cache, self.kv_transfer_token)
-            return result.returned()
-        if self.q_scale is not None:
-            query = encode_query(query, self.q_scale, self.num_kv_heads)
-        arguments = self._arguments(query, step, output, block_scale, op_config)
-        if step.prefix is not None:
-            parts = prefix_parts(arguments, step.prefix, self._prefix_ops, op_config, model_dtype)
-            attend_with_prefix(parts, result, self.quant_config.output_format, self.output_scale)
-        elif self._step_ops and key is not None and value is not None:
-            attend_in_parts(arguments, key, value, self._step_ops[step.kind()])
-        else:
-            torch.ops.vattn.attention(*arguments)
+        if update is not None:
+            self._write_cache(query, step.query_slots, update)
+        self._attend(query, parts, result)
         if self.kv_transfer_token is not None:
             save_kv_layer(self.kv_cache, self.kv_transfer_token)
         return result.returned()
 
-    def _attend_parts(self, query: Tensor, step: LayerStep, result: LayerResult, op_config: str) -> None:
-        """Attend together with the other ranks; `query` has this rank's heads."""
+    def _parts(
+        self, args: AttentionArgs, step: LayerStep, key: Tensor | None, value: Tensor | None
+    ) -> tuple[Part, ...]:
+        """Return the calls of attention ops that share the work: one, or two whose results are merged."""
+        if step.prefix is not None:
+            return prefix_parts(args, step.prefix, self._prefix_ops)
+        if self._step_ops and key is not None and value is not None:
+            return step_parts(args, key, value, self._step_ops[step.kind()])
+        return (args,)
 
-        def encode(gathered: Tensor) -> Tensor:
-            return gathered if self.q_scale is None else encode_query(gathered, self.q_scale, self.num_kv_heads)
+    def _attend(self, query: Tensor, parts: tuple[Part, ...], result: LayerResult) -> None:
+        """Run the attention ops; with context parallelism `query` has this rank's heads."""
+        if self.context_parallel is not None:
+            args, op = cast(AttentionArgs, parts[0]), torch.ops.vattn.attention
+            attend_parts(op, args, query, result, self, self.head_size_v, sinks=self.sinks, encode=self._encode)
+            return
+        if self.q_scale is not None:
+            encoded = self._encode(query)
+            parts = tuple([part._replace(query=encoded) for part in parts])
+        if len(parts) == 1:
+            torch.ops.vattn.attention(*parts[0])
+        else:
+            attend_in_parts(parts, result, self.quant_config.output_format, self.output_scale)
 
-        args = AttentionArgs(*self._arguments(query, step, result.output, result.block_scale, op_config))
-        op = torch.ops.vattn.attention
-        attend_parts(op, args, query, result, self, self.head_size_v, sinks=self.sinks, encode=encode)
+    def _encode(self, query: Tensor) -> Tensor:
+        return query if self.q_scale is None else encode_query(query, self.q_scale, self.num_kv_heads)
 
     def _own_part(self, metadata: AttentionMetadata | None) -> AttentionMetadata | None:
         """Return the metadata to use: that of the call or of the forward context, or its part for the layer's group."""
@@ -188,48 +182,30 @@ class CachedAttention(BoundCache):
         key: Tensor | None,
         value: Tensor | None,
         step: LayerStep,
-        output: Tensor,
-        block_scale: Tensor | None,
-        op_config: str,
+        update: CacheUpdateArgs | None,
+        parts: tuple[Part, ...],
     ) -> None:
-        """Refuse what either op would refuse, before anything changes. Compiled code leaves it to the ops."""
+        """Refuse what any of the ops would refuse, before the first one writes. Compiled code leaves it to the ops."""
         self._check_inputs(query, key, value, step)
-        config = AttentionConfig.parse(op_config)
-        if key is not None and value is not None and step.key_slots is not None:
-            assert self.kv_cache is not None
-            update = CacheUpdateArgs(key, value, self.kv_cache, step.key_slots, self.k_scale, self.v_scale, op_config)
+        if update is not None:
             checks.check_kv_cache_update(update)
+        gathered = query
         if self.context_parallel is not None:
-            self._check_part(query, step, output, block_scale, op_config)
-            return
+            gathered = all_heads(query, self.context_parallel)
+            parts = (partial_arguments(cast(AttentionArgs, parts[0]), gathered, self.head_size_v, query.dtype),)
         if self.q_scale is not None:
-            query = torch.empty_like(query, dtype=torch.float8_e4m3fn)
-        args = AttentionArgs(*self._arguments(query, step, output, block_scale, op_config))
-        if step.prefix is not None:
-            args, common = prefix_parts(args, step.prefix, self._prefix_ops, op_config, MODEL_DTYPES[config.dtype])
-            checks.check_attention(common)
-        elif self._step_ops and key is not None and value is not None:
-            own_config = self._step_ops[step.kind()]
-            args, own = step_parts(args, key, value, own_config)
-            checks.check_varlen_attention(own)
-        checks.check_attention(args)
-
-    def _check_part(
-        self, query: Tensor, step: LayerStep, output: Tensor, block_scale: Tensor | None, op_config: str
-    ) -> None:
-        """Refuse what this rank's part would refuse, before any rank waits for another."""
-        assert self.context_parallel is not None
-        gathered, dtype = all_heads(query, self.context_parallel), query.dtype
-        if self.q_scale is not None:
-            gathered = torch.empty(gathered.shape, dtype=torch.float8_e4m3fn, device=query.device)
-        args = AttentionArgs(*self._arguments(query, step, output, block_scale, op_config))
-        part = partial_arguments(args, gathered, self.head_size_v, dtype)
-        checks.check_attention(part)
+            # The scale may be calculated as keys are written, so the query is not encoded yet.
+            encoded = torch.empty(gathered.shape, dtype=torch.float8_e4m3fn, device=query.device)
+            parts = tuple([part._replace(query=encoded) for part in parts])
+        for part in parts:
+            if isinstance(part, AttentionArgs):
+                checks.check_attention(part)
+            else:
+                checks.check_varlen_attention(part)
 
     def _check_inputs(self, query: Tensor, key: Tensor | None, value: Tensor | None, step: LayerStep) -> None:
         """Refuse tensors that do not go with the step or the layer, whatever the op."""
         assert self.config is not None and self.kv_cache is not None
-        self._check_rows(query, key, step)
         for target in self._target:
             if target.kv_cache is not self.kv_cache:
                 raise CacheError(
@@ -237,38 +213,15 @@ class CachedAttention(BoundCache):
                     "the cache that both were bound to",
                     "bind the sharing layer again, or use vattn.allocate_kv_cache for the whole model",
                 )
+        check_inputs(
+            self,
+            {"query": query, "key": key, "value": value},
+            step.query_slots,
+            step.block_size,
+            "pass vattn.kept_rows of the queries, or of what they are projected from" if self.fast_prefill else "",
+        )
         check_no_gradients(self, (query, key, value, *self._learned()))
-        inputs = {"query": query, "key": key, "value": value}
-        check_devices(self, inputs, step.query_start_loc.device, self.kv_cache.device)
-        check_block_size(self, step.block_size, self.config.block_size)
 
     def _learned(self) -> tuple[Tensor | None, ...]:
         """Return the layer's own tensors that could ask for a gradient."""
         return (self.sinks,)
-
-    def _check_rows(self, query: Tensor, key: Tensor | None, step: LayerStep) -> None:
-        """Refuse tensors of other row counts than the step's."""
-        if key is not None and key.shape[0] != query.shape[0]:
-            raise ShapeError(
-                f"key has {key.shape[0]} tokens and query {query.shape[0]} in layer {self.prefix!r}",
-                "the same tokens for query, key and value",
-                "check what was projected",
-            )
-        rows, tokens = {"query": query.shape[0]}, step.query_slots.shape[0]
-        if self.fast_prefill:
-            check_tokens(self, rows, tokens, "pass vattn.kept_rows of the queries, or of what they are projected from")
-        else:
-            check_tokens(self, rows, tokens)
-
-    def _arguments(
-        self, query: Tensor, step: LayerStep, output: Tensor, block_scale: Tensor | None, op_config: str
-    ) -> tuple[Any, ...]:
-        inputs = {
-            "output_scale": self.output_scale,
-            "q_scale": self.q_scale,
-            "k_scale": self.k_scale,
-            "v_scale": self.v_scale,
-            "alibi_slopes": self.alibi_slopes,
-            "sinks": self.sinks,
-        }
-        return step.arguments(query, self.kv_cache, output, block_scale, inputs, op_config)

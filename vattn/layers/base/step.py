@@ -14,7 +14,7 @@ from vattn.layers.base.arguments import StepKind
 from vattn.metadata.attention_metadata import AttentionMetadata, host_plan_key
 from vattn.metadata.hybrid import GroupedMetadata
 from vattn.metadata.lineage import is_rewritten, rewritten
-from vattn.ops.arguments import AttentionArgs
+from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
 from vattn.ops.arguments_mla import MLAAttentionArgs
 from vattn.quantization.formats import OUTPUT_FORMATS
 
@@ -152,43 +152,37 @@ class LayerStep(NamedTuple):
             )
         return causality, self.tree_bias is not None, self.mm_ranges is not None
 
-    def arguments(
-        self,
-        query: Tensor,
-        kv_cache: Tensor | None,
-        output: Tensor,
-        block_scale: Tensor | None,
-        inputs: dict[str, Tensor | None],
-        op_config: str,
-    ) -> tuple[Any, ...]:
-        """Return the arguments of `vattn::attention` in the schema's order.
+    def update(self, layer: Any, key: Tensor, value: Tensor, op_config: str) -> CacheUpdateArgs | None:
+        """Return the arguments of `vattn::kv_cache_update`; `None` where this step writes no keys."""
+        if self.key_slots is None:
+            return None
+        return CacheUpdateArgs(key, value, layer.kv_cache, self.key_slots, layer.k_scale, layer.v_scale, op_config)
 
-        Args:
-            inputs: the layer's own tensors: its scales, `alibi_slopes` and `sinks`.
-        """
-        return (
-            query,
-            kv_cache,
-            self.query_start_loc,
-            self.seq_lens,
-            self.block_table,
-            output,
-            block_scale,
-            None,
-            inputs["output_scale"],
-            inputs["q_scale"],
-            inputs["k_scale"],
-            inputs["v_scale"],
-            inputs["alibi_slopes"],
-            inputs["sinks"],
-            self.causal if isinstance(self.causal, Tensor) else None,
-            self.tree_bias,
-            self.tree_id if self.tree_bias is not None else None,
-            self.mm_ranges,
-            self.local_seq_lens,
-            [plan for plan in (self.plan, self.host_plan) if plan is not None],
-            None,
-            op_config,
+    def arguments(self, layer: Any, query: Tensor, result: LayerResult, op_config: str) -> AttentionArgs:
+        """Return the arguments of `vattn::attention`; scales, slopes and sinks are the layer's own."""
+        return AttentionArgs(
+            query=query,
+            kv_cache=layer.kv_cache,
+            query_start_loc=self.query_start_loc,
+            seq_lens=self.seq_lens,
+            block_table=self.block_table,
+            output=result.output,
+            output_block_scale=result.block_scale,
+            lse=None,
+            output_scale=layer.output_scale,
+            q_scale=layer.q_scale,
+            k_scale=layer.k_scale,
+            v_scale=layer.v_scale,
+            alibi_slopes=layer.alibi_slopes,
+            sinks=layer.sinks,
+            causal_flags=self.causal if isinstance(self.causal, Tensor) else None,
+            bias=self.tree_bias,
+            tree_id=self.tree_id if self.tree_bias is not None else None,
+            mm_ranges=self.mm_ranges,
+            local_seq_lens=self.local_seq_lens,
+            plan=[plan for plan in (self.plan, self.host_plan) if plan is not None],
+            workspace=None,
+            config=op_config,
         )
 
 

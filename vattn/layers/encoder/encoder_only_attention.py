@@ -234,7 +234,7 @@ class EncoderOnlyAttention(PackedAttention):
         return result.returned()
 
     def _check_step(self, query: Tensor, metadata: AttentionMetadata) -> None:
-        check_tokens(self, {"query": query.shape[0]}, metadata.slot_mapping.shape[0])
+        check_tokens(self, "query", query, metadata.slot_mapping.shape[0])
         extras = {
             "causal flags": isinstance(metadata.causal, Tensor),
             "tree_bias": metadata.tree_bias is not None,

@@ -182,7 +182,7 @@ class LightningIndexer(nn.Module):
 
     def _check_step(self, query: Tensor, weights: Tensor, metadata: AttentionMetadata) -> None:
         """Refuse rows and blocks that are not the step's. Eager calls only."""
-        check_tokens(self, {"query": query.shape[0]}, metadata.slot_mapping.shape[0])
+        check_tokens(self, "query", query, metadata.slot_mapping.shape[0])
         fix = "make the indexer with the block_size of the layer's CacheConfig"
         check_block_size(self, metadata.block_size, self.block_size, fix)
         fix = "call it under torch.no_grad() or torch.inference_mode()"

@@ -10,15 +10,8 @@ from torch import Tensor
 
 from vattn.backends.mla.registry import mla_backends
 from vattn.config.arguments import read_count
-from vattn.config.mla import MLAConfig
 from vattn.errors import CacheNotBoundError, ConfigError
-from vattn.layers.base.checks import (
-    check_block_size,
-    check_bound_dtype,
-    check_devices,
-    check_no_gradients,
-    check_tokens,
-)
+from vattn.layers.base.checks import check_bound_dtype, check_inputs, check_no_gradients
 from vattn.layers.base.dcp import all_heads, attend_parts, check_step_ranks, partial_arguments
 from vattn.layers.base.step import LayerResult, split_heads
 from vattn.layers.mla.arguments import latent_rows, listed_positions, plain_step
@@ -123,30 +116,31 @@ class MLAAttention(BoundLatents):
             return result.zeroed()
         self._check_bound(q)
         slots, cache, config = metadata.slot_mapping, self.kv_cache, self._op_config
+        assert cache is not None and self.kv_b_weight is not None
         topk = listed_positions(self, q.shape[0])
         plan = metadata.plans.get(self._plan_key)
-        arguments: tuple[Any, ...] = (
+        args = MLAAttentionArgs(
             q, cache, metadata.query_start_loc, metadata.seq_lens, metadata.block_table, self.kv_b_weight, None,
             result.output, result.block_scale, None, self.output_scale, self.q_scale, self.k_scale, topk,
             metadata.local_seq_lens, [] if plan is None else [plan], self.workspace, config,
         )  # fmt: skip
+        update = MLACacheUpdateArgs(kv_c_normed, k_pe, cache, slots, self.k_scale, config)
         if not torch.compiler.is_compiling():
             check_step_ranks(self.prefix, parallel, metadata)
             if rotary is not None:
                 check_table(rotary, metadata, self.prefix)
-            self._check_step(q, kv_c_normed, k_pe, metadata, arguments)
+            self._check_step(update, args, metadata)
         if rotary is None:
-            torch.ops.vattn.mla_kv_cache_update(kv_c_normed, k_pe, cache, slots, self.k_scale, config)
+            torch.ops.vattn.mla_kv_cache_update(*update)
         else:
             torch.ops.vattn.mla_rope_kv_cache_update(
                 kv_c_normed, k_pe, rotary.cos, rotary.sin, rotary.positions, cache, slots, rotary.norm_weight,
                 self.k_scale, rope, config,
             )  # fmt: skip
         if parallel is not None:
-            args = MLAAttentionArgs(*arguments)
             attend_parts(torch.ops.vattn.mla_attention, args, q, result, self, self.v_head_dim)
         else:
-            torch.ops.vattn.mla_attention(*arguments)
+            torch.ops.vattn.mla_attention(*args)
         return result.returned()
 
     def scratch_bytes(
@@ -192,27 +186,19 @@ class MLAAttention(BoundLatents):
             )
         check_bound_dtype(self, "q", q, self.config.dtype)
 
-    def _check_step(
-        self, q: Tensor, kv_c: Tensor, k_pe: Tensor, metadata: AttentionMetadata, arguments: tuple[Any, ...]
-    ) -> None:
-        """Refuse what either op would refuse, before anything changes. Compiled code leaves it to the ops."""
-        config, cache = self.config, self.kv_cache
-        assert isinstance(config, MLAConfig) and cache is not None
-        rows = {"q": q.shape[0], "kv_c_normed": kv_c.shape[0], "k_pe": k_pe.shape[0]}
-        check_tokens(self, rows, metadata.slot_mapping.shape[0])
-        check_block_size(self, metadata.block_size, config.block_size)
-        check_no_gradients(self, (q, kv_c, k_pe))
-        inputs = {"q": q, "kv_c_normed": kv_c, "k_pe": k_pe}
-        check_devices(self, inputs, metadata.query_start_loc.device, cache.device)
+    def _check_step(self, update: MLACacheUpdateArgs, args: MLAAttentionArgs, metadata: AttentionMetadata) -> None:
+        """Refuse what either op would refuse, before the first one writes. Compiled code leaves it to the ops."""
+        q = args.query
+        inputs = {"q": q, "kv_c_normed": update.kv_c, "k_pe": update.k_pe}
+        check_inputs(self, inputs, metadata.slot_mapping, metadata.block_size)
+        check_no_gradients(self, inputs.values())
         if self._weights_read != weights_version(self._kv_b_proj[0]):
             raise ConfigError(
                 f"the weights of layer {self.prefix!r}'s kv_b_proj have changed since the layer read them",
                 "the weights that it has read",
                 "call layer.process_weights_after_loading()",
             )
-        update = MLACacheUpdateArgs(kv_c, k_pe, cache, metadata.slot_mapping, self.k_scale, self._op_config)
         mla_checks.check_mla_kv_cache_update(update)
-        args = MLAAttentionArgs(*arguments)
         if self.context_parallel is not None:
             args = partial_arguments(args, all_heads(q, self.context_parallel), self.v_head_dim, q.dtype)
         mla_checks.check_mla_attention(args)
