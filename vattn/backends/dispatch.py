@@ -77,6 +77,8 @@ def rope_kv_cache_update(*arguments: Any) -> None:
 
 def _with_present_plan(args: Args) -> Args:
     """Return the arguments without schedules of no elements: AOTInductor passes those for an empty list."""
+    if not args.plan:
+        return args
     plan = [schedule for schedule in args.plan if schedule.numel()]
     return args if len(plan) == len(args.plan) else args._replace(plan=plan)
 

@@ -25,6 +25,7 @@ from vattn.errors import ConfigError, ShapeError, UnsupportedRequestError
 from vattn.layers.attention import Attention
 from vattn.layers.base.arguments import StepKind, check_extra, named_arguments, own_tensor, step_configs
 from vattn.layers.base.cache_binding import BoundCache
+from vattn.layers.base.checks import check_bound
 from vattn.layers.base.scales import QuantConfig
 from vattn.layers.base.step import LayerResult, LayerStep, split_heads
 from vattn.metadata.attention_metadata import AttentionMetadata
@@ -204,7 +205,7 @@ class DifferentialAttention(Attention):
         result = LayerResult.empty(query, self.head_size, self.quant_config.output_format, output_shape)
         if metadata is None:
             return result.zeroed()
-        self._check_bound(query)
+        check_bound(self, "query", query)
         step = self._layer_step(metadata)
         if self.fast_prefill:
             step = step.kept(metadata)

@@ -55,13 +55,12 @@ def _over_heads(scale: Tensor, num_heads: int) -> Tensor:
     return scale.reshape(num_heads, 1)
 
 
-def _check_kv_scale(fmt_name: str, scale: Tensor | None) -> None:
-    if KV_FORMATS[fmt_name].quantised and scale is None:
-        raise ScaleError(
+def _wrong_scale(fmt_name: str, scale: Tensor | None) -> ScaleError:
+    if scale is None:
+        return ScaleError(
             f"format {fmt_name} without a scale", "1 value or one per KV head", "pass torch.ones(1) for unit"
         )
-    if not KV_FORMATS[fmt_name].quantised and scale is not None:
-        raise ScaleError(f"format {fmt_name} with a scale", "no scale for a plain format", "pass scale=None")
+    return ScaleError(f"format {fmt_name} with a scale", "no scale for a plain format", "pass scale=None")
 
 
 def encode_kv(x: Tensor, fmt_name: str, scale: Tensor | None = None) -> Tensor:
@@ -85,7 +84,8 @@ def encode_kv(x: Tensor, fmt_name: str, scale: Tensor | None = None) -> Tensor:
         tensor([[[  1., 224.]]])
     """
     fmt = KV_FORMATS[fmt_name]
-    _check_kv_scale(fmt_name, scale)
+    if fmt.quantised == (scale is None):
+        raise _wrong_scale(fmt_name, scale)
     if x.dtype == fmt.value_dtype:
         return x
     if scale is None:
@@ -101,7 +101,8 @@ def decode_kv(stored: Tensor, fmt_name: str, scale: Tensor | None = None) -> Ten
         ScaleError: the scale is missing, superfluous or of the wrong size.
     """
     fmt = KV_FORMATS[fmt_name]
-    _check_kv_scale(fmt_name, scale)
+    if fmt.quantised == (scale is None):
+        raise _wrong_scale(fmt_name, scale)
     values = stored.view(fmt.value_dtype).float() if fmt.quantised else stored.float()
     return values if scale is None else values * _over_heads(scale, stored.shape[-2])
 

@@ -256,9 +256,10 @@ class OutputFormat:
         """
         tokens, heads = query.shape[:2]
         output = query.new_empty((tokens, heads, self.output_columns(head_size_v)), dtype=self.container or dtype)
-        shape = self.block_scale_shape(tokens, heads * head_size_v)
-        if shape is None:
+        if not self.group_size:
             return output, None
+        shape = self.block_scale_shape(tokens, heads * head_size_v)
+        assert shape is not None
         if self.column_major:
             return output, query.new_empty(shape[::-1], dtype=self.block_scale_dtype).t()
         return output, query.new_empty(shape, dtype=self.block_scale_dtype)

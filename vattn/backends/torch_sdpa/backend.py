@@ -68,10 +68,12 @@ class TorchSDPABackend(Backend):
         capacity = args.block_table.shape[1] * config.block_size if keys.codes.shape[0] else 0
         starts, lengths = args.query_start_loc.tolist(), args.seq_lens.tolist()
         decodes = _even_decodes(starts, lengths, capacity) if _is_plain(config) else []
-        held = reference.held_lengths(config.stripe, args.seq_lens, args.local_seq_lens)
-        readable = [min(length, capacity) for length in held]
-        keys_of = lengths if config.context_parallel else readable
-        requests = list(_requests(args, config, starts, lengths, keys_of, readable, set(decodes)))
+        requests: list[Request] = []
+        if len(decodes) < len(lengths):
+            held = reference.held_lengths(config.stripe, args.seq_lens, args.local_seq_lens)
+            readable = [min(length, capacity) for length in held]
+            keys_of = lengths if config.context_parallel else readable
+            requests = list(_requests(args, config, starts, lengths, keys_of, readable, set(decodes)))
         result = _start_result(args, requests, config)
         # Autocast would round the fp32 math to a narrower dtype.
         with torch.autocast(args.query.device.type, enabled=False):
@@ -184,7 +186,7 @@ def _start_result(args: Args, requests: list[Request], config: AttentionConfig) 
 
 
 def _run(args: Args, config: AttentionConfig, requests: list[Request], read: Read, result: Tensor) -> None:
-    plain = _is_plain(config)
+    plain = bool(requests) and _is_plain(config)
     for request in requests:
         query = _load_query(args.query[request.rows], args, config)
         ranges = None if args.mm_ranges is None or config.mm_prefix == "none" else args.mm_ranges[request.index]

@@ -8,7 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vattn.errors import CacheError, DeviceError, DtypeError, GradientError, MetadataError, ShapeError
+from vattn.errors import (
+    CacheError,
+    CacheNotBoundError,
+    DeviceError,
+    DtypeError,
+    GradientError,
+    MetadataError,
+    ShapeError,
+)
 from vattn.metadata import forward_context as context
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.lineage import is_rewritten, rewritten
@@ -126,18 +134,24 @@ def check_storage_kind(layer: Any, storage: object, dtype: object) -> None:
         raise DtypeError(f"dtype={dtype!r:.60} for {called(layer)}", allowed, "pass the dtype of the model")
 
 
-def check_bound_dtype(layer: Any, name: str, query: Tensor, dtype: str) -> None:
-    """Refuse queries of another dtype than the cache was bound for; `name`: of the argument."""
-    came = dtype_name(query.dtype)
-    if came != dtype:
-        fix = f"pass queries of torch.{dtype}; a cache can be bound for {', '.join(MODEL_DTYPES)}"
-        if came in MODEL_DTYPES:
-            fix = f"allocate the KV cache again after model.to(dtype); under autocast, with dtype=torch.{came}"
-        elif came.startswith("float8"):
-            fix = (
-                "let the layer quantise it, QuantConfig(query_format='fp8_e4m3', q_scale=...), or vattn.paged_attention"
-            )
-        raise DtypeError(f"{name} is {came} in {called(layer)}", f"{dtype}, the dtype its cache was bound for", fix)
+def check_bound(layer: Any, name: str, query: Tensor) -> None:
+    """Refuse a layer without a cache, and queries of another dtype than its cache is for; `name`: of the argument."""
+    if layer.kv_cache is None or layer.config is None:
+        raise CacheNotBoundError(
+            f"{called(layer)} has no KV cache",
+            "a bound cache whenever metadata is given",
+            "call vattn.allocate_kv_cache(model, num_blocks=...) first",
+        )
+    bound = layer.config.dtype
+    if query.dtype == MODEL_DTYPES[bound]:
+        return
+    got = dtype_name(query.dtype)
+    fix = f"pass queries of torch.{bound}; a cache can be bound for {', '.join(MODEL_DTYPES)}"
+    if got in MODEL_DTYPES:
+        fix = f"allocate the KV cache again after model.to(dtype); under autocast, with dtype=torch.{got}"
+    elif got.startswith("float8"):
+        fix = "let the layer quantise it, QuantConfig(query_format='fp8_e4m3', q_scale=...), or vattn.paged_attention"
+    raise DtypeError(f"{name} is {got} in {called(layer)}", f"{bound}, the dtype its cache was bound for", fix)
 
 
 def called(layer: Any) -> str:

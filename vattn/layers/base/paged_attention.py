@@ -13,19 +13,18 @@ from torch import Tensor
 
 from vattn.errors import (
     CacheError,
-    CacheNotBoundError,
     MetadataError,
     ShapeError,
     UnsupportedRequestError,
 )
 from vattn.layers.base.cache_binding import BoundCache
-from vattn.layers.base.checks import check_bound_dtype, check_inputs, check_no_gradients, given_step
+from vattn.layers.base.checks import check_bound, check_inputs, check_no_gradients, given_step
 from vattn.layers.base.dcp import all_heads, attend_parts, check_step_ranks, partial_arguments
 from vattn.layers.base.step import LayerResult, LayerStep, given, part_of, split_heads
 from vattn.layers.base.two_parts import Part, attend_in_parts, prefix_parts, step_parts, suffix_config
 from vattn.layers.kv_transfer_utils import save_kv_layer, wait_for_layer_load
+from vattn.metadata import forward_context as context
 from vattn.metadata.attention_metadata import AttentionMetadata
-from vattn.metadata.attention_metadata import forward_context as context
 from vattn.metadata.hybrid import GroupedMetadata
 from vattn.ops import checks
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
@@ -69,7 +68,7 @@ class CachedAttention(BoundCache):
         result = LayerResult.empty(query, self.head_size_v, self.quant_config.output_format, output_shape)
         if metadata is None:
             return result.zeroed()
-        self._check_bound(query)
+        check_bound(self, "query", query)
         step = self._layer_step(metadata)
         if self.fast_prefill:
             step = step.kept(metadata)
@@ -143,15 +142,6 @@ class CachedAttention(BoundCache):
                 "both for a layer with its own cache, neither for one that shares a cache",
                 "pass key and value, or None for both",
             )
-
-    def _check_bound(self, query: Tensor) -> None:
-        if self.kv_cache is None or self.config is None:
-            raise CacheNotBoundError(
-                f"layer {self.prefix!r} has no KV cache",
-                "a bound cache whenever metadata is given",
-                "call vattn.allocate_kv_cache(model, num_blocks=...) first",
-            )
-        check_bound_dtype(self, "query", query, self.config.dtype)
 
     def _layer_step(self, metadata: AttentionMetadata) -> LayerStep:
         """Return what this layer reads of a step."""

@@ -186,11 +186,10 @@ class LayerStep(NamedTuple):
         )
 
 
-def check_strided(name: str, tensor: Tensor) -> None:
-    """Refuse sparse and nested tensors."""
-    if tensor.layout is not torch.strided or tensor.is_nested:
-        kind = "nested" if tensor.is_nested else str(tensor.layout)
-        raise StrideError(f"{name} is {kind}", "a plain strided tensor", f"pass {name}.to_dense(), or its rows packed")
+def not_strided(name: str, tensor: Tensor) -> StrideError:
+    """Return the error of a sparse or nested tensor."""
+    kind = "nested" if tensor.is_nested else str(tensor.layout)
+    return StrideError(f"{name} is {kind}", "a plain strided tensor", f"pass {name}.to_dense(), or its rows packed")
 
 
 def split_heads(name: str, tensor: Tensor, heads: int, width: int) -> Tensor:
@@ -206,7 +205,8 @@ def split_heads(name: str, tensor: Tensor, heads: int, width: int) -> Tensor:
             f"a tensor [tokens, {heads * width}] or [tokens, {heads}, {width}]",
             f"pass {name}",
         )
-    check_strided(name, tensor)
+    if tensor.layout is not torch.strided or tensor.is_nested:
+        raise not_strided(name, tensor)
     if tensor.dim() == 2 and tensor.shape[1] == heads * width:
         # No unflatten: where a default device is set, Dynamo breaks the graph at it.
         return tensor.view(tensor.shape[0], heads, width)

@@ -8,7 +8,7 @@ from torch import Tensor
 from vattn.config.attention import AttentionType
 from vattn.errors import ConfigError, DtypeError, MetadataError, ShapeError
 from vattn.layers.base.scales import make_scale
-from vattn.layers.base.step import check_strided
+from vattn.layers.base.step import not_strided
 from vattn.layers.encoder.cu_seqlens import check_cu_seqlens
 from vattn.layers.encoder.fp8_scales import (
     HISTORY_STEPS,
@@ -188,7 +188,8 @@ class MMEncoderAttention(PackedAttention):
                 f"a tensor [{batch}, {tokens}, {heads * self.head_size}]",
                 f"pass {name}",
             )
-        check_strided(name, tensor)
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            raise not_strided(name, tensor)
         wide = tensor.dim() == 3 and tensor.shape[2] == heads * self.head_size
         split = tensor.dim() == 4 and tensor.shape[2] == heads and tensor.shape[3] == self.head_size
         if not (wide or split) or tensor.shape[0] != batch or tensor.shape[1] != tokens:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from vattn.backends.mla.registry import mla_backends
 from vattn.config.arguments import read_count
-from vattn.errors import CacheNotBoundError, ConfigError
-from vattn.layers.base.checks import check_bound_dtype, check_inputs, check_no_gradients
+from vattn.errors import ConfigError
+from vattn.layers.base.checks import check_bound, check_inputs, check_no_gradients
 from vattn.layers.base.dcp import all_heads, attend_parts, check_step_ranks, partial_arguments
 from vattn.layers.base.step import LayerResult, split_heads
 from vattn.layers.mla.arguments import latent_rows, listed_positions, plain_step
@@ -114,9 +114,15 @@ class MLAAttention(BoundLatents):
                 # Whoever measures memory by such a call sees what a step may take.
                 q.new_empty(self.scratch_bytes(q.shape[0], q.dtype, q.device), dtype=torch.uint8)
             return result.zeroed()
-        self._check_bound(q)
+        check_bound(self, "q", q)
+        if self.kv_b_weight is None:
+            raise ConfigError(
+                f"kv_b_proj of layer {self.prefix!r} had no values, or wrong ones, when the cache was bound",
+                "weights that are read",
+                "load them, then call layer.process_weights_after_loading()",
+            )
         slots, cache, config = metadata.slot_mapping, self.kv_cache, self._op_config
-        assert cache is not None and self.kv_b_weight is not None
+        assert cache is not None
         topk = listed_positions(self, q.shape[0])
         plan = metadata.plans.get(self._plan_key)
         args = MLAAttentionArgs(
@@ -170,21 +176,6 @@ class MLAAttention(BoundLatents):
         gathered = 0 if parallel is None else num_tokens * config.num_heads * (config.qk_head_dim + config.v_head_dim)
         own = backend.scratch_bytes(config, num_tokens, self.workspace_tokens)
         return own + gathered * getattr(torch, config.dtype).itemsize
-
-    def _check_bound(self, q: Tensor) -> None:
-        if self.kv_cache is None or self.config is None:
-            raise CacheNotBoundError(
-                f"layer {self.prefix!r} has no KV cache",
-                "a bound cache whenever metadata is given",
-                "call vattn.allocate_kv_cache(model, num_blocks=...) first",
-            )
-        if self.kv_b_weight is None:
-            raise ConfigError(
-                f"kv_b_proj of layer {self.prefix!r} had no values, or wrong ones, when the cache was bound",
-                "weights that are read",
-                "load them, then call layer.process_weights_after_loading()",
-            )
-        check_bound_dtype(self, "q", q, self.config.dtype)
 
     def _check_step(self, update: MLACacheUpdateArgs, args: MLAAttentionArgs, metadata: AttentionMetadata) -> None:
         """Refuse what either op would refuse, before the first one writes. Compiled code leaves it to the ops."""
