@@ -179,15 +179,13 @@ class CachedAttention(BoundCache):
         self._check_inputs(query, key, value, step)
         if update is not None:
             checks.check_kv_cache_update(update)
-        gathered = query
         if self.context_parallel is not None:
             gathered = all_heads(query, self.context_parallel)
             parts = (partial_arguments(cast(AttentionArgs, parts[0]), gathered, self.head_size_v, query.dtype),)
-        if self.q_scale is not None:
-            # The scale may be calculated as keys are written, so the query is not encoded yet.
-            encoded = torch.empty(gathered.shape, dtype=torch.float8_e4m3fn, device=query.device)
-            parts = tuple([part._replace(query=encoded) for part in parts])
         for part in parts:
+            if self.q_scale is not None:
+                # The scale may be calculated as keys are written, so the query is not encoded yet.
+                part = part._replace(query=torch.empty_like(part.query, dtype=torch.float8_e4m3fn))
             if isinstance(part, AttentionArgs):
                 checks.check_attention(part)
             else:
