@@ -5,7 +5,12 @@ from vattn.backends import dispatch as dispatch  # registers the kernels of the 
 from vattn.backends.flash_attn.libraries import load_flash_attn
 from vattn.backends.register_kv_format import register_kv_format
 from vattn.backends.selector import explain, register_backend
-from vattn.cache.allocation import (
+from vattn.cache.allocation import allocate_kv_cache
+from vattn.cache.block_pool import BlockPool
+from vattn.cache.copies import copy_blocks, move_slots, swap_blocks
+from vattn.cache.hybrid_block_table import HybridBlockTable
+from vattn.cache.layout import kv_cache_shape
+from vattn.cache.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
@@ -15,14 +20,7 @@ from vattn.cache.allocation import (
     SinkFullAttentionSpec,
     SlidingWindowSpec,
     TQFullAttentionSpec,
-    allocate_kv_cache,
-    copy_blocks,
-    swap_blocks,
 )
-from vattn.cache.block_pool import BlockPool
-from vattn.cache.hybrid_block_table import HybridBlockTable
-from vattn.cache.layout import kv_cache_shape
-from vattn.cache.slots import move_slots
 from vattn.calibration.audit import Audit, audit
 from vattn.calibration.calibrate import Calibration, calibrate
 from vattn.calibration.quantise_linears import quantise_linears

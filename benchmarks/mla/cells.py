@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vattn.cache.mla_layout import mla_cache_dtype, mla_cache_shape
+from vattn.cache.layout import mla_cache_dtype, mla_cache_shape
 from vattn.config.mla import MLAConfig
 from vattn.kernels import variants
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs

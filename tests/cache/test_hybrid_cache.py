@@ -12,7 +12,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from torch import nn
 
 import vattn
-from vattn.cache.allocation import (
+from vattn.cache.block_pool import BlockPool, BlockTable
+from vattn.cache.groups import group_layers, lifetime
+from vattn.cache.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
@@ -20,8 +22,6 @@ from vattn.cache.allocation import (
     SinkFullAttentionSpec,
     SlidingWindowSpec,
 )
-from vattn.cache.block_pool import BlockPool, BlockTable
-from vattn.cache.groups import group_layers, lifetime
 from vattn.errors import (
     CacheError,
     ConfigError,

@@ -5,7 +5,10 @@ import torch
 from torch import nn
 
 from tests.support import make_config, poisoned_empty
-from vattn.cache.allocation import (
+from vattn.cache.allocation import allocate_kv_cache
+from vattn.cache.copies import copy_blocks, swap_blocks
+from vattn.cache.layout import key_value_views, kv_cache_dtype, kv_cache_shape
+from vattn.cache.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
     EncoderOnlyAttentionSpec,
@@ -14,14 +17,9 @@ from vattn.cache.allocation import (
     SinkFullAttentionSpec,
     SlidingWindowSpec,
     TQFullAttentionSpec,
-    allocate_kv_cache,
-    copy_blocks,
-    format_bytes,
-    parse_bytes,
-    swap_blocks,
 )
-from vattn.cache.layout import key_value_views, kv_cache_dtype, kv_cache_shape
 from vattn.cache.stored_rows import stored_views
+from vattn.config.arguments import format_bytes, parse_bytes
 from vattn.config.attention import CacheConfig
 from vattn.errors import CacheError, ConfigError, DeviceError, DtypeError
 from vattn.layers.attention import Attention

@@ -22,7 +22,7 @@ from tests.conformance.record_mla import HALF_STEP
 from tests.layers.mla_support import exact, make_mla_config, random_mla_batch, rounded_formula, run_mla
 from tests.support import relative_l2
 from vattn.backends.mla.registry import mla_backends
-from vattn.cache.mla_layout import mla_cache_dtype, mla_cache_shape
+from vattn.cache.layout import mla_cache_dtype, mla_cache_shape
 from vattn.config.device import DeviceInfo
 from vattn.config.mla import WEIGHT_FORMATS, MLAConfig
 from vattn.errors import ConfigError

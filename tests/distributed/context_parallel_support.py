@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.support import poisoned_empty
-from vattn.cache.mla_layout import row_view
+from vattn.cache.layout import row_view
 from vattn.cache.stored_rows import stored_views
 from vattn.config.attention import AttentionConfig
 from vattn.config.dcp import Stripe

@@ -9,7 +9,7 @@ import torch
 
 from tests.layers.mla_support import exact, make_mla_config, random_mla_batch, run_mla
 from tests.support import relative_l2
-from vattn.cache.mla_layout import mla_cache_dtype, mla_cache_shape
+from vattn.cache.layout import mla_cache_dtype, mla_cache_shape
 from vattn.config.mla import MLAConfig
 from vattn.ops.arguments_mla import MLACacheUpdateArgs
 from vattn.ops.reference import mla as mla_reference

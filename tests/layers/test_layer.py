@@ -28,7 +28,7 @@ from tests.layers.layer_support import (
     make_step,
     state_of,
 )
-from vattn.cache.allocation import FullAttentionSpec, SlidingWindowSpec
+from vattn.cache.specs import FullAttentionSpec, SlidingWindowSpec
 from vattn.errors import (
     CacheError,
     CacheNotBoundError,

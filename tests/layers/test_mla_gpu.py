@@ -11,7 +11,7 @@ from torch import nn
 import vattn
 from tests.layers.mla_support import exact, make_mla_config, on_cpu, random_mla_batch, rounded_formula, run_mla
 from tests.support import relative_l2
-from vattn.cache.mla_layout import mla_cache_dtype, mla_cache_shape
+from vattn.cache.layout import mla_cache_dtype, mla_cache_shape
 from vattn.config.mla import MLAConfig
 from vattn.kernels import variants
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs

@@ -15,7 +15,7 @@ from tests.layers.mla_support import exact, make_mla_config, on_cpu, random_mla_
 from tests.ops.test_mla_indexer import make_select, rope_args, update_config
 from tests.support import relative_l2
 from vattn.backends.mla.registry import mla_backends
-from vattn.cache.mla_layout import mla_cache_dtype, mla_cache_shape
+from vattn.cache.layout import mla_cache_dtype, mla_cache_shape
 from vattn.config.device import DeviceInfo
 from vattn.config.mla import MLAConfig
 from vattn.kernels import variants

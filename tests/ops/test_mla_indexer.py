@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import vattn
 from tests.layers.mla_support import make_mla_config
 from tests.support import relative_l2
-from vattn.cache.mla_layout import mla_cache_dtype, mla_cache_shape, row_view
+from vattn.cache.layout import mla_cache_dtype, mla_cache_shape, row_view
 from vattn.config.mla import MLAConfig
 from vattn.config.rope import RopeConfig
 from vattn.distributed import ContextParallel

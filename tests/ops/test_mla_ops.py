@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.conformance import fuzz_mla
 from tests.layers.mla_support import exact, make_mla_config, random_mla_batch, rounded_formula, run_mla
 from tests.support import relative_l2
-from vattn.cache.mla_layout import mla_cache_dtype, mla_cache_shape
+from vattn.cache.layout import mla_cache_dtype, mla_cache_shape
 from vattn.config.mla import MLAConfig
 from vattn.errors import (
     ConfigError,

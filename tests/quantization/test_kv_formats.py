@@ -15,8 +15,8 @@ import vattn
 from tests.ops.rope_cases import make_call
 from tests.support import make_config, random_paged_batch, relative_l2
 from vattn import AttentionConfig, CacheConfig, QuantConfig
+from vattn.cache.allocation import check_skip_layers
 from vattn.cache.layout import kv_cache_shape, packed_views
-from vattn.cache.skip_layers import check_skip_layers
 from vattn.cache.stored_rows import decode_stored, stored_views
 from vattn.config.rope import RopeConfig
 from vattn.errors import CacheError, ConfigError, ScaleError, UnsupportedRequestError
@@ -410,7 +410,7 @@ def test_head_sizes_that_a_format_does_not_take(name: str, sizes: tuple[int, int
     config = AttentionConfig(2, 2, *sizes, 0.1, "float32", name, kv_scale=kind, backend="TORCH_SDPA")
     assert any(re.search(why, reason) for reason in vattn.explain(config, "cpu").refusals["TORCH_SDPA"])
     with pytest.raises(ConfigError, match=why):
-        vattn.cache.allocation.FullAttentionSpec(2, *sizes, kv_cache_dtype=name)
+        vattn.cache.specs.FullAttentionSpec(2, *sizes, kv_cache_dtype=name)
     model = vattn.Attention(
         2, sizes[0], 0.1, head_size_v=sizes[1], cache_config=CacheConfig(cache_dtype=name),
         quant_config=QuantConfig(k_scale=1.0, v_scale=1.0) if KV_FORMATS[name].quantised else None,

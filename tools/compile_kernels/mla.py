@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tools.compile_kernels.launches import TARGETS, Launch, integers, meta, record
-from vattn.cache.mla_layout import mla_cache_dtype, mla_cache_shape
+from vattn.cache.layout import mla_cache_dtype, mla_cache_shape
 from vattn.config.mla import MLAConfig
 from vattn.config.rope import ROPE_STYLES, RopeConfig
 from vattn.kernels.hopper.mla import launch as hopper_launch

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import re
+import warnings
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol, cast
 
@@ -12,43 +13,11 @@ from torch import Tensor, nn
 
 from vattn.cache.bindings import count_binding
 from vattn.cache.cache_group import CacheGroup
-from vattn.cache.copies import copy_blocks, swap_blocks
 from vattn.cache.groups import Grouping, KVCacheGroup, group_layers
-from vattn.cache.skip_layers import check_skip_layers
-from vattn.cache.specs import (
-    ChunkedLocalAttentionSpec,
-    CrossAttentionSpec,
-    EncoderOnlyAttentionSpec,
-    FullAttentionSpec,
-    KVCacheSpec,
-    MLAAttentionSpec,
-    SinkFullAttentionSpec,
-    SlidingWindowSpec,
-    TQFullAttentionSpec,
-)
+from vattn.cache.specs import CrossAttentionSpec, EncoderOnlyAttentionSpec, KVCacheSpec
+from vattn.config.arguments import format_bytes, parse_bytes
 from vattn.errors import CacheError, ConfigError, DeviceError, DtypeError
 from vattn.quantization.formats import MODEL_DTYPES
-
-__all__ = [
-    "ChunkedLocalAttentionSpec",
-    "CrossAttentionSpec",
-    "EncoderOnlyAttentionSpec",
-    "FullAttentionSpec",
-    "KVCacheAllocation",
-    "KVCacheGroup",
-    "KVCacheLayer",
-    "KVCacheSpec",
-    "LayerCache",
-    "MLAAttentionSpec",
-    "SinkFullAttentionSpec",
-    "SlidingWindowSpec",
-    "TQFullAttentionSpec",
-    "allocate_kv_cache",
-    "copy_blocks",
-    "format_bytes",
-    "parse_bytes",
-    "swap_blocks",
-]
 
 
 class KVCacheLayer(Protocol):
@@ -187,36 +156,6 @@ class KVCacheAllocation:
         if self.groups:
             lines.append(f"  {self.waste:.1%} of a request of {self.max_seq_len} tokens is unused")
         return "\n".join(lines)
-
-
-def format_bytes(count: int) -> str:
-    """Write a byte count in the largest binary unit that keeps it at least 1, `1572864` -> `"1.50 MiB"`."""
-    size, unit = float(count), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{count} B" if unit == "B" else f"{size:.2f} {unit}"
-
-
-def parse_bytes(memory: int | str) -> int:
-    """Read a byte count: an int, or a number with a unit such as `"2GiB"`, `"1.5 GB"`, `"512 MiB"`.
-
-    Raises:
-        ConfigError: not a positive count in a known unit.
-    """
-    units = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
-    units |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
-    count = 0
-    if isinstance(memory, int) and not isinstance(memory, bool):
-        count = memory
-    elif isinstance(memory, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", memory)
-        if match and match[2].upper() in units:
-            count = int(float(match[1]) * units[match[2].upper()])
-    if count < 1:
-        raise ConfigError(f"memory={memory!r}", "a positive int of bytes, or such as '2GiB', '512MB'", "memory='1GiB'")
-    return count
 
 
 def allocate_kv_cache(
@@ -452,3 +391,52 @@ def _zeros(spec: KVCacheSpec, num_blocks: int, device: torch.device) -> Tensor:
             "what the device has free",
             "use fewer blocks, or an FP8 cache",
         ) from error
+
+
+WINDOW = "sliding_window"
+"""The entry of `kv_cache_dtype_skip_layers` for every layer with a window."""
+
+
+def layer_index(prefix: str) -> int | None:
+    """Return the first whole number between the dots of a prefix, `"model.layers.3.self_attn"` -> 3."""
+    return next((int(part) for part in prefix.split(".") if part.isdigit()), None)
+
+
+def skip_names(prefix: str, window: int | None) -> frozenset[str]:
+    """Return the entries that mean a layer, `{"3", "sliding_window"}` for number 3 with a window."""
+    index = layer_index(prefix)
+    names = set() if index is None else {str(index)}
+    return frozenset(names if window is None else names | {WINDOW})
+
+
+def check_skip_layers(layers: Mapping[str, object], *, whole: bool) -> None:
+    """Refuse entries that mean none of the layers, or warn of them where other ranks may have the layers.
+
+    Args:
+        layers: by name; those without `cache_config` and `skip_names` do not count, nor do unquantised caches.
+        whole: these are all layers of the model, not perhaps those of one pipeline rank.
+
+    Raises:
+        ConfigError: an entry means no layer of a whole model, or is a number where no layer has one.
+    """
+    found = [
+        (config.kv_cache_dtype_skip_layers, names)
+        for layer in layers.values()
+        if (config := getattr(layer, "cache_config", None)) is not None
+        and (names := getattr(layer, "skip_names", None)) is not None
+        and config.cache_dtype != "auto"
+    ]
+    asked = dict.fromkeys(entry for entries, _ in found for entry in entries)
+    unmatched = [entry for entry in asked if not any(entry in entries and entry in names for entries, names in found)]
+    if not unmatched:
+        return
+    there = frozenset[str]().union(*(names for _, names in found))
+    numbers = sorted(int(name) for name in there if name != WINDOW)
+    got = f"kv_cache_dtype_skip_layers entries {', '.join(map(repr, unmatched))}, which match no layer"
+    allowed = f"the layers' numbers {', '.join(map(str, numbers))}" if numbers else "no number: no prefix has one"
+    allowed += f", and {WINDOW!r}" if WINDOW in there else f"; no {WINDOW!r}: no layer has a window"
+    fix = "leave them out" if numbers else "number the layers in their prefix, such as 'layers.0', or leave them out"
+    if whole or (not numbers and any(entry != WINDOW for entry in unmatched)):
+        raise ConfigError(got, allowed, fix)
+    # Ranks of a pipeline have one config and layers of their own each.
+    warnings.warn(f"{got}. Here: {allowed}. Right only if another rank has them.", stacklevel=3)

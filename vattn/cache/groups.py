@@ -115,7 +115,7 @@ def group_layers(specs: Mapping[str, KVCacheSpec], max_seq_len: int = 32768) -> 
         CacheError: no layer stores anything, or block sizes differ.
 
     Example:
-        >>> from vattn.cache.allocation import FullAttentionSpec, SlidingWindowSpec
+        >>> from vattn.cache.specs import FullAttentionSpec, SlidingWindowSpec
         >>> from vattn.cache.groups import group_layers
         >>> full, window = FullAttentionSpec(2, 64), SlidingWindowSpec(2, 64, sliding_window=128)
         >>> grouping = group_layers({f"layers.{i}": window if i % 4 else full for i in range(8)})

@@ -1,4 +1,4 @@
-"""Where a token's key and value lie inside a layer's raw KV storage. The only place that knows.
+"""Where a token's key and value, or latent row, lies inside a layer's raw KV storage; stated here only.
 
 A cache is **one raw storage per layer plus a named layout**:
 
@@ -12,6 +12,9 @@ A cache is **one raw storage per layer plus a named layout**:
 - pairs of heads: that of equal head sizes in `NHD` with `2 * num_kv_heads` heads, of which a config with `head_pairs`
   reads the even or the odd keys, and the values of each pair as one row.
 
+Latent attention has one row per token: `(num_blocks, block_size, L + R)` for plain and FP8 formats, and `(num_blocks,
+bytes_per_block)` uint8 for packed ones, a block's rows one after the other and padded likewise.
+
 The storage is contiguous. Its dtype is the format's `storage_dtype`: the model's own for plain formats, uint8 for
 quantised ones (which `model.to(dtype)` leaves alone).
 """
@@ -23,11 +26,13 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from vattn.config.mla import MLAConfig
 from vattn.quantization.formats import KV_FORMATS, KVFormat, PackedPart
+from vattn.quantization.mla_formats import MLA_FORMATS
 
 
 class CacheGeometry(Protocol):
-    """What decides where things lie in a storage: an `AttentionConfig` or a `vattn.cache.allocation.KVCacheSpec`."""
+    """What decides where things lie in a storage: an `AttentionConfig` or a `vattn.cache.specs.KVCacheSpec`."""
 
     @property
     def num_kv_heads(self) -> int:
@@ -177,3 +182,31 @@ def _part(bytes_of_part: Tensor, width: int, config: CacheGeometry, fmt: KVForma
 
 def _logical(blocks: Tensor, config: CacheGeometry) -> Tensor:
     return blocks.transpose(1, 2) if config.kv_cache_layout == "HND" else blocks
+
+
+def mla_cache_shape(config: MLAConfig, num_blocks: int) -> tuple[int, ...]:
+    """Return the shape of a layer's raw storage for `num_blocks` blocks."""
+    if config.packed:
+        return num_blocks, config.block_size * config.row_bytes
+    return num_blocks, config.block_size, config.head_size
+
+
+def mla_cache_dtype(config: MLAConfig) -> torch.dtype:
+    """Return the dtype of a layer's raw storage."""
+    return MLA_FORMATS[config.kv_cache_dtype].storage_dtype
+
+
+def shape_of_mla_storage(storage: Tensor, config: MLAConfig, num_blocks: int) -> tuple[int, ...]:
+    """Return `mla_cache_shape`, with packed blocks as wide as they are, if that is valid padding."""
+    shape = mla_cache_shape(config, num_blocks)
+    if config.packed and storage.dim() == 2 and storage.shape[1] > shape[1] and storage.shape[1] % 16 == 0:
+        return num_blocks, storage.shape[1]
+    return shape
+
+
+def row_view(kv_cache: Tensor, config: MLAConfig) -> Tensor:
+    """Return `[num_blocks, block_size, columns]` of a raw storage, never a copy; columns are bytes of packed rows."""
+    if not config.packed:
+        return kv_cache
+    content = config.block_size * config.row_bytes
+    return kv_cache[:, :content].unflatten(1, (config.block_size, config.row_bytes))

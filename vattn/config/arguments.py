@@ -1,8 +1,9 @@
-"""Read arguments: counts, times to wait, and the names of extra options."""
+"""Read arguments: counts, sizes in bytes, times to wait, and the names of extra options."""
 
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -58,6 +59,36 @@ def check_seconds(name: str, value: Any, fix: str) -> None:
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value <= MOST_SECONDS:
         raise ConfigError(f"{name}={value!r:.60}", f"seconds above 0, up to {MOST_SECONDS:g}", fix)
+
+
+def format_bytes(count: int) -> str:
+    """Write a byte count in the largest binary unit that keeps it at least 1, `1572864` -> `"1.50 MiB"`."""
+    size, unit = float(count), "B"
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if size < 1024 or unit == "TiB":
+            break
+        size /= 1024
+    return f"{count} B" if unit == "B" else f"{size:.2f} {unit}"
+
+
+def parse_bytes(memory: int | str) -> int:
+    """Read a byte count: an int, or a number with a unit such as `"2GiB"`, `"1.5 GB"`, `"512 MiB"`.
+
+    Raises:
+        ConfigError: not a positive count in a known unit.
+    """
+    units = {"": 1, "B": 1} | {f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)}
+    units |= {f"{p}IB": 1024**i for i, p in enumerate("KMGT", 1)}
+    count = 0
+    if isinstance(memory, int) and not isinstance(memory, bool):
+        count = memory
+    elif isinstance(memory, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", memory)
+        if match and match[2].upper() in units:
+            count = int(float(match[1]) * units[match[2].upper()])
+    if count < 1:
+        raise ConfigError(f"memory={memory!r}", "a positive int of bytes, or such as '2GiB', '512MB'", "memory='1GiB'")
+    return count
 
 
 def refuse_unknown(of: str, unknown: Iterable[str], names: Iterable[str]) -> None:

@@ -10,7 +10,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from vattn.cache.allocation import format_bytes, parse_bytes
+from vattn.config.arguments import format_bytes, parse_bytes
 from vattn.errors import ConfigError, TransferError
 from vattn.kv_transfer.connector import TransferRequest
 

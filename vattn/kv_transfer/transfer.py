@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vattn.cache.allocation import CrossAttentionSpec, KVCacheAllocation, find_layers
+from vattn.cache.allocation import KVCacheAllocation, find_layers
+from vattn.cache.specs import CrossAttentionSpec
 from vattn.config.arguments import check_seconds
 from vattn.errors import BlockError, CacheError, ConfigError, TransferError
 from vattn.kv_transfer.connector import KVConnector, TransferRequest

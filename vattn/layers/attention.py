@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from vattn.cache.specs import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vattn.config.attention import AttentionType, CacheConfig, check_window
 from vattn.layers.base.arguments import alibi_kind, check_configs, check_extra, check_type, named_arguments
 from vattn.layers.base.paged_attention import CachedAttention
 from vattn.layers.base.scales import QuantConfig
-
-if TYPE_CHECKING:
-    from vattn.cache.allocation import KVCacheSpec
 
 
 class Attention(CachedAttention):
@@ -121,8 +119,6 @@ class Attention(CachedAttention):
 
     def get_kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec | None:
         """Return what cache this layer needs for a model of `dtype`; `None` if it shares another layer's."""
-        from vattn.cache.allocation import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
-
         if self.kv_sharing_target_layer_name is not None:
             return None
         window, fields = self._request["sliding_window"], self._spec_fields(dtype)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from vattn.cache.specs import CrossAttentionSpec, KVCacheSpec
 from vattn.config.attention import AttentionType, CacheConfig
 from vattn.errors import ConfigError, MetadataError, ShapeError
 from vattn.layers.base.arguments import check_configs, check_extra, check_type, named_arguments
@@ -17,7 +18,6 @@ from vattn.layers.base.step import LayerStep, given
 from vattn.metadata.attention_metadata import AttentionMetadata
 
 if TYPE_CHECKING:
-    from vattn.cache.allocation import KVCacheSpec
     from vattn.layers.base.cache_binding import BoundCache
 
 _OPTIONS = ("sinks", "batch_invariant", "fast_prefill")
@@ -113,8 +113,6 @@ class CrossAttention(CachedAttention):
 
     def get_kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec | None:
         """Return what cache this layer needs for a model of `dtype`; `None` if it shares another layer's."""
-        from vattn.cache.allocation import CrossAttentionSpec
-
         return None if self.kv_sharing_target_layer_name is not None else CrossAttentionSpec(**self._spec_fields(dtype))
 
     def bind_kv_cache(self, storage: Tensor, dtype: torch.dtype, target: BoundCache | None = None) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from vattn.cache.specs import KVCacheSpec, SinkFullAttentionSpec
 from vattn.errors import (
     CacheError,
     ConfigError,
@@ -22,7 +23,6 @@ from vattn.metadata.attention_metadata import AttentionMetadata, plan_key, with_
 from vattn.quantization.formats import MODEL_DTYPES, dtype_name
 
 if TYPE_CHECKING:
-    from vattn.cache.allocation import KVCacheSpec
     from vattn.config.attention import AttentionConfig
     from vattn.layers.base.cache_binding import BoundCache
 
@@ -141,8 +141,6 @@ class StaticSinkAttention(Attention):
 
     def get_kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec | None:
         """Return what cache this layer needs for a model of `dtype`; `None` if it shares another layer's."""
-        from vattn.cache.allocation import SinkFullAttentionSpec
-
         if self.kv_sharing_target_layer_name is not None:
             return None
         window = self._request["sliding_window"]

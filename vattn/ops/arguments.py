@@ -20,7 +20,7 @@ class CacheUpdateArgs(NamedTuple):
     value: Tensor
     """`[T, K, V]`."""
     kv_cache: Tensor
-    """This layer's storage (`vattn.cache.allocation.kv_cache_shape`); mutated."""
+    """This layer's storage (`vattn.kv_cache_shape`); mutated."""
     slot_mapping: Tensor
     """int64 `[T]`: `block * block_size + offset`; anything outside the cache (-1 by convention) writes nothing."""
     k_scale: Tensor | None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from vattn.cache.mla_layout import mla_cache_dtype, shape_of_mla_storage
+from vattn.cache.layout import mla_cache_dtype, shape_of_mla_storage
 from vattn.config.mla import MLAConfig
 from vattn.errors import ScaleError
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs

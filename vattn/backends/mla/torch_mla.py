@@ -19,7 +19,7 @@ from torch import Tensor
 
 from vattn.backends.base import refuse_capture
 from vattn.backends.mla.base import MLABackend, MLACapabilities
-from vattn.cache.mla_layout import row_view
+from vattn.cache.layout import row_view
 from vattn.config.device import Sizes
 from vattn.config.mla import WEIGHT_FORMATS, MLAConfig
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs

@@ -17,8 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vattn.cache.allocation import KVCacheAllocation, allocate_kv_cache
-from vattn.cache.skip_layers import check_skip_layers
+from vattn.cache.allocation import KVCacheAllocation, allocate_kv_cache, check_skip_layers
 from vattn.calibration.calibrate import Calibration, as_calibration, check_switches
 from vattn.calibration.fp8_saving import own_config
 from vattn.config.attention import CacheConfig

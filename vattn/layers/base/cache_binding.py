@@ -6,16 +6,17 @@ A subclass says what its arguments mean (`__init__`) and what its cache holds (`
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vattn.backends import selector
+from vattn.cache.allocation import skip_names
 from vattn.cache.bindings import count_binding
 from vattn.cache.cache_group import CacheGroup
 from vattn.cache.layout import num_blocks_of
-from vattn.cache.skip_layers import skip_names
+from vattn.cache.specs import KVCacheSpec
 from vattn.config.attention import AttentionConfig, CacheConfig
 from vattn.config.device import DeviceInfo
 from vattn.distributed.group import ContextParallel
@@ -35,9 +36,6 @@ from vattn.layers.base.dcp import check_context_parallel, partial_request
 from vattn.layers.base.scales import QuantConfig
 from vattn.layers.base.two_parts import PrefixOps, context_request, prefix_ops, step_ops, step_request
 from vattn.quantization.formats import KV_FORMATS, dtype_name, resolve_kv_cache_dtype
-
-if TYPE_CHECKING:
-    from vattn.cache.allocation import KVCacheSpec
 
 
 class BoundCache(CacheScales):

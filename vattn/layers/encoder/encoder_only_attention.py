@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vattn.cache.skip_layers import skip_names
+from vattn.cache.allocation import skip_names
 from vattn.config.attention import AttentionType, CacheConfig, check_window
 from vattn.errors import ConfigError, MetadataError, ScaleError, UnsupportedRequestError
 from vattn.layers.base.arguments import (

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vattn.backends import selector
 from vattn.cache.bindings import count_binding
-from vattn.cache.mla_layout import mla_cache_dtype, mla_cache_shape, shape_of_mla_storage
+from vattn.cache.layout import mla_cache_dtype, mla_cache_shape, shape_of_mla_storage
+from vattn.cache.specs import KVCacheSpec, MLAAttentionSpec
 from vattn.config.attention import CacheConfig
 from vattn.config.mla import DECODE_THRESHOLD, MLAConfig
 from vattn.errors import CacheError, ConfigError, ScaleError, UnsupportedRequestError
@@ -31,9 +32,6 @@ from vattn.metadata.dcp import telling_others
 from vattn.ops.reference.mla_absorb import elements_per_token, key_and_value_weights
 from vattn.quantization.formats import MODEL_DTYPES, dtype_name
 from vattn.quantization.mla_formats import MLA_FORMATS, resolve_mla_cache_dtype
-
-if TYPE_CHECKING:
-    from vattn.cache.allocation import KVCacheSpec
 
 EXTRA_OPTIONS: dict[str, Any] = {
     "decode_threshold": DECODE_THRESHOLD,
@@ -220,8 +218,6 @@ class BoundLatents(OwnBuffers):
 
     def get_kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec:
         """Return what cache this layer needs for a model of `dtype`."""
-        from vattn.cache.allocation import MLAAttentionSpec
-
         config = self._request_config(dtype)
         return MLAAttentionSpec(
             num_kv_heads=1,

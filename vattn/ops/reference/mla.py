@@ -11,7 +11,7 @@ import itertools
 import torch
 from torch import Tensor
 
-from vattn.cache.mla_layout import row_view
+from vattn.cache.layout import row_view
 from vattn.config.dcp import Stripe
 from vattn.config.mla import MLAConfig
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
