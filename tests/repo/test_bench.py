@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -246,6 +247,15 @@ def test_a_picture_of_an_unknown_kind_is_refused_before_anything_runs(tmp_path: 
     assert main(["bench", "attention", "--device", "cpu", "--plot", str(tmp_path / "o.foo")]) == 2
     said = capsys.readouterr()
     assert "png" in said.err and not said.out
+
+
+def test_every_script_is_importable() -> None:
+    for package in ("triton", "transformers"):
+        pytest.importorskip(package)
+    root = Path(__file__).parents[2]
+    for path in sorted((root / "benchmarks").rglob("*.py")):
+        module = importlib.import_module(".".join(path.relative_to(root).with_suffix("").parts))
+        assert module.__doc__, path
 
 
 def test_scripts_of_the_checkout_get_the_command_s_options(tmp_path: Path, monkeypatch) -> None:
