@@ -1,0 +1,1 @@
+"""Who can run a request (capabilities), who does (selector), and how (one folder or file a library)."""

@@ -1,0 +1,1 @@
+"""Bytes and block ids of KV caches: layouts, specs, allocation, pool, copies. Knows no step and no kernel."""

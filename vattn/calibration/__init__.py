@@ -1,0 +1,1 @@
+"""Runs a model to choose or judge scales."""

@@ -1,0 +1,1 @@
+"""The commands: they parse, print and plot. Nothing imports them."""

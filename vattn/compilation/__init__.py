@@ -1,0 +1,1 @@
+"""`torch.compile`, CUDA graphs, export and warm-up."""

@@ -1,0 +1,1 @@
+"""Models of other libraries on vattn's layers and caches."""

@@ -1,0 +1,1 @@
+"""Device code and its launches: `triton` runs on any GPU, `hopper` needs sm_90."""

@@ -1,0 +1,1 @@
+"""One step of a batch: read from the host, checked once, staged, planned, and handed to the layers."""

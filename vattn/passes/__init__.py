@@ -1,0 +1,1 @@
+"""Inductor passes: find a pattern around attention, probe what it computes, rewrite it, report it."""

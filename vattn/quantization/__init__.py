@@ -1,0 +1,1 @@
+"""Every stored format once: its name, its bytes, its reference encode and decode. Knows no layer and no device."""

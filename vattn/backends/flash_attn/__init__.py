@@ -1,0 +1,1 @@
+"""FlashAttention 2, 3 and 4, and torch's own."""

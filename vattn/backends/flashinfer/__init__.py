@@ -1,0 +1,1 @@
+"""FlashInfer's wrappers and its XQA kernels."""

@@ -1,0 +1,1 @@
+"""Kernels that need sm_90, in Triton or Gluon."""

@@ -1,0 +1,1 @@
+"""Layers without a cache."""

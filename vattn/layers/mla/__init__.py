@@ -1,0 +1,1 @@
+"""The latent attention layer, its cache, its projections and its sparse indexer."""

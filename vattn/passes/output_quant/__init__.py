@@ -1,0 +1,1 @@
+"""Fuses the quantisation of an attention output into the kernel."""

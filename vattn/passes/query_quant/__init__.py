@@ -1,0 +1,1 @@
+"""Fuses the quantisation of a query into its producer or into the kernel's load."""

@@ -1,0 +1,1 @@
+"""Fuses RoPE and the cache update into one op."""

@@ -1,0 +1,1 @@
+"""Decode over packed cache formats."""

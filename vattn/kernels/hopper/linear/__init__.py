@@ -1,0 +1,1 @@
+"""Products of a few rows with FP8 or 16-bit weights."""

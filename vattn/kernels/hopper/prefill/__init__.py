@@ -1,0 +1,1 @@
+"""Prefill with warpgroups that load, convert and multiply."""

@@ -1,0 +1,1 @@
+"""What kernels share: masks, codecs, softmax, epilogues, tile sizes."""

@@ -1,0 +1,1 @@
+"""Latent attention on any GPU: absorbed decode, prefill, projections, the sparse indexer."""
