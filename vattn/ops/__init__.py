@@ -1,1 +1,1 @@
-"""The contracts of the ops: schemas, shape functions, arguments, tensor checks and fp32 references. Needs torch alone."""
+"""The contracts of the ops: schemas, shape functions, arguments, checks and fp32 references. Needs torch alone."""
