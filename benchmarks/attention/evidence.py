@@ -23,7 +23,6 @@ from benchmarks.harness import Call, add_row, machine, parser_of, run_module, ti
 from vattn.cli.bench import attention, ceilings, peers
 from vattn.cli.bench.cell import Cell
 from vattn.cli.bench.shapes import LAYERS, WORKS
-from vattn.kernels import variants
 
 CELLS = "llama3-8b/decode 32x1k/bf16;llama3-8b/decode 32x1k/fp8"
 METRICS = {
@@ -39,26 +38,17 @@ METRICS = {
 MARK = "measured step"
 
 
-def steps_of(name: str, changes: dict[str, str]) -> tuple[Cell, list[Call], list[Call]]:
+def steps_of(name: str) -> tuple[Cell, list[Call], list[Call]]:
     """Return the cell of a name, vattn's calls on rotated inputs and a streaming kernel's, if there is one for it."""
     layer, work, cache = name.split("/")
     settings = attention.Settings()
     cells = attention.rotations(LAYERS[layer], WORKS[work], cache, settings)
-    with variants.using(**changes):
-        calls = [peers.backend_peer("TRITON_ATTN").make(cell) for cell in cells]
-
-    def under(call: Call) -> Call:
-        def step() -> object:
-            with variants.using(**changes):
-                return call()
-
-        return step
-
+    calls = [peers.backend_peer("TRITON_ATTN").make(cell) for cell in cells]
     try:
         stream: list[Call] = [peers.STREAM.make(cell) for cell in cells]
     except peers.NotThisCellError:
         stream = []
-    return cells[0], [under(call) for call in calls], stream
+    return cells[0], calls, stream
 
 
 def kernels_of(calls: list[Call]) -> dict[str, dict[str, float]]:
@@ -78,7 +68,7 @@ def kernels_of(calls: list[Call]) -> dict[str, dict[str, float]]:
     return found
 
 
-def counters_of(name: str, changes: dict[str, str]) -> dict[str, Any]:
+def counters_of(name: str) -> dict[str, Any]:
     """Return the hardware's counters by kernel of one step, or why there are none."""
     program = shutil.which("ncu")
     if program is None:
@@ -87,9 +77,8 @@ def counters_of(name: str, changes: dict[str, str]) -> dict[str, Any]:
         program, "--csv", "--metrics", ",".join(METRICS), "--nvtx", "--nvtx-include", f"{MARK}/",
         "--target-processes", "all",
     ]  # fmt: skip
-    one = ["--one", name, *(f"--with={key}={value}" for key, value in changes.items())]
     try:
-        done = run_module("benchmarks.attention.evidence", one, profiler, capture_output=True, timeout=120)
+        done = run_module("benchmarks.attention.evidence", ["--one", name], profiler, capture_output=True, timeout=120)
     except (OSError, subprocess.TimeoutExpired) as error:
         return {"missing": repr(error)[:200]}
     return parse_counters(done.stdout) or {"missing": (done.stdout + done.stderr)[-300:]}
@@ -129,25 +118,25 @@ def counted(cell: Cell, us: float, stream_us: float | None, found: dict[str, Any
     return rates
 
 
-def evidence(name: str, changes: dict[str, str], found: dict[str, Any]) -> dict[str, Any]:
+def evidence(name: str, found: dict[str, Any]) -> dict[str, Any]:
     """Time and profile one cell."""
-    cell, calls, stream = steps_of(name, changes)
+    cell, calls, stream = steps_of(name)
     error = cell.error(calls[0]())  # type: ignore[arg-type]
     times, _ = time_in_turn({"vattn": calls} | ({"stream": stream} if stream else {}))
     us, stream_us = times["vattn"], times.get("stream")
     row: dict[str, Any] = {
-        "cell": name, "variants": changes, "error": error, "us": round(us, 2), "stream_us": stream_us,
+        "cell": name, "error": error, "us": round(us, 2), "stream_us": stream_us,
         "bytes": cell.bytes, "flops": cell.flops, "counted": counted(cell, us, stream_us, found),
         "kernels": kernels_of(calls),
     }  # fmt: skip
     del calls, stream
     torch.cuda.empty_cache()
-    return row | {"counters": counters_of(name, changes)}
+    return row | {"counters": counters_of(name)}
 
 
-def run_one(name: str, changes: dict[str, str]) -> None:
+def run_one(name: str) -> None:
     """Run one marked step, for Nsight Compute."""
-    _, calls, _ = steps_of(name, changes)
+    _, calls, _ = steps_of(name)
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -160,17 +149,15 @@ def run_one(name: str, changes: dict[str, str]) -> None:
 def main() -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--cells", default=CELLS, help="names of cells, by semicolons")
-    parser.add_argument("--with", dest="changes", action="append", default=[], help="variant=value, repeatable")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    changes = dict(change.split("=", 1) for change in options.changes)
     if options.one:
-        run_one(options.one, changes)
+        run_one(options.one)
         return
     found = ceilings.measure()
     result = {"ceilings": found, **machine()}
     for name in options.cells.split(";"):
-        row = evidence(name.strip(), changes, found)
+        row = evidence(name.strip(), found)
         add_row(result, row, options.json, json.dumps(row, indent=1))
 
 

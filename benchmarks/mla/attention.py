@@ -27,8 +27,6 @@ from benchmarks.mla.cells import NARROW, TINY, Cell, Inputs, fa3_prefill, load_p
 
 _FP8 = {"kv_cache_dtype": "fp8_e4m3"}
 _CODES = {**_FP8, "query_format": "fp8_e4m3"}
-_GLUON = {"latent_fp8": "gluon", "latent_prefill": "gluon", "latent_sparse": "gluon"}
-_PLAIN = {"latent_fp8": "plain", "latent_prefill": "plain", "latent_sparse": "plain"}
 
 CELLS: tuple[Cell, ...] = (
     Cell("decode", 16, 64, 8192, bar=1.02),
@@ -115,11 +113,10 @@ def steps_of(inputs: Inputs, peers: Path, check: bool) -> tuple[dict[str, Any], 
     make = partial(inputs.prefill, planned=True) if alone else inputs.op
     steps["vattn"] = make(**cell.changes)
     if cell.kind == "ways":
-        steps = {name: inputs.op_under(way, **cell.changes) for name, way in (("vattn", _GLUON), ("plain", _PLAIN))}
+        steps = {"vattn": inputs.op(**cell.changes), "plain": inputs.on_any_gpu(**cell.changes)}
     elif cell.kind == "sparse":
         if inputs.device == "cuda":
-            ways = (("vattn", _GLUON), ("plain", _PLAIN))
-            steps = {name: inputs.op_under(way, **cell.changes) for name, way in ways}
+            steps = {"vattn": inputs.op(**cell.changes), "plain": inputs.on_any_gpu(**cell.changes)}
         # Dense attention over as many keys as are listed.
         short = Cell("op", cell.heads, cell.batch, min(2048, abs(cell.length)), cell.tokens)
         steps["dense"] = Inputs(short, inputs.sizes, inputs.device).op()

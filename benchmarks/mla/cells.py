@@ -12,7 +12,6 @@ from torch import Tensor
 
 from vattn.cache.layout import mla_cache_dtype, mla_cache_shape
 from vattn.config.mla import MLAConfig
-from vattn.kernels import variants
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.reference.mla_absorb import quantised_query
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
@@ -146,14 +145,19 @@ class Inputs:
             [], None, config.encode(),
         )  # fmt: skip
 
-    def op_under(self, chosen: dict[str, Any], **changes: Any) -> Step:
-        """Return a call of the op under other `vattn.kernels.variants`."""
-        with variants.using(**chosen):
-            call = self.op(**changes)
+    def on_any_gpu(self, **changes: Any) -> Step:
+        """Return a call of `vattn::mla_attention` by the kernels of any GPU."""
+        from vattn.kernels import mla_route
+        from vattn.kernels.triton.common.tiles import Limits
+
+        config = self.config(**changes)
+        topk = self.listed() if config.sparse else None
+        args = self.arguments(config, self.cache_of(config), topk)
+        limits = Limits.of(args.query.device)
 
         def step() -> Tensor:
-            with variants.using(**chosen):
-                return call()
+            mla_route.attend(args, config, limits)
+            return args.output
 
         return step
 

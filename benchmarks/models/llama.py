@@ -25,7 +25,6 @@ from benchmarks.models.serving import check_compiled, serve
 from benchmarks.models.transformers_steps import generate_ms
 from vattn.cli.bench.report import write_result
 from vattn.integrations.transformers import PackedModel, disable, enable
-from vattn.kernels import variants
 from vattn.layers.fp8_linear import LINEAR_FORMATS
 
 LARGE = {
@@ -92,7 +91,7 @@ def make_packed(model: Any, args: argparse.Namespace) -> PackedModel:
             quant_config=vattn.QuantConfig(0.01, 0.01) if quantised else None,
             memory=memory,
             merge_projections=args.merge,
-            vattn_linears=args.own != "none",
+            vattn_linears=args.own,
         )
     rng = random.Random(0)
     text = [rng.randrange(model.config.vocab_size) for _ in range(128)]
@@ -106,7 +105,7 @@ def make_packed(model: Any, args: argparse.Namespace) -> PackedModel:
         query_format="fp8_e4m3",
         memory=memory,
         merge_projections=args.merge,
-        vattn_linears=args.own != "none",
+        vattn_linears=args.own,
     )
 
 
@@ -167,16 +166,13 @@ def main() -> None:
     parser.add_argument("--fp8", nargs="?", const="fp8_static", choices=list(LINEAR_FORMATS),
                         help="FP8 linear layers, queries and cache, with the passes")  # fmt: skip
     parser.add_argument("--merge", action="store_true", help="merge projections")
-    parser.add_argument("--own", default="none", choices=variants.ALLOWED["few_rows"],
-                        help="products of few rows that run by kernels of vattn")  # fmt: skip
+    parser.add_argument("--own", action="store_true", help="run products of few rows by kernels of vattn")
     parser.add_argument("--outer", action="store_true", help="compile the last norm and the rotary embedding too")
     parser.add_argument("--max-autotune", action="store_true", help="let Inductor time its own GEMMs against cuBLAS")
     parser.add_argument("--pdl", action="store_true", help="let kernels of Inductor begin while those before them end")
     parser.add_argument("--profile", action="store_true", help="list the kernels of a captured step")
     parser.add_argument("--small", action="store_true")
-    args = parser.parse_args()
-    with variants.using(few_rows=args.own):
-        run(args)
+    run(parser.parse_args())
 
 
 def run(args: argparse.Namespace) -> None:

@@ -19,17 +19,17 @@ import torch
 from torch import Tensor
 
 from tests.kernels.gluon_emulation import PATIENCE, Memory, Partition, Pointer, run_in_threads
-from vattn.kernels.hopper.mla import decode_64 as mla_decode_turns
-from vattn.kernels.hopper.mla import decode_64_gather as mla_decode_wide
-from vattn.kernels.hopper.mla import work_items as mla_items
+from vattn.kernels.hopper.mla import decode_64, rows_64, work_items
 
 FUNCTIONS: dict[Any, tuple[str, ...]] = {
-    mla_decode_turns: (
-        "load_tile", "produce_turns", "score", "raised", "add_weights", "multiply_sent", "total_of", "close_rows",
+    decode_64: (
+        "load_tile", "load_tiles", "score", "raised", "add_weights", "multiply_sent", "total_of", "close_rows",
         "attend_even", "attend_odd", "mla_decode_turns_kernel",
     ),
-    mla_items: ("first_item", "load_item", "load_request", "item_rows", "open_item", "block_ids"),
-    mla_decode_wide: ("blocks_known", "hide", "may_send", "store_half"),
+    work_items: ("first_item", "load_item", "load_request", "item_rows", "open_item", "block_ids"),
+    rows_64: (
+        "blocks_known", "hide", "rows_seen", "inverse_of", "store_sums", "may_send", "write_half", "store_half",
+    ),
 }  # fmt: skip
 """What runs as it is; what copies, converts or writes for the hardware is replaced below."""
 
@@ -132,7 +132,7 @@ class LatentProgram:
             "stage_of": lambda tile, stage: stage, "warpgroup_mma": _multiply, "warpgroup_mma_wait": self._finish,
             "fence_async_shared": nothing, "block_barrier": nothing, "take_over": nothing, "clear_padding": nothing,
             "TILE": 64, "ROWS": 64, "LATENT": 512, "ROPE": 64, "FIELDS": 8,
-            "HIDDEN": mla_decode_wide.HIDDEN.value, "LN2": math.log(2), "float": float, "range": range,
+            "HIDDEN": rows_64.HIDDEN.value, "LN2": math.log(2), "float": float, "range": range,
         }  # fmt: skip
         for module, functions in FUNCTIONS.items():
             for name in functions:

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from tests.support import make_config, random_paged_batch
-from vattn.kernels.variants import using
 
 pytest.importorskip("triton")
 
@@ -32,14 +31,6 @@ def is_taken(lengths: list[int], query_lens: list[int] | None = None, **changes:
 def test_small_tables_by_default(lengths: list[int], taken: bool) -> None:
     """Tables have room for the longest request and one block more."""
     assert is_taken(lengths) is taken
-    with using(few_requests="split"):
-        assert not is_taken(lengths)
-
-
-@pytest.mark.parametrize("lengths", [[40], [40, 0], [9, 300, 1, 17]], ids=str)
-def test_few_requests_are_taken(lengths: list[int]) -> None:
-    with using(few_requests="clusters"):
-        assert is_taken(lengths)
 
 
 @pytest.mark.parametrize(
@@ -51,14 +42,12 @@ def test_few_requests_are_taken(lengths: list[int]) -> None:
     ids=str,
 )  # fmt: skip
 def test_what_the_kernel_lacks_stays_where_it_is(changes: dict[str, Any]) -> None:
-    with using(few_requests="clusters"):
-        assert not is_taken([40], **changes)
+    assert not is_taken([40], **changes)
 
 
 def test_many_requests_and_several_rows_stay_where_they_are() -> None:
-    with using(few_requests="clusters"):
-        assert not is_taken([40] * 5)
-        assert not is_taken([40, 50], [2, 2])
+    assert not is_taken([40] * 5, num_kv_heads=2)
+    assert not is_taken([40, 50], [2, 2])
 
 
 def test_clusters_fill_the_card_and_hold_a_row_a_cta() -> None:

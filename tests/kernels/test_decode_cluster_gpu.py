@@ -11,7 +11,6 @@ import torch
 from tests.kernels.test_decode_fast_gpu import FP8, LSE_TOLERANCE, TOLERANCE, decode_batch
 from tests.support import Batch, poisoned_empty, relative_l2
 from vattn.cache.layout import key_value_views
-from vattn.kernels.variants import using
 from vattn.quantization.codecs import quantise_output
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
 
@@ -32,10 +31,9 @@ def run(batch: Batch) -> None:
     from vattn.kernels.hopper.decode import cluster_launch as decode_cluster_launch
     from vattn.kernels.hopper.decode import launch as decode_fast
 
-    with using(few_requests="clusters"):
-        assert decode_fast.accepts(batch.args, batch.config)
-        assert decode_cluster_launch.takes(batch.args, batch.config)
-        decode_fast.decode(batch.args, batch.config)
+    assert decode_fast.accepts(batch.args, batch.config)
+    assert not decode_cluster_launch.refusals(batch.args, batch.config)
+    decode_cluster_launch.decode(batch.args, batch.config)
     torch.cuda.synchronize()
 
 
@@ -171,13 +169,13 @@ def test_every_replay_gives_the_same_bits(lengths: list[int], cache: dict[str, A
     batch = decode_batch(lengths, **LLAMA, **cache)
     run(batch)
     first, first_lse = batch.args.output.clone(), batch.args.lse.clone()
-    from vattn.kernels.hopper.decode import launch as decode_fast
+    from vattn.kernels.hopper.decode import cluster_launch
 
     graph = torch.cuda.CUDAGraph()
     outputs = [torch.empty_like(first) for _ in range(20)]
-    with using(few_requests="clusters"), torch.cuda.graph(graph):
+    with torch.cuda.graph(graph):
         for output in outputs:
-            decode_fast.decode(batch.args._replace(output=output), batch.config)
+            cluster_launch.decode(batch.args._replace(output=output), batch.config)
     for _ in range(25):
         for output in outputs:
             output.view(torch.uint8).fill_(0x7F)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,7 +12,6 @@ import torch
 from tests.conformance.compare import compare, on_cpu
 from tests.support import Batch, make_config, poisoned_empty, random_paged_batch, relative_l2
 from vattn.config.device import DeviceInfo
-from vattn.kernels.variants import using
 from vattn.quantization import codecs as quantization
 
 pytestmark = pytest.mark.gpu
@@ -527,6 +527,7 @@ def test_rope_between_the_kernels_around_it(lengths: list[int], cache: dict[str,
     from vattn.config.rope import RopeConfig
     from vattn.kernels.hopper.decode import launch as decode_fast
     from vattn.kernels.triton.cache.rope_update import rope_update
+    from vattn.kernels.triton.common.tiles import Limits
     from vattn.ops.arguments import RopeUpdateArgs
 
     batch = decode_batch(lengths, num_heads=32, num_kv_heads=8, backend="TRITON_ATTN", **cache)
@@ -550,20 +551,21 @@ def test_rope_between_the_kernels_around_it(lengths: list[int], cache: dict[str,
         hidden = torch.randn(rows, 2048, device="cuda", dtype=torch.bfloat16)
         steps.append((hidden, update, args._replace(output=torch.empty_like(args.output))))
 
-    def run() -> None:
+    def run(limits: Limits) -> None:
         for hidden, update, call in steps:
             torch.mm(hidden, weight, out=product)
-            rope_update(update, rope, config)
+            rope_update(update, rope, config, limits, next_may_start=True)
             decode_fast.decode(call, config)
 
     results = []
-    for way in ("after", "overlapped"):
-        with using(rope_launch=way):
-            run()
-            graph = torch.cuda.CUDAGraph(keep_graph=True)
-            with torch.cuda.graph(graph):
-                run()
-        assert start_early(graph.raw_cuda_graph()) == (0 if way == "after" else len(steps))
+    for overlapped in (False, True):
+        # Elsewhere than on Hopper RoPE's kernel starts after the one before.
+        limits = replace(Limits.of(torch.device("cuda")), hopper=overlapped)
+        run(limits)
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        with torch.cuda.graph(graph):
+            run(limits)
+        assert start_early(graph.raw_cuda_graph()) == (len(steps) if overlapped else 0)
         graph.instantiate()
         for _ in range(20):
             product.fill_(torch.nan)

@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from tests.support import make_config
-from vattn.kernels.variants import using
 
 triton = pytest.importorskip("triton")
 
@@ -252,8 +251,6 @@ def test_one_wave_of_short_requests_stays_whole(
     )
     found = decode_fast.whole_tuning(args, config)
     assert (found is not None and found.whole) is whole
-    with using(one_wave="scheduled"):
-        assert decode_fast.whole_tuning(args, config) is None
     args.query = torch.empty(2 * reqs, 1)
     assert decode_fast.whole_tuning(args, config) is None
 
@@ -306,8 +303,6 @@ def test_drafts_of_few_tiles_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> No
     assert (
         decode_fast.choose_tuning(config, 64, 2).ctas == 1 and decode_fast.choose_tuning(config, 64, 2, True).ctas == 2
     )
-    with using(few_drafts="general"):
-        assert [rows(64, tokens) for tokens in (1, 2, 3, 4)] == [1, 2, 0, 0]
 
 
 @pytest.mark.parametrize("head_size", [64, 128, 256])

@@ -12,7 +12,6 @@ from tests.kernels.decode_support import PACKED, SHORT
 from tests.support import make_config, random_paged_batch, relative_l2
 from vattn.backends import selector
 from vattn.cache.layout import kv_cache_shape
-from vattn.kernels.variants import ALLOWED, using
 from vattn.ops.arguments import CacheUpdateArgs
 from vattn.quantization.formats import KV_FORMATS
 
@@ -165,18 +164,20 @@ def test_a_replayed_graph_reads_new_lengths(fmt: str) -> None:
     assert relative_l2(batch.output(), batch.expected()[0]) < TOLERANCE["bfloat16"]
 
 
-@pytest.mark.parametrize("way", ALLOWED["packed_store"])
+@pytest.mark.parametrize("words", [False, True])
 @pytest.mark.parametrize("cut", [None, (1024, 4), (512, 2), (256, 1)])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("fmt", [name for name, fmt in KV_FORMATS.items() if fmt.packed])
 def test_stores_give_the_bytes_of_the_reference(
-    fmt: str, dtype: str, cut: tuple[int, int] | None, way: str, monkeypatch: pytest.MonkeyPatch
+    fmt: str, dtype: str, cut: tuple[int, int] | None, words: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of ties, zeros, tiny, huge and not finite numbers among normal ones, in every cut that is timed."""
     from tests.quantization.test_kv_formats import SCALE, hard_rows
     from vattn.kernels.triton.cache import packed_update
     from vattn.ops.reference import attention as reference
 
+    if not words:  # As of a cache that begins inside a word.
+        monkeypatch.setattr(packed_update, "has_words", lambda *given: False)
     if cut is not None:
         monkeypatch.setitem(packed_update.UPDATE_CUTS, fmt, cut)
     kind = "tensor" if KV_FORMATS[fmt].quantised else "none"
@@ -196,7 +197,6 @@ def test_stores_give_the_bytes_of_the_reference(
             name: value.cuda() for name, value in args._asdict().items() if isinstance(value, torch.Tensor)
         })  # fmt: skip
         reference.kv_cache_update(args, config)
-        with using(packed_store=way):
-            torch.ops.vattn.kv_cache_update(*on_gpu)
+        torch.ops.vattn.kv_cache_update(*on_gpu)
         wrong = (on_gpu.kv_cache.cpu() != expected).sum().item()
         assert wrong == 0, f"{wrong} bytes differ"

@@ -1,5 +1,4 @@
-"""The general kernel's ways through tiles that need no mask: the same results, whichever `vattn.kernels.variants`
-names."""
+"""The general kernel's loops over tiles that need no mask give the same results."""
 
 from __future__ import annotations
 

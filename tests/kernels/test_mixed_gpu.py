@@ -9,7 +9,6 @@ import torch
 
 from tests.kernels.test_prefill_gpu import CACHES, FEATURES, FP8, NATIVE, ODD, compare_rows, prefill_batch
 from tests.support import Batch
-from vattn.kernels import variants
 
 pytestmark = pytest.mark.gpu
 
@@ -100,11 +99,10 @@ def test_output_formats(output_format: str) -> None:
     for products in ({}, NATIVE):
         batch = prefill_batch(MIXED, output_format=output_format, padding=9, **products, **OUTPUTS[output_format])
         check_packed(batch, 2)
-        for way in ("two", "overlapped"):
-            batch.args.output.view(torch.uint8).fill_(0xFF)
-            mixed_launch.attend(batch.args, batch.config, way)
-            torch.cuda.synchronize()
-            compare_rows(batch)
+        batch.args.output.view(torch.uint8).fill_(0xFF)
+        mixed_launch.attend(batch.args, batch.config, "two_kernels")
+        torch.cuda.synchronize()
+        compare_rows(batch)
 
 
 @pytest.mark.parametrize("output_format", OUTPUTS)
@@ -114,15 +112,15 @@ def test_output_formats_of_groups_that_leave_rows_unused(output_format: str) -> 
         check_packed(prefill_batch(SHORT, num_heads=10, padding=9, **changes), 1, padded=True)
 
 
-@pytest.mark.parametrize("way", ["packed", "two", "overlapped"])
+@pytest.mark.parametrize("route", ["packed_gqa", "two_kernels"])
 @pytest.mark.parametrize("cache", CACHES)
-def test_two_kernels(cache: str, way: str) -> None:
+def test_two_kernels(cache: str, route: str) -> None:
     from vattn.kernels.hopper import mixed_launch
 
     for heads, requests in ((8, MIXED), (2, MIXED), (32, SHORT), (10, SHORT)):
         for padding in (0, 70):
             batch = prefill_batch(requests, num_heads=heads, padding=padding, **CACHES[cache])
-            mixed_launch.attend(batch.args, batch.config, way)
+            mixed_launch.attend(batch.args, batch.config, route)
             torch.cuda.synchronize()
             compare_rows(batch)
 
@@ -138,26 +136,24 @@ def test_two_kernels_of_eight_rows(products: dict[str, Any], changes: dict[str, 
             batch = prefill_batch(
                 requests, num_heads=heads, head_size=head_size, padding=padding, **products, **changes
             )
-            with variants.using(mixed_rows="eight"):
-                mixed_launch.attend(batch.args, batch.config, "overlapped")
+            mixed_launch.attend(batch.args, batch.config, "two_kernels")
             torch.cuda.synchronize()
             compare_rows(batch)
 
 
-@pytest.mark.parametrize("way", ["two", "overlapped"])
 @pytest.mark.parametrize("case", FEATURES)
-def test_features_of_two_kernels(case: str, way: str) -> None:
+def test_features_of_two_kernels(case: str) -> None:
     from vattn.kernels.hopper import mixed_launch
 
     for products in ({}, FP8):
         batch = prefill_batch(MIXED, padding=3, **products, **FEATURES[case])
-        mixed_launch.attend(batch.args, batch.config, way)
+        mixed_launch.attend(batch.args, batch.config, "two_kernels")
         torch.cuda.synchronize()
         compare_rows(batch)
 
 
-@pytest.mark.parametrize("way", ["packed", "two", "overlapped"])
-def test_replays_in_a_graph_with_other_lengths(way: str) -> None:
+@pytest.mark.parametrize("route", ["packed_gqa", "two_kernels"])
+def test_replays_in_a_graph_with_other_lengths(route: str) -> None:
     """The kernel after an overlapped pair sees both results, replay after replay."""
     from vattn.kernels.hopper import mixed_launch
 
@@ -169,10 +165,10 @@ def test_replays_in_a_graph_with_other_lengths(way: str) -> None:
     copied = torch.empty_like(args.output)
 
     def step() -> None:
-        mixed_launch.plan(args.query_start_loc, args.seq_lens, schedule, args.query.shape[0], batch.config, way)
+        mixed_launch.plan(args.query_start_loc, args.seq_lens, schedule, args.query.shape[0], batch.config, route)
         for _ in range(2):
             args.output.view(torch.uint8).fill_(0xFF)
-            mixed_launch.attend(args._replace(plan=[schedule]), batch.config, way)
+            mixed_launch.attend(args._replace(plan=[schedule]), batch.config, route)
             copied.copy_(args.output)
 
     step()
@@ -215,11 +211,10 @@ def test_the_op_goes_the_chosen_way(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = []
     attend = mixed_launch.attend
     monkeypatch.setattr(mixed_launch, "attend", lambda *args: (calls.append(args), attend(*args)))
-    for requests, changes in (([(8, 900)] * 40, {"speculative": "packed"}), (MIXED * 12, {"mixed": "overlapped"})):
-        with variants.using(**changes):
-            batch = attend_as_planned(requests, num_heads=32, num_kv_heads=8)
-            expected, _ = batch.expected()
-            assert float((batch.output() - expected).norm() / expected.norm()) < 2.0**-7
+    for requests in ([(8, 900)] * 40, MIXED * 12):
+        batch = attend_as_planned(requests, num_heads=32, num_kv_heads=8)
+        expected, _ = batch.expected()
+        assert float((batch.output() - expected).norm() / expected.norm()) < 2.0**-7
     assert len(calls) == 2
 
 

@@ -6,7 +6,6 @@ schedules, the decode kernel and the launches are real.
 
 from __future__ import annotations
 
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +14,6 @@ import torch
 
 from tests.support import Batch, make_config, random_paged_batch, relative_l2
 from vattn.config.device import DeviceInfo
-from vattn.kernels import variants
 
 pytest.importorskip("triton")
 
@@ -27,36 +25,29 @@ def processors(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vattn.config.device.multiprocessors", lambda device: 132)
 
 
-WAYS = {
+ROUTES = {
     "decode": (64, 64, ""),
     "four drafts": (256, 64, ""),
-    "eight drafts": (512, 64, "packed"),
-    "seven drafts": (448, 64, "packed"),
+    "eight drafts": (512, 64, "packed_gqa"),
+    "seven drafts": (448, 64, "packed_gqa"),
     "eight drafts of few requests": (64, 8, ""),
-    "many drafts": (64 * 17, 64, "two"),
-    "prompts and decodes": (8 * 512 + 128, 136, "two"),
-    "extends": (700, 100, "packed"),
+    "many drafts": (64 * 17, 64, "two_kernels"),
+    "prompts and decodes": (8 * 512 + 128, 136, "two_kernels"),
+    "extends": (700, 100, "packed_gqa"),
     "short extends of few requests": (30, 2, ""),
-    "a prompt and a decode": (1025, 17, "two"),
-    "prompts": (8192, 128, ""),
+    "a prompt and a decode": (1025, 17, "two_kernels"),
+    "short prompts": (8192, 128, "two_kernels"),
+    "prompts": (128 * 256, 128, ""),
     "nothing": (0, 4, ""),
 }
 
 
-@pytest.mark.parametrize("case", WAYS)
-def test_shapes_choose_the_way(case: str) -> None:
+@pytest.mark.parametrize("case", ROUTES)
+def test_shapes_choose_the_route(case: str) -> None:
     from vattn.kernels.hopper import mixed_launch
 
-    tokens, reqs, way = WAYS[case]
-    config, device = make_config(**LLAMA), torch.device("cpu")
-    overlapped = "overlapped" if case == "prompts" or way == "two" else way
-    assert mixed_launch.way_of(config, tokens, reqs, device) == overlapped
-    with variants.using(mixed="two", mixed_below=64):
-        assert mixed_launch.way_of(config, tokens, reqs, device) == way
-    with variants.using(speculative="general"):
-        assert mixed_launch.way_of(config, tokens, reqs, device) == ("" if way == "packed" else overlapped)
-    with variants.using(speculative="general", mixed="general"):
-        assert mixed_launch.way_of(config, tokens, reqs, device) == ""
+    tokens, reqs, route = ROUTES[case]
+    assert mixed_launch.route_of(make_config(**LLAMA), tokens, reqs, torch.device("cpu")) == route
 
 
 def test_groups_that_do_not_fill_tiles_are_not_packed() -> None:
@@ -83,7 +74,7 @@ def test_drafts_of_uneven_groups_leave_rows_unused() -> None:
         config = make_config(**{**LLAMA, "num_heads": heads})
         cut = mixed_launch.cut_of(config, 64 * tokens, 64)
         assert (cut.groups, cut.pack) == (1, pack)
-        assert mixed_launch.way_of(config, 64 * tokens, 64, device) == "packed"
+        assert mixed_launch.route_of(config, 64 * tokens, 64, device) == "packed_gqa"
         room = prefill_launch.plan_rows(64 * tokens, 64, cut)
         assert room <= mixed_launch.decode_fast.plan_shape(config, 64 * tokens, 64, device)[0]
         # Prompts and requests of other lengths have a tile for each head.
@@ -95,27 +86,11 @@ def test_few_drafts_go_to_the_decode_or_the_prefill_kernel() -> None:
 
     device = torch.device("cpu")
     for heads, reqs, few in (
-        (8, 132, "packed"), (8, 66, "packed"), (8, 65, ""), (8, 8, ""), (16, 50, "packed"), (16, 49, ""),
+        (8, 132, "packed_gqa"), (8, 66, "packed_gqa"), (8, 65, ""), (8, 8, ""), (16, 50, "packed_gqa"), (16, 49, ""),
     ):  # fmt: skip
         config = make_config(**{**LLAMA, "num_heads": heads, "num_kv_heads": 1})
-        assert mixed_launch.way_of(config, 4 * reqs, reqs, device) == few
-        assert mixed_launch.way_of(config, reqs, reqs, device) == ""
-        with variants.using(few_drafts="general"):
-            assert mixed_launch.way_of(config, 4 * reqs, reqs, device) == ("packed" if reqs >= 132 else "")
-        with variants.using(speculative="general"):
-            assert mixed_launch.way_of(config, 4 * reqs, reqs, device) == ""
-
-
-def test_variants_are_checked_and_put_back() -> None:
-    from vattn.errors import UnknownOptionError
-
-    for wrong in ({"mixed": "three"}, {"mixed_below": 1}, {"few_rows": "some"}, {"prefills": "two"}):
-        with pytest.raises(UnknownOptionError), variants.using(**wrong):
-            pass
-    with pytest.raises(KeyError), variants.using(mixed="two"):
-        assert variants.current().mixed == "two"
-        raise KeyError
-    assert variants.current() == variants.Variants()
+        assert mixed_launch.route_of(config, 4 * reqs, reqs, device) == few
+        assert mixed_launch.route_of(config, reqs, reqs, device) == ""
 
 
 @pytest.mark.parametrize("heads", [8, 32, 40, 128])
@@ -135,9 +110,8 @@ def test_a_schedule_has_room_for_both_parts(heads: int) -> None:
             needed = prefill_launch.plan_rows(tokens, reqs, cut)
             assert needed <= rows
             if cut.groups == 2:
-                for products, mixed_rows in itertools.product((config, fp8), variants.ALLOWED["mixed_rows"]):
-                    with variants.using(mixed_rows=mixed_rows):
-                        at_once = mixed_launch.rows_at_once(products)
+                for products in (config, fp8):
+                    at_once = mixed_launch.rows_at_once(products)
                     chunks = decode_fast.chunks_of(reqs, at_once, longest=mixed_launch.short_rows(products))
                     assert decode_fast.rows_of_short_requests(config, chunks, device) + needed <= rows
 
@@ -175,16 +149,16 @@ def stand_in(batch: Batch, tiles: list[Any]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("way", "padding", "changes"),
+    ("padding", "changes"),
     [
-        ("two", 0, {}),
-        ("overlapped", 9, {"sliding_window": 33, "sinks": True, **FP8}),
-        ("two", 2, {"output_format": "fp8_group64"}),
+        (0, {}),
+        (9, {"sliding_window": 33, "sinks": True, **FP8}),
+        (2, {"output_format": "fp8_group64"}),
     ],
     ids=["plain", "window, sinks, fp8, padding", "groups"],
 )
 def test_both_kernels_write_every_row_once(
-    way: str, padding: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    padding: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from triton import knobs
 
@@ -205,13 +179,12 @@ def test_both_kernels_write_every_row_once(
     monkeypatch.setattr("vattn.config.device.multiprocessors", lambda device: 3)
     constants = decode_fast.decode_constants
     monkeypatch.setattr(decode_fast, "decode_constants", lambda *a: {**constants(*a), "ASSEMBLY": False})
-    overlap = "end" if way == "overlapped" else False
-    monkeypatch.setattr(mixed_launch, "tuning_of", lambda *a: decode_fast.Tuning(1, 3, 1, overlap=overlap))
+    monkeypatch.setattr(mixed_launch, "tuning_of", lambda *a: decode_fast.Tuning(1, 3, 1, overlap="end"))
     batch = small_batch(padding, **changes)
     assert mixed_launch.short_rows(batch.config) == 1
     tiles: list[Any] = []
     monkeypatch.setattr(prefill_launch, "prefill_kernel", stand_in(batch, tiles))
-    mixed_launch.attend(batch.args, batch.config, way)
+    mixed_launch.attend(batch.args, batch.config, "two_kernels")
     own = [row for first, rows, *_ in tiles for row in range(first, first + rows)]
     assert len(own) == len(set(own)) == sum(n for n in QUERY_LENS if n > 1) + padding
     expected, lse = batch.expected()
@@ -232,12 +205,9 @@ def test_layers_that_one_kernel_refuses_keep_the_general_one(monkeypatch: pytest
         query=SimpleNamespace(shape=(4224, 32, 128), device="a GPU"), seq_lens=torch.zeros(136),
         block_table=torch.zeros(136, 4), kv_cache=torch.zeros(2, 3, 16),
     )  # fmt: skip
-    with variants.using(mixed="general"):
-        assert not mixed_launch.accepts(call, make_config(**LLAMA))
-    with variants.using(mixed="two"):
-        assert mixed_launch.accepts(call, make_config(**LLAMA))
-        for changes in ({"alibi": "linear"}, {"num_heads": 256}, {"block_size": 48}):
-            assert not mixed_launch.accepts(call, make_config(**{**LLAMA, **changes}))
+    assert mixed_launch.accepts(call, make_config(**LLAMA))
+    for changes in ({"alibi": "linear"}, {"num_heads": 256}, {"block_size": 48}):
+        assert not mixed_launch.accepts(call, make_config(**{**LLAMA, **changes}))
     prefill_launch.runs.cache_clear()
     decode_fast.runs.cache_clear()
 
@@ -248,13 +218,11 @@ def test_fp8_heads_of_256_are_rows_of_one_launch(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("vattn.config.device.multiprocessors", lambda device: 132)
     step = (4224, 136, torch.device("cpu"))
-    for changes, way in (
-        ({}, "overlapped"),
-        (FP8, "overlapped"),
-        ({"head_size": 256}, "overlapped"),
-        ({"head_size": 256, **FP8}, "packed"),
+    for changes, route in (
+        ({}, "two_kernels"),
+        (FP8, "two_kernels"),
+        ({"head_size": 256}, "two_kernels"),
+        ({"head_size": 256, **FP8}, "packed_gqa"),
     ):
         config = make_config(**{**LLAMA, **changes})
-        assert mixed_launch.way_of(config, *step) == way
-        with variants.using(mixed="general"):
-            assert mixed_launch.way_of(config, *step) == ""
+        assert mixed_launch.route_of(config, *step) == route

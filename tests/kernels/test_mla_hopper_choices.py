@@ -1,4 +1,4 @@
-"""Which latent steps Hopper's kernels take under which variants, and how what they split is merged: no GPU needed."""
+"""Which latent steps Hopper's kernels take and how what they split is merged: no GPU needed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import torch
 
 from tests.layers.mla_support import make_mla_config, random_mla_batch
 from vattn.config.device import DeviceInfo
-from vattn.kernels import variants
 
 pytest.importorskip("triton")
 
@@ -43,31 +42,26 @@ def test_prompts(changes: dict[str, Any], chunks: int, runs: bool, monkeypatch: 
     config = layer(**changes)
     monkeypatch.setattr(mla_prefill_launch, "_can_run", lambda c, device: not mla_prefill_launch.refusals(c, HOPPER))
     args = random_mla_batch(config, [70], [90])
-    for way in ("plain", "gluon"):
-        with variants.using(latent_prefill=way):
-            assert mla_prefill_launch.accepts(args, config, 128, chunks) == (runs and way == "gluon")
-            assert not mla_prefill_launch.accepts(args, config, 64, chunks)
+    assert mla_prefill_launch.accepts(args, config, 128, chunks) == runs
+    assert not mla_prefill_launch.accepts(args, config, 64, chunks)
 
 
 @pytest.mark.parametrize(
-    ("changes", "ways"),
+    ("changes", "runs"),
     [
-        ({"num_heads": 128}, {"measured", "gluon"}),
-        ({"num_heads": 16}, set()),
-        ({"num_heads": 128, "kv_cache_dtype": "fp8_e4m3"}, {"measured", "gluon"}),
-        ({"num_heads": 8, "kv_cache_dtype": "fp8_e4m3"}, {"measured", "gluon"}),
-        ({"num_heads": 128, "kv_cache_dtype": "fp8_ds_mla"}, set()),
+        ({"num_heads": 128}, True),
+        ({"num_heads": 16}, False),
+        ({"num_heads": 128, "kv_cache_dtype": "fp8_e4m3"}, True),
+        ({"num_heads": 8, "kv_cache_dtype": "fp8_e4m3"}, True),
+        ({"num_heads": 128, "kv_cache_dtype": "fp8_ds_mla"}, False),
     ],
 )
-def test_sparse_steps(changes: dict[str, Any], ways: set[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sparse_steps(changes: dict[str, Any], runs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     config = layer(sparse=True, qk_nope_head_dim=16, v_head_dim=16, **changes)
     monkeypatch.setattr(mla_sparse, "_can_run", lambda c, device: not mla_sparse.refusals(c, HOPPER))
     args = random_mla_batch(config, [1, 1], [90, 7], topk=20)
     absorbed = torch.empty(2, config.num_heads, config.head_size)
-    for way in ("plain", "measured", "gluon"):
-        with variants.using(latent_fp8=way):
-            expected = "measured" in ways if config.kv_cache_dtype == "bfloat16" else way in ways
-            assert mla_sparse.accepts(absorbed, args, config) == expected
+    assert mla_sparse.accepts(absorbed, args, config) == runs
 
 
 @pytest.mark.parametrize("splits", [1, 2, 3, 8, 16, 64, 200])

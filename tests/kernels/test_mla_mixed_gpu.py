@@ -14,7 +14,6 @@ from tests.layers.mla_support import random_mla_batch
 from tests.layers.test_mla_gpu import compare, deepseek
 from vattn.backends.mla.registry import mla_backends
 from vattn.config.mla import MLAConfig
-from vattn.kernels import variants
 from vattn.ops.arguments import PlanArgs
 from vattn.ops.arguments_mla import MLAAttentionArgs
 
@@ -65,12 +64,11 @@ def test_drafts_of_uneven_lengths_are_cut(heads: int, cache: str) -> None:
     config = deepseek(num_heads=heads, kv_cache_dtype=cache)
     queries, lengths = [1] * 11 + [2, 3, 4, 5, 8, 12], [*range(1, 1650, 110), 5, 900]
     args = random_mla_batch(config, queries, lengths[: len(queries)], padding_tokens=2, device="cuda")
-    with variants.using(latent_fp8="gluon"):
-        from vattn.kernels.hopper.mla import launch as mla_launch
+    from vattn.kernels.hopper.mla import launch as mla_launch
 
-        shapes = args.query.shape[0], args.seq_lens.shape[0]
-        assert mla_launch.rows_of_parts(*shapes, config) == mla_launch.fewest(config)
-        compare(planned(args, config), config, sum(queries))
+    shapes = args.query.shape[0], args.seq_lens.shape[0]
+    assert mla_launch.rows_of_parts(*shapes, config) == mla_launch.fewest(config)
+    compare(planned(args, config), config, sum(queries))
 
 
 @pytest.mark.parametrize("heads", [16, 128])
@@ -88,9 +86,8 @@ def test_an_fp8_cache_and_output() -> None:
     config = deepseek(output_format="fp8_static", **changes)
     queries, lengths = STEPS["every length"]
     args = random_mla_batch(config, queries, lengths, padding_tokens=2, device="cuda")
-    with variants.using(latent_fp8="gluon"):
-        # Half a step of e4m3 on top of what rows in bf16 may miss.
-        assert error_of(planned(args, config), config, sum(queries)) < 0.05
+    # Half a step of e4m3 on top of what rows in bf16 may miss.
+    assert error_of(planned(args, config), config, sum(queries)) < 0.05
 
 
 REPLAYS = {

@@ -12,7 +12,7 @@ import vattn
 from tests.layers.mla_support import make_mla_config, random_mla_batch
 from vattn.config.mla import MLAConfig
 from vattn.errors import ShapeError
-from vattn.kernels import variants
+from vattn.kernels import mla_route
 from vattn.ops.arguments import PlanArgs
 
 pytest.importorskip("triton")
@@ -20,7 +20,6 @@ pytest.importorskip("triton")
 from vattn.kernels.triton.common.tiles import Limits
 from vattn.kernels.triton.mla import launch as mla_launch
 from vattn.kernels.triton.mla import plan_layout as mla_plan
-from vattn.kernels.triton.mla import prefill as mla_prefill
 from vattn.kernels.triton.mla.absorb_rule import longest_absorbed
 
 if torch.cuda.is_available():
@@ -58,7 +57,7 @@ def test_one_plan_serves_all_layers_of_a_step(monkeypatch: pytest.MonkeyPatch) -
     given = inputs(40)
     with torch.no_grad():
         expected = [layer(*given, metadata=steps[1]) for layer in model]
-        monkeypatch.setattr(mla_prefill, "lay_line", None)
+        monkeypatch.setattr(mla_route, "lay_line", None)
         got = [layer(*given, metadata=steps[0]) for layer in model]
     assert all(torch.equal(*pair) for pair in zip(got, expected, strict=True))
 
@@ -92,10 +91,10 @@ def test_plans_of_other_sizes_are_refused() -> None:
     starts, lens = torch.tensor([0, 30, 31]).int(), torch.tensor([30, 5]).int()
     for shape in ((mla_plan.MIXED, 2), (2, 16), (16,), ()):
         with pytest.raises(ShapeError):
-            mla_plan.plan(PlanArgs(starts, lens, torch.zeros(shape, dtype=torch.int32), ""), config)
+            mla_route.plan(PlanArgs(starts, lens, torch.zeros(shape, dtype=torch.int32), ""), config)
     with pytest.raises(ShapeError):
         plan = torch.zeros(mla_plan.MIXED, 1, dtype=torch.int32)
-        mla_plan.plan(PlanArgs(starts, lens, plan, ""), config.replace(sparse=True))
+        mla_route.plan(PlanArgs(starts, lens, plan, ""), config.replace(sparse=True))
 
 
 @pytest.mark.parametrize("longest", [0, 9])
@@ -147,9 +146,9 @@ def test_plans_of_hopper_have_room_for_row_tiles(monkeypatch: pytest.MonkeyPatch
         sizes = {}
         for reqs in (2, 7):
             for tokens in (reqs, reqs + 1, 8 * reqs + 1, 42 * reqs + 1, 5000):
-                shape = mla_plan.plan_shape(config, tokens, reqs, device)
+                shape = mla_route.plan_shape(config, tokens, reqs, device)
                 sizes[tokens, reqs] = torch.Size(shape).numel()
-                room = mla_plan.tile_room(config, tokens, reqs, device)
+                room = mla_prefill_launch.planned_room(config, tokens, reqs, device)
                 assert room >= 8 * (1 + 2 * max_row_tiles(tokens, reqs, 128)) and room % 16 == 0
                 plan = torch.empty(shape, dtype=torch.int32)
                 assert mla_prefill_launch.tokens_of_room(room, reqs) == tokens
@@ -157,10 +156,8 @@ def test_plans_of_hopper_have_room_for_row_tiles(monkeypatch: pytest.MonkeyPatch
                 assert tiles.data_ptr() + 4 * room == line.data_ptr()
         for (tokens, reqs), size in sizes.items():
             assert all(size <= other for (t, r), other in sizes.items() if t >= tokens and r >= reqs)
-        assert mla_plan.plan_key(config).endswith(" tiles")
-        assert mla_plan.plan_key(config.replace(qk_nope_head_dim=96)).endswith("align=128")
-        with variants.using(latent_prefill="plain"):
-            assert not mla_plan.tile_room(config, 5000, 2, device)
+        assert mla_route.plan_key(config).endswith(" tiles")
+        assert mla_route.plan_key(config.replace(qk_nope_head_dim=96)).endswith("align=128")
     starts = torch.tensor([0, 300, 301]).int()
     for room in (8, 16, 16 * 4 + 8):
         assert mla_prefill_launch.tokens_of_room(room, 3) < 0

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ import vattn
 from tests.ops.test_linear_op import call, expected, make_args
 from tests.support import relative_l2
 from vattn.compilation.graph_edges import start_early
-from vattn.kernels.variants import using
+from vattn.kernels.hopper.linear import small_m
 from vattn.ops.linear_arguments import LinearArgs
 
 pytestmark = pytest.mark.gpu
@@ -27,6 +29,17 @@ def cuda() -> Any:
     torch._dynamo.reset()
 
 
+@contextlib.contextmanager
+def products_by(which: str) -> Iterator[None]:
+    """Take the kernel of 3 to 32 rows of values alone, or none of ours; "streamed": as sizes choose."""
+    with contextlib.ExitStack() as stack:
+        if which != "streamed":
+            stack.enter_context(mock.patch.object(small_m, "streams", lambda args: False))
+        if which == "none":
+            stack.enter_context(mock.patch.object(small_m, "takes", lambda args: False))
+        yield
+
+
 def on_gpu(args: LinearArgs) -> LinearArgs:
     return LinearArgs(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in args))
 
@@ -37,7 +50,7 @@ def on_gpu(args: LinearArgs) -> LinearArgs:
 def test_products(rows: int, features: int, columns: int, codes: str) -> None:
     """Every cut, features that are no whole number of programs, rows that torch takes; sums are those of FP8 cores."""
     args = on_gpu(make_args(rows, codes, features, columns))
-    with using(few_rows="values"):
+    with products_by("values"):
         got = call(args)
     assert relative_l2(got.double().cpu(), expected(args).cpu()) < (6e-3 if codes else 1e-3)
 
@@ -111,7 +124,7 @@ def test_chains(rows: int, codes: str, own: str) -> None:
     scale = torch.full((1,), 1 / 32, device="cuda") if codes else None
 
     def run(x: torch.Tensor, which: str) -> torch.Tensor:
-        with using(few_rows=which):
+        with products_by(which):
             for index, weight in enumerate(weights * 4):
                 if index % 3 == 2:
                     x = x / x.float().square().mean(1, keepdim=True).sqrt().to(x.dtype)
@@ -206,7 +219,7 @@ def test_models(fmt: str, which: str, overlap: bool) -> None:
         packed = enable(model, num_blocks=33, merge_projections=True, vattn_linears=own)
         options = {"triton.enable_pdl": True} if overlap and own else {}
         seen = Seen()
-        with using(few_rows=which):
+        with products_by(which):
             generator = vattn.Generator(
                 packed, max_num_reqs=4, max_seq_len=128, token_budget=24, graph_sizes=[4], compile="layers",
                 compile_options={"options": vattn.options(options)},

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from tests.layers.mla_support import exact, make_mla_config, on_cpu, random_mla_
 from tests.support import relative_l2
 from vattn.cache.layout import mla_cache_dtype, mla_cache_shape
 from vattn.config.mla import MLAConfig
-from vattn.kernels import variants
+from vattn.kernels import mla_route
+from vattn.kernels.triton.common.tiles import Limits
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.reference import mla as mla_reference
 
@@ -56,6 +58,20 @@ def compare(args: MLAAttentionArgs, config: MLAConfig, real: int) -> None:
         finite = expected_lse.isfinite()
         limit = 2e-4 if config.dtype == "float32" else 3e-2
         assert (lse - expected_lse)[finite].abs().max() < limit
+
+
+_attend = mla_route.attend
+
+
+def attend_on_any_gpu(args: MLAAttentionArgs, config: MLAConfig) -> None:
+    """Run the op by the kernels of any GPU."""
+    _attend(args, config, Limits.of(args.query.device))
+
+
+def run_on_any_gpu(args: MLAAttentionArgs, config: MLAConfig) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Return what `run_mla` does, by the kernels of any GPU."""
+    with mock.patch.object(mla_route, "attend", attend_on_any_gpu):
+        return run_mla(args, config)
 
 
 def check(config: MLAConfig, query_lens: list[int], seq_lens: list[int], decode: bool | None = None, **kw: Any) -> None:
@@ -114,53 +130,47 @@ def test_decode_in_parts(heads: int, queries: list[int], lengths: list[int]) -> 
 
 
 @pytest.mark.parametrize(("heads", "block_size"), [(64, 64), (128, 16), (128, 32), (128, 64), (128, 128)])
-def test_scores_in_turns(heads: int, block_size: int) -> None:
+def test_both_warpgroups_score(heads: int, block_size: int) -> None:
     """Items of an odd and an even number of tiles, of one and of none; rows that see nothing of a part."""
     config = deepseek(num_heads=heads, block_size=block_size)
-    with variants.using(latent_scores="turns"):
-        check(config, [1] * len(RAGGED), RAGGED, True, padding_tokens=2)
-        check(config, [1] * 4, [3000, 7, 0, 64], True, padding_reqs=2)
-        check(config, [1], [9000], True)
-        check(config, [3] * 3, [5000, 130, 4], True)
-        check(config, [1] * 300, [40 + 13 * (i % 17) for i in range(300)], True)
-        check(config, [1, 5, 0, 2, 12, 1, 3], [900, 300, 77, 1, 12, 1500, 0], True, padding_reqs=2, padding_tokens=1)
+    check(config, [1] * len(RAGGED), RAGGED, True, padding_tokens=2)
+    check(config, [1] * 4, [3000, 7, 0, 64], True, padding_reqs=2)
+    check(config, [1], [9000], True)
+    check(config, [3] * 3, [5000, 130, 4], True)
+    check(config, [1] * 300, [40 + 13 * (i % 17) for i in range(300)], True)
+    check(config, [1, 5, 0, 2, 12, 1, 3], [900, 300, 77, 1, 12, 1500, 0], True, padding_reqs=2, padding_tokens=1)
 
 
-@pytest.mark.parametrize("scores", ["first", "turns"])
 @pytest.mark.parametrize("scale", [-0.1, 0.0, 1e-30, 1e-6, 3e4])
-def test_scales_of_any_size(scale: float, scores: str) -> None:
+def test_scales_of_any_size(scale: float) -> None:
     """What is hidden stays hidden where scores are small beside the scale, and where the least one counts most."""
     config = deepseek(num_heads=128, scale=scale)
     args = random_mla_batch(config, [1, 1, 2], [700, 300, 65], device="cuda")
     if scale > 0:
         args.query.mul_(0.1 / scale)
-    with variants.using(latent_scores=scores):
-        compare(args, config, 4)
+    compare(args, config, 4)
 
 
 def codes(**changes: Any) -> MLAConfig:
     return deepseek(kv_cache_dtype="fp8_e4m3", **changes)
 
 
-@pytest.mark.parametrize("heads", [8, 16, 32, 128])
+@pytest.mark.parametrize("heads", [8, 16])
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128])
 def test_decode_from_codes(heads: int, block_size: int) -> None:
-    with variants.using(latent_fp8="gluon"):
-        config = codes(num_heads=heads, block_size=block_size)
-        check(config, [1] * len(RAGGED), RAGGED, True, padding_tokens=2)
+    config = codes(num_heads=heads, block_size=block_size)
+    check(config, [1] * len(RAGGED), RAGGED, True, padding_tokens=2)
 
 
 @pytest.mark.parametrize("lengths", [[1], [5000], [3000, 7, 0, 64], [40] * 300], ids=["one", "long", "skewed", "many"])
 def test_decode_lengths_from_codes(lengths: list[int]) -> None:
-    with variants.using(latent_fp8="gluon"):
-        check(codes(), [int(n > 0) for n in lengths], lengths, True, padding_reqs=2)
+    check(codes(), [int(n > 0) for n in lengths], lengths, True, padding_reqs=2)
 
 
-@pytest.mark.parametrize("heads", [8, 16, 64])
+@pytest.mark.parametrize("heads", [8, 16])
 def test_decode_of_uneven_queries_from_codes(heads: int) -> None:
-    with variants.using(latent_fp8="gluon"):
-        lens = [1, 5, 0, 2, 12, 1, 3], [900, 300, 77, 1, 12, 1500, 0]
-        check(codes(num_heads=heads), *lens, True, padding_tokens=2)
+    lens = [1, 5, 0, 2, 12, 1, 3], [900, 300, 77, 1, 12, 1500, 0]
+    check(codes(num_heads=heads), *lens, True, padding_tokens=2)
 
 
 @pytest.mark.parametrize("block_size", [16, 64])
@@ -170,19 +180,17 @@ def test_blocks_that_are_none_are_not_seen_in_codes(block_size: int) -> None:
     args = random_mla_batch(config, [1, 1, 1], [700, 300, 64], device="cuda")
     args.block_table[0, 1], args.block_table[0, 4], args.block_table[1, 0] = -5, 10**9, 2**31 - 1
     args.block_table[2] = -1
-    with variants.using(latent_fp8="gluon"):
-        compare(args, config, 3)
+    compare(args, config, 3)
 
 
-@pytest.mark.parametrize("way", ["plain", "gluon"])
+@pytest.mark.parametrize("on_any_gpu", [False, True])
 @pytest.mark.parametrize("heads", [8, 16, 64])
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_queries_are_codes_too(way: str, heads: int, block_size: int) -> None:
-    """Both ways against the formula on the same codes, which a rounding of the absorbed queries may change by one."""
+def test_queries_are_codes_too(on_any_gpu: bool, heads: int, block_size: int) -> None:
+    """Either kernels against the formula on the same codes; a rounding of absorbed queries may change one by one."""
     config = codes(num_heads=heads, block_size=block_size, query_format="fp8_e4m3", decode_threshold=8)
     args = random_mla_batch(config, [1] * len(RAGGED), RAGGED, padding_tokens=2, device="cuda")
-    with variants.using(latent_fp8=way):
-        got, lse = run_mla(args, config)
+    got, lse = run_on_any_gpu(args, config) if on_any_gpu else run_mla(args, config)
     expected, expected_lse = exact(args, config)
     assert relative_l2(got, expected) < 1.5e-2
     assert not got[len(RAGGED) :].any() and lse is not None
@@ -196,8 +204,7 @@ def test_queries_of_any_size_meet_codes(factor: float) -> None:
     config = codes(scale=0.1 / factor)
     args = random_mla_batch(config, [1, 1, 2], [700, 300, 65], device="cuda")
     args.query.mul_(factor)
-    with variants.using(latent_fp8="gluon"):
-        compare(args, config, 4)
+    compare(args, config, 4)
 
 
 @pytest.mark.parametrize("heads", [16, 64])
@@ -206,31 +213,26 @@ def test_decode_of_uneven_queries(heads: int) -> None:
     check(deepseek(num_heads=heads), [1, 5, 0, 2, 12, 1, 3], [900, 300, 77, 1, 12, 1500, 0], True, padding_tokens=2)
 
 
-WAYS = [(16, "first"), (128, "first"), (128, "turns")]
-
-
-@pytest.mark.parametrize(("heads", "scores"), WAYS)
+@pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_blocks_that_are_none_are_not_seen(heads: int, scores: str, block_size: int) -> None:
+def test_blocks_that_are_none_are_not_seen(heads: int, block_size: int) -> None:
     hopper()
     config = deepseek(num_heads=heads, block_size=block_size)
     args = random_mla_batch(config, [1, 1, 1], [700, 300, 64], device="cuda")
     args.block_table[0, 1], args.block_table[0, 4], args.block_table[1, 0] = -5, 10**9, 2**31 - 1
     args.block_table[2] = -1
-    with variants.using(latent_scores=scores):
-        compare(args, config, 3)
+    compare(args, config, 3)
 
 
-@pytest.mark.parametrize(("heads", "scores"), WAYS)
-def test_scores_that_grow_along_the_sequence(heads: int, scores: str) -> None:
+@pytest.mark.parametrize("heads", [16, 128])
+def test_scores_that_grow_along_the_sequence(heads: int) -> None:
     config = deepseek(num_heads=heads)
     args = random_mla_batch(config, [1, 1], [2000, 900], device="cuda")
     for request, length in enumerate((2000, 900)):
         for i in range(-(-length // 64)):
             block = int(args.block_table[request, i])
             args.kv_cache[block] = args.kv_cache[block] * (0.1 + 0.2 * i)
-    with variants.using(latent_scores=scores):
-        compare(args, config, 2)
+    compare(args, config, 2)
 
 
 @pytest.mark.parametrize("heads", [64, 128])
@@ -245,12 +247,11 @@ def test_sparse_decode(heads: int, block_size: int, topk: int) -> None:
     args.topk_indices[0, 1] = -1
     args.topk_indices[1, :2] = torch.tensor([10**9, -7])
     args.block_table[1, 0] = 10**9
-    with variants.using(latent_sparse="gluon"):
-        absorbed = args.query.new_empty((args.query.shape[0], heads, config.head_size))
-        from vattn.kernels.hopper.mla import sparse_launch as mla_sparse
+    absorbed = args.query.new_empty((args.query.shape[0], heads, config.head_size))
+    from vattn.kernels.hopper.mla import sparse_launch as mla_sparse
 
-        assert mla_sparse.accepts(absorbed, args, config)
-        compare(args, config, 7)
+    assert mla_sparse.accepts(absorbed, args, config)
+    compare(args, config, 7)
 
 
 @pytest.mark.parametrize("heads", [8, 16, 32, 128])
@@ -265,12 +266,11 @@ def test_sparse_decode_from_codes(heads: int, block_size: int, topk: int) -> Non
     args.topk_indices[0, 1] = -1
     args.topk_indices[1, :2] = torch.tensor([10**9, -7])
     args.block_table[1, 0] = 10**9
-    with variants.using(latent_sparse="gluon", latent_fp8="gluon"):
-        absorbed = args.query.new_empty((args.query.shape[0], heads, config.head_size))
-        from vattn.kernels.hopper.mla import sparse_launch as mla_sparse
+    absorbed = args.query.new_empty((args.query.shape[0], heads, config.head_size))
+    from vattn.kernels.hopper.mla import sparse_launch as mla_sparse
 
-        assert mla_sparse.accepts(absorbed, args, config)
-        compare(args, config, 7)
+    assert mla_sparse.accepts(absorbed, args, config)
+    compare(args, config, 7)
 
 
 @pytest.mark.parametrize("heads", [16, 64])
@@ -278,11 +278,7 @@ def test_sparse_queries_are_codes_too(heads: int) -> None:
     hopper()
     config = codes(num_heads=heads, sparse=True, query_format="fp8_e4m3", decode_threshold=8)
     args = random_mla_batch(config, [1] * 4, [900, 65, 64, 300], topk=200, device="cuda")
-    results = []
-    for way in ("plain", "gluon"):
-        with variants.using(latent_sparse="gluon", latent_fp8=way):
-            got, _ = run_mla(args, config)
-        results.append(got.float())
+    results = [run(args, config)[0].float() for run in (run_on_any_gpu, run_mla)]
     expected, _ = exact(args, config)
     # A rounding of the absorbed queries may change a code by one.
     assert all(relative_l2(result, expected) < 1.5e-2 for result in results)
@@ -299,8 +295,7 @@ def test_sparse_decode_of_many_tokens() -> None:
     hopper()
     config = deepseek(num_heads=128, sparse=True)
     args = random_mla_batch(config, [1] * 150, [100 + i for i in range(150)], topk=90, device="cuda")
-    with variants.using(latent_sparse="gluon"):
-        compare(args, config, 150)
+    compare(args, config, 150)
 
 
 def test_fp16() -> None:
@@ -319,12 +314,12 @@ PLAIN: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", list(PLAIN))
-def test_plain_kernel(name: str) -> None:
+def test_plain_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     config = deepseek(**PLAIN[name])
-    with variants.using(latent_fp8="plain", latent_prefill="plain", latent_sparse="plain"):
-        check(config, [1, 40, 0, 2, 9], [400, 121, 0, 300, 9], False, padding_tokens=3, padding_reqs=1, topk=50)
-        if name != "prefill":
-            check(config, [1] * 5, RAGGED[:5], False, topk=50)
+    monkeypatch.setattr(mla_route, "attend", attend_on_any_gpu)
+    check(config, [1, 40, 0, 2, 9], [400, 121, 0, 300, 9], None, padding_tokens=3, padding_reqs=1, topk=50)
+    if name != "prefill":
+        check(config, [1] * 5, RAGGED[:5], None, topk=50)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "fp8_e4m3"])

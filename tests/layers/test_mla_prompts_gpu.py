@@ -18,7 +18,8 @@ from vattn.backends.mla.registry import mla_backends
 from vattn.cache.layout import mla_cache_dtype, mla_cache_shape
 from vattn.config.device import DeviceInfo
 from vattn.config.mla import MLAConfig
-from vattn.kernels import variants
+from vattn.kernels import mla_route
+from vattn.kernels.triton.common.tiles import Limits
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.reference import mla as mla_reference
 from vattn.ops.reference import mla_indexer
@@ -114,9 +115,8 @@ def test_prompts_on_hopper(name: str, lens: tuple[list[int], list[int]]) -> None
 
     config = deepseek(**HOPPER[name])
     args = random_mla_batch(config, *lens, padding_tokens=3, padding_reqs=1, device="cuda")
-    with variants.using(latent_prefill="gluon"):
-        assert mla_prefill_launch.accepts(args, config, 128, 1)
-        compare(args, config, sum(lens[0]))
+    assert mla_prefill_launch.accepts(args, config, 128, 1)
+    compare(args, config, sum(lens[0]))
 
 
 @pytest.mark.parametrize("name", ["bf16", "narrow, 3 heads"])
@@ -125,10 +125,7 @@ def test_programs_that_take_one_row_tile_and_many(name: str) -> None:
     config = deepseek(**HOPPER[name])
     for programs, lens in ((132, LONG), (5, LONG), (3, ([64, 129], [64, 5000]))):
         args = random_mla_batch(config, *lens, padding_tokens=3, padding_reqs=1, device="cuda")
-        with (
-            variants.using(latent_prefill="gluon"),
-            mock.patch("vattn.config.device.multiprocessors", return_value=programs),
-        ):
+        with mock.patch("vattn.config.device.multiprocessors", return_value=programs):
             compare(args, config, sum(lens[0]))
 
 
@@ -137,8 +134,7 @@ def test_blocks_that_are_none_are_not_seen_by_prompts_on_hopper() -> None:
     config = deepseek(block_size=16)
     args = random_mla_batch(config, [200, 100], [700, 130], device="cuda")
     args.block_table[0, 1], args.block_table[0, 20], args.block_table[1, 7] = -5, 10**9, 2**31 - 1
-    with variants.using(latent_prefill="gluon"):
-        compare(args, config, 300)
+    compare(args, config, 300)
 
 
 @pytest.mark.parametrize("output_format", ["fp8_static", "fp8_per_token"])
@@ -146,11 +142,9 @@ def test_prompts_on_hopper_are_quantised(output_format: str) -> None:
     hopper()
     config = deepseek(output_format=output_format, lse=False)
     args = random_mla_batch(config, *LONG, padding_tokens=3, device="cuda")
-    with variants.using(latent_prefill="plain"):
-        torch.ops.vattn.mla_attention(*args)
+    mla_route.attend(args, config, Limits.of(args.query.device))
     plain = args.output.float()
-    with variants.using(latent_prefill="gluon"):
-        torch.ops.vattn.mla_attention(*args)
+    torch.ops.vattn.mla_attention(*args)
     # Sums in another order: one of 16 values rounds to the other neighbour in bf16, and few of those in FP8, by 1/8.
     assert (args.output.float() != plain).float().mean() < 8e-2
     assert relative_l2(args.output.float(), plain) < 1.5e-2
@@ -166,15 +160,15 @@ def test_decodes_of_packed_rows(kv_cache_dtype: str, sparse: bool) -> None:
 
 @pytest.mark.parametrize("output_format", [name for name in OUTPUT_FORMATS if name != "none"])
 @pytest.mark.parametrize("lens", [MIX, ([1, 1, 2], [300, 70, 9])], ids=["prompts", "decode"])
-@pytest.mark.parametrize("way", ["plain", "gluon"])
-def test_outputs_are_quantised_inside(way: str, output_format: str, lens: tuple[list[int], list[int]]) -> None:
+@pytest.mark.parametrize("on_any_gpu", [False, True])
+def test_outputs_are_quantised_inside(on_any_gpu: bool, output_format: str, lens: tuple[list[int], list[int]]) -> None:
     config = deepseek(output_format=output_format, lse=False)
     args = random_mla_batch(config, *lens, padding_tokens=3, device="cuda")
     plain, values = config.replace(output_format="none"), torch.empty_like(args.query[..., :128])
     bare = args._replace(output=values, output_block_scale=None, output_scale=None, config=plain.encode())
-    with variants.using(latent_prefill=way):
-        torch.ops.vattn.mla_attention(*bare)
-        torch.ops.vattn.mla_attention(*args)
+    limits = Limits.of(args.query.device) if on_any_gpu else None
+    mla_route.attend(bare, plain, limits)
+    mla_route.attend(args, config, limits)
     out, scales = OUTPUT_FORMATS[output_format].allocate(args.query, 128, values.dtype)
     quantise_output(values, output_format, out, scales, args.output_scale)
     # Decodes without quantisation multiply by another kernel, so that values may round to the other neighbour.
@@ -208,12 +202,10 @@ def test_corrected_products_are_the_same_bytes(output_format: str, changes: dict
     plain = config.replace(output_format="none", output_min_scale=None)
     values = torch.empty_like(args.query[..., : config.v_head_dim])
     bare = args._replace(output=values, output_block_scale=None, output_scale=None, config=plain.encode())
-    with variants.using(latent_prefill="gluon"):
-        torch.ops.vattn.mla_attention(*bare)
+    torch.ops.vattn.mla_attention(*bare)
     wanted = OUTPUT_FORMATS[output_format].allocate(args.query, config.v_head_dim, values.dtype)
     quantise_output(values, output_format, *wanted, args.output_scale, "divide", config.output_min_scale)
-    with variants.using(latent_prefill="gluon"):
-        torch.ops.vattn.mla_attention(*args)
+    torch.ops.vattn.mla_attention(*args)
     for made, known in zip((args.output, args.output_block_scale), wanted, strict=True):
         if made is not None and known is not None:
             off = made.contiguous().view(torch.uint8) != known.contiguous().view(torch.uint8)

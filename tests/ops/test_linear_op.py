@@ -11,7 +11,6 @@ from torch import Tensor
 
 from tests.support import relative_l2
 from vattn import errors
-from vattn.kernels.variants import using
 from vattn.ops.linear_arguments import E4M3, LinearArgs
 
 
@@ -60,19 +59,16 @@ def test_products(rows: int, codes: str) -> None:
 def test_the_kernel(rows: int, features: int) -> None:
     """In the interpreter: all numbers of rows round up to a tile, and the last block of features is not whole."""
     pytest.importorskip("triton")
-    from vattn.kernels.triton.linear import WIDE, few_rows_linear, takes
+    from vattn.kernels.hopper.linear.small_m import WIDE, small_m_linear, takes
 
     args = make_args(rows, "", features)
-    with using(few_rows="none"):
-        assert not takes(args)
-    for which in ("values", "streamed"):  # The interpreter knows no Gluon.
-        with using(few_rows=which):
-            assert takes(args) and not takes(make_args(rows, "tensor", features))
-            assert not any(takes(make_args(other, "", features)) for other in (0, 1, 2, 33))
-            assert not takes(make_args(rows, "", features, columns=1024 + 16))
-            assert not takes(make_args(rows, "", features + 8))
+    # The interpreter knows no Gluon.
+    assert takes(args) and not takes(make_args(rows, "tensor", features))
+    assert not any(takes(make_args(other, "", features)) for other in (0, 1, 2, 33))
+    assert not takes(make_args(rows, "", features, columns=1024 + 16))
+    assert not takes(make_args(rows, "", features + 8))
     for cut in (None, WIDE):
-        got = few_rows_linear(args, cut)
+        got = small_m_linear(args, cut)
         assert got.isfinite().all() and relative_l2(got.double(), expected(args)) < 4e-4
 
 
@@ -103,22 +99,18 @@ def test_what_is_streamed(codes: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_which_kernel_streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By rows and variant: torch, that of up to eight rows, and the plain Triton one."""
+    """By rows: torch, that of up to eight rows, and the plain Triton one."""
     pytest.importorskip("triton.experimental.gluon")
     from vattn.kernels.hopper import availability as hopper
-    from vattn.kernels.triton import linear
+    from vattn.kernels.hopper.linear import small_m
 
     monkeypatch.setattr(hopper, "is_hopper", lambda device: True)
-    monkeypatch.setattr(linear, "INTERPRETED", types.SimpleNamespace(value=False))
-    for which, rows, streamed in (
-        ("values", 2, False), ("values", 32, False), ("streamed", 1, True), ("streamed", 8, True),
-        ("streamed", 9, False), ("streamed", 33, False),
-    ):  # fmt: skip
+    monkeypatch.setattr(small_m, "INTERPRETED", types.SimpleNamespace(value=False))
+    for rows, streamed in ((1, True), (8, True), (9, False), (32, False), (33, False)):
         for codes in ("", "tensor", "row"):
             args = make_args(rows, codes)
-            with using(few_rows=which):
-                assert linear.streams(args) == streamed
-                assert linear.takes(args) == (streamed or (not codes and 2 < rows <= 32))
+            assert small_m.streams(args) == streamed
+            assert small_m.takes(args) == (streamed or (not codes and rows <= 32))
 
 
 @pytest.mark.parametrize("codes", ["", "tensor", "row"])

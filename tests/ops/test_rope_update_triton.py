@@ -10,9 +10,9 @@ from tests.ops.test_rope_update import CALLS, check_call
 from tests.quantization.codec_kernels import encode_quotients, encode_values
 from tests.support import make_config
 from tools.compile_kernels.launches import TARGETS
+from vattn.backends import triton_attn
 from vattn.config.rope import RopeConfig
 from vattn.kernels.triton.cache.rope_update import RopeTiles, rope_update, start_of_launch
-from vattn.kernels.variants import using
 
 
 @pytest.mark.parametrize("call", list(CALLS))
@@ -53,10 +53,9 @@ def test_when_a_launch_of_few_tokens_starts(changes: dict[str, object], tokens: 
     asked = {"dtype": "bfloat16", "num_heads": 32, "num_kv_heads": 8, "head_size": 128, "kv_cache_dtype": "fp8_e4m3"}
     config = make_config(**{**asked, "backend": "TRITON_ATTN", **changes})
     hopper = TARGETS["sm_90"]
-    assert start_of_launch(config, tokens, 6, hopper) == expected
-    assert start_of_launch(config, tokens, 6, TARGETS["sm_80"]) == ""
-    with using(rope_launch="after"):
-        assert start_of_launch(config, tokens, 6, hopper) == ""
+    next_may_start = triton_attn._next_may_start(config)
+    assert start_of_launch(tokens, 6, hopper, next_may_start) == expected
+    assert start_of_launch(tokens, 6, TARGETS["sm_80"], next_may_start) == ""
 
 
 @pytest.mark.parametrize("fmt", ["fp8_e4m3", "fp8_e5m2"])

@@ -12,7 +12,6 @@ from tests.kernels.ptx_emulation import run_ptx
 from vattn.kernels.triton.cache import packed_words
 from vattn.kernels.triton.cache.packed_update import choose_store, has_words
 from vattn.kernels.triton.common.tiles import Limits
-from vattn.kernels.variants import using
 from vattn.quantization.formats import KV_FORMATS
 from vattn.quantization.packed.turboquant import BOUNDARIES, CENTROIDS, pairwise_sum
 
@@ -47,6 +46,4 @@ def test_words_are_stored_in_caches_that_begin_at_one() -> None:
     assert not has_words(storage[2:], parts, native)
     assert not has_words(storage, KV_FORMATS["turboquant_k8v4"].parts, native)
     assert not has_words(storage, parts, Limits(8, 1 << 16, native_fp8=False))
-    with using(packed_store="plain"):
-        assert not has_words(storage, parts, native)
     assert choose_store(parts[0], True) is packed_words.store_codebook

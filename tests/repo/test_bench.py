@@ -311,39 +311,6 @@ def test_a_flashinfer_wrapper_is_planned_for_the_cell(monkeypatch) -> None:
             peers._flashinfer(family)(wrong)
 
 
-def test_variants_are_checked_and_the_fastest_right_one_is_named(monkeypatch) -> None:
-    """The benchmark of ways on tiny cells: the interpreter runs the general kernel, on FP8 caches alone."""
-    pytest.importorskip("triton")
-    from benchmarks.attention import variants as bench
-    from vattn.kernels import variants
-
-    asked = list(bench.questions())
-    assert len({(q.key, q.work.name, q.cache, q.layer.name) for q in asked}) == len(asked)
-    assert all(len({way.name for way in q.ways}) == len(q.ways) for q in asked)
-    seen: list[str] = []
-    layer, work = small()[0], shapes.Work("mixed", ((5, 5), (1, 40), (1, 16)))
-
-    def spy(cell: Cell) -> Any:
-        with variants.using(mixed="two"):
-            seen.append(variants.current().mixed)
-        return bench.DEFAULT.make(cell)
-
-    def wrong(cell: Cell) -> Any:
-        return lambda: torch.zeros_like(cell.query)
-
-    ways = (
-        bench.DEFAULT, bench.by_variant("two", mixed="two"), bench.by_general_kernel("kernel"),
-        bench.way("spy", spy), bench.way("wrong", wrong), bench.by_parts("parts"),
-    )  # fmt: skip
-    clock = {"vattn as it is": 8.0, "vattn two": 4.0, "vattn kernel": 5.0, "vattn spy": 6.0, "vattn parts": 9.0}
-    monkeypatch.setattr(attention, "interleave", lambda timers, replays: {name: clock[name] for name in timers})
-    row = bench.answer(bench.Question("mixed", layer, work, "fp8", ways, 1.05, ("xqa",)), CPU)
-    assert (row["winner"], row["winner_us"], row["default_over_winner"]) == ("two", 4.0, 2.0)
-    assert "us" in row["kernels"]["vattn parts"] and "wrong" in row["kernels"]["vattn wrong"] and seen == ["two"]
-    assert row["bar_met"] is None and variants.current() == variants.Variants()
-    assert row["question"] == "mixed" and row["bar"] == 1.05
-
-
 def test_the_layer_as_it_is_asked_for_is_shown_where_one_that_rounds_the_query_was_faster() -> None:
     row: dict[str, Any] = {"model": "m", "work": "w", "cache": "fp8", "best_own": "vattn, FP8 query"}
     times = {"vattn": {"us": 9.5, "error": 2e-3}, "vattn, FP8 query": {"us": 4.0, "error": 3e-2}}

@@ -134,8 +134,8 @@ def _update(name: str, target: str, config: AttentionConfig) -> Iterator[Launch]
     return record(name, target, lambda: launch.update_kv_cache(args, config, TARGETS[target]))
 
 
-def _rope(name: str, target: str, config: AttentionConfig, kind: str, tokens: int = 64) -> Iterator[Launch]:
-    (rope, full), dtype = ROPES[kind], MODEL_DTYPES[config.dtype]
+def _rope(name: str, target: str, config: AttentionConfig, kind: str, next_may_start: bool = False) -> Iterator[Launch]:
+    (rope, full), dtype, tokens = ROPES[kind], MODEL_DTYPES[config.dtype], 2 if next_may_start else 64
     heads, size, slots = config.num_heads, config.head_size, meta(tokens, dtype=torch.int64)
     out_dtype = torch.float8_e4m3fn if config.query_format != "none" else dtype
     table = meta(4096, rope.rotary_dim if full else rope.rotary_dim // 2, dtype=dtype if full else torch.float32)
@@ -150,7 +150,7 @@ def _rope(name: str, target: str, config: AttentionConfig, kind: str, tokens: in
         meta(*kv_cache_shape(config, 1024), dtype=kv_cache_dtype(config)), slots, weight, weight, q_scale, kv_scale,
         kv_scale, rope.encode(), config.encode(),
     )  # fmt: skip
-    return record(name, target, lambda: rope_update(args, rope, config, TARGETS[target]))
+    return record(name, target, partial(rope_update, args, rope, config, TARGETS[target], None, next_may_start))
 
 
 def _small_kernels(target: str) -> Iterator[Launch]:
@@ -217,7 +217,7 @@ def _caches(target: str, dtype: str) -> Iterator[Launch]:
             for kind in ROPES:
                 yield from _rope(f"{label} {kind}", target, config, kind)
         if target == "sm_90" and shape == "32x128":
-            yield from _rope(f"{label} overlapped", target, config.replace(backend="TRITON_ATTN"), "neox", 2)
+            yield from _rope(f"{label} overlapped", target, config, "neox", next_may_start=True)
 
 
 def _packed_formats(target: str, dtype: str) -> Iterator[Launch]:

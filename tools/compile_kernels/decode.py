@@ -93,7 +93,7 @@ def _decode_beside_prompts(args: AttentionArgs, config: AttentionConfig) -> None
     """Launch the decode kernel of a step whose prefill kernel may still run."""
     num_reqs, longest = args.seq_lens.shape[0], mixed_launch.short_rows(config)
     tuning, rows, schedule = (
-        mixed_launch.tuning_of(config, num_reqs, "overlapped"),
+        mixed_launch.tuning_of(config, num_reqs),
         mixed_launch.rows_at_once(config),
         integers(1, 8),
     )

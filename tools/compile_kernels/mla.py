@@ -14,6 +14,7 @@ from tools.compile_kernels.launches import TARGETS, Launch, integers, meta, reco
 from vattn.cache.layout import mla_cache_dtype, mla_cache_shape
 from vattn.config.mla import MLAConfig
 from vattn.config.rope import ROPE_STYLES, RopeConfig
+from vattn.kernels import mla_route
 from vattn.kernels.hopper.mla import launch as hopper_launch
 from vattn.kernels.hopper.mla import prefill_launch, sparse_launch, split_requests
 from vattn.kernels.triton.common.tiles import Limits
@@ -153,7 +154,7 @@ def _prompts(config: MLAConfig, blocks: int, limits: Limits) -> None:
     room = meta(64 * blocks * elements_per_token(config), dtype=dtype)
     args = arguments(config, 300, 2, 4)._replace(workspace=room)
     weight = meta(config.num_heads, wide, config.kv_lora_rank, dtype=dtype)
-    launch.attend_mixed(args, weight, config, limits)
+    mla_route.attend_mixed(args, weight, config, limits)
 
 
 def _index(dtype: str, heads: int, columns: int, limits: Limits) -> None:

@@ -13,10 +13,10 @@ import triton
 from tools.compile_kernels.launches import HOPPER, Launch, integers, meta, paged_arguments, record
 from vattn.config.attention import AttentionConfig
 from vattn.kernels.hopper import fp4_rows
+from vattn.kernels.hopper.linear import small_m
 from vattn.kernels.hopper.linear.launch import streamed_linear
 from vattn.kernels.hopper.prefill import launch
 from vattn.kernels.hopper.prefill.launch import Cut
-from vattn.kernels.triton import linear
 from vattn.ops.linear_arguments import E4M3, LinearArgs
 from vattn.quantization.formats import MODEL_DTYPES
 
@@ -111,9 +111,9 @@ def _fp4_rows() -> Iterator[Launch]:
 
 def _linears() -> Iterator[Launch]:
     """Yield products of few rows: by either kernel, of values and of codes, with each kind of scales."""
-    for rows, features, dtype in itertools.product((16, 32), (512, linear.HEAD), launch.DTYPES):
+    for rows, features, dtype in itertools.product((16, 32), (512, small_m.HEAD), launch.DTYPES):
         x, weight = (meta(count, 4096, dtype=MODEL_DTYPES[dtype]) for count in (rows, features))
-        call = partial(linear.few_rows_linear, LinearArgs(x, weight, None, None, dtype))
+        call = partial(small_m.small_m_linear, LinearArgs(x, weight, None, None, dtype))
         yield from record(f"{dtype} {rows}", "sm_90", call)
     # Many features, long rows, and one tile whose only chunk is not whole.
     for dtype, (features, columns) in itertools.product(launch.DTYPES, ((6144, 4096), (4096, 14336), (16, 192))):

@@ -19,10 +19,10 @@ from vattn.quantization.formats import MODEL_DTYPES
 def linear(args: LinearArgs) -> Tensor:
     """Return the product, by the kernel for few rows where there is one for these sizes, and by torch otherwise."""
     if args.input.is_cuda and has_triton():
-        from vattn.kernels.triton.linear import few_rows_linear, takes
+        from vattn.kernels.hopper.linear.small_m import small_m_linear, takes
 
         if takes(args):
-            return few_rows_linear(args)
+            return small_m_linear(args)
     dtype = MODEL_DTYPES[args.dtype]
     if args.input_scale is None or args.weight_scale is None:
         return args.input @ args.weight.t()

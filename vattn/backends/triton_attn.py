@@ -5,6 +5,8 @@ Nothing is read from the device and grids come from shapes, so any call can be c
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from vattn.backends.base import PACKED_STRIPES, Backend, Capabilities, Package
@@ -106,11 +108,11 @@ class TritonAttentionBackend(Backend):
             if num_tokens == num_reqs:
                 decode_packed.plan(args.query_start_loc, args.seq_lens, args.schedule, config)
             return
-        rows, way = decode_fast.rows_at_a_time(config, num_tokens, num_reqs, args.seq_lens.device), ""
+        rows, route = decode_fast.rows_at_a_time(config, num_tokens, num_reqs, args.seq_lens.device), ""
         if decodes and prefills:
-            way = mixed_launch.way_of(config, num_tokens, num_reqs, args.seq_lens.device)
-        if way:
-            mixed_launch.plan(args.query_start_loc, args.seq_lens, args.schedule, num_tokens, config, way)
+            route = mixed_launch.route_of(config, num_tokens, num_reqs, args.seq_lens.device)
+        if route:
+            mixed_launch.plan(args.query_start_loc, args.seq_lens, args.schedule, num_tokens, config, route)
         elif decodes and rows:
             decode_fast.plan(
                 args.query_start_loc, args.seq_lens, args.schedule, config, tokens=rows, num_tokens=num_tokens
@@ -154,7 +156,23 @@ class TritonAttentionBackend(Backend):
         """Run `vattn::rope_kv_cache_update`: in one launch, for packed formats in two."""
         from vattn.kernels.triton.cache.rope_update import rope_update
 
-        rope_update(args, rope, config)
+        rope_update(args, rope, config, next_may_start=_next_may_start(config))
+
+
+@lru_cache(maxsize=4096)
+def _next_may_start(config: AttentionConfig) -> bool:
+    """Return whether the kernel after RoPE's may be launched while that one runs.
+
+    Our own kernels wait before they read. Programs that are launched early go where there is memory for them, several
+    to a multiprocessor unless they fill it, as clusters do. Triton's decode kernel does not: the cache must be one with
+    which it is not launched early.
+    """
+    from vattn.kernels.hopper.decode.launch import choose_tuning
+
+    if KV_FORMATS[config.kv_cache_dtype].packed:
+        config = config.replace(kv_cache_dtype=config.dtype, kv_scale="none")
+    split = choose_tuning(config, 1)
+    return config.backend == "TRITON_ATTN" and (not split.overlap or split.slots > 0)
 
 
 def takes_rounded_queries(config: AttentionConfig) -> str:

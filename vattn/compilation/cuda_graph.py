@@ -19,7 +19,6 @@ from vattn.cache.bindings import CacheBindings, cache_address
 from vattn.compilation.graph_edges import start_early
 from vattn.config.arguments import integer, read_count
 from vattn.errors import ConfigError, GraphContractError, UnsupportedRequestError
-from vattn.kernels import variants
 from vattn.metadata.attention_metadata import AttentionMetadata, CaptureKey, step_of
 from vattn.metadata.builder import AttentionMetadataBuilder, Lengths
 from vattn.metadata.forward_context import forward_context
@@ -297,13 +296,11 @@ class CUDAGraphRunner:
                 self._run(entry, metadata)
         torch.cuda.current_stream(self.builder.device).wait_stream(side)
         torch.cuda.synchronize(self.builder.device)
-        early = variants.current().graph_edges == "early"
-        entry.graph = torch.cuda.CUDAGraph(keep_graph=early)
+        entry.graph = torch.cuda.CUDAGraph(keep_graph=True)
         with torch.cuda.graph(entry.graph, pool=self._pool):
             entry.output = self._run(entry, metadata)
-        if early:
-            start_early(entry.graph.raw_cuda_graph())
-            entry.graph.instantiate()
+        start_early(entry.graph.raw_cuda_graph())
+        entry.graph.instantiate()
 
     def _run(self, entry: _Entry, metadata: AttentionMetadata) -> Any:
         with forward_context(metadata), torch.no_grad():

@@ -4,7 +4,7 @@ A launch that may overlap with the kernel before it becomes a programmatic edge,
 that one has said so or ended. Compilers say so late, behind all that a kernel waits for. `vattn::linear`'s kernels
 that fill their memory with weights first touch nothing else before they wait for the kernel before to end, whenever
 they start, so that an edge into them may let them start as soon as every block before has begun. So does the kernel of
-RoPE where `Variants.rope_launch` has it launched early, and its few blocks take next to nothing while they wait; but
+RoPE where it is launched early, and its few blocks take next to nothing while they wait; but
 only decode in clusters is faster behind it then, so ahead of other kernels it starts when the kernel before has ended.
 The kernel of `vattn::linear` for up to 32 rows of values waits first as well: early, it has been launched by then. So
 does the first kernel of a layer that Inductor has compiled on its own: behind the last one of the layer before, it no

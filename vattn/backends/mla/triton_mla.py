@@ -46,23 +46,23 @@ class TritonMLABackend(TritonMLAUpdate, MLABackend):
 
     def plan_shape(self, config: Any, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
         """Return the shape of a step's plan: what a layer and the GPU have of schedule and line of keys."""
-        from vattn.kernels.triton.mla import plan_layout as mla_plan
+        from vattn.kernels import mla_route
 
         cuda = torch.cuda.is_available()
         device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
-        return mla_plan.plan_shape(config, num_tokens, num_reqs, device)
+        return mla_route.plan_shape(config, num_tokens, num_reqs, device)
 
     def plan_key(self, config: Any) -> str:
         """Return what two layers must have in common to share one plan."""
-        from vattn.kernels.triton.mla import plan_layout as mla_plan
+        from vattn.kernels import mla_route
 
-        return f"{self.name} {mla_plan.plan_key(config)}"
+        return f"{self.name} {mla_route.plan_key(config)}"
 
     def plan(self, args: PlanArgs, config: Any) -> None:
         """Fill a step's plan."""
-        from vattn.kernels.triton.mla import plan_layout as mla_plan
+        from vattn.kernels import mla_route
 
-        mla_plan.plan(args, config)
+        mla_route.plan(args, config)
 
     def scratch_bytes(self, config: MLAConfig, num_tokens: int, workspace_tokens: int | None) -> int:
         """Return the bytes of rows in the latent space, of the workspace, and of sums that go from chunk to chunk."""
@@ -75,7 +75,7 @@ class TritonMLABackend(TritonMLAUpdate, MLABackend):
 
     def mla_attention(self, args: MLAAttentionArgs, config: MLAConfig) -> None:
         """Run `vattn::mla_attention`."""
-        from vattn.kernels.triton.mla.launch import attend
+        from vattn.kernels.mla_route import attend
 
         if config.context_parallel:
             from vattn.kernels.triton.attention.dcp_rows import latent_rows

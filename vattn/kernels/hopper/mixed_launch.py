@@ -1,15 +1,12 @@
 """Steps between decode and prefill on Hopper: drafted tokens, short extends, prompts beside running requests.
 
-Which kernel takes which rows, of the ways that `vattn.kernels.variants` names:
+Shapes choose the route, and the results are right for any split of the rows over the requests:
 
-- "packed": the prefill kernel takes all, the heads of a group as rows of one tile, so that keys and values are loaded
-  once for all of them. A request's keys are never split, so there must be enough requests or rows for the whole card.
-- "two": the prefill kernel takes requests of more rows than the decode kernel attends at a time, heads packed too, and
-  padding; the decode kernel takes the others, and splits long ones. Two schedules, one behind the other in one tensor,
-  say which request is whose; they are made on the device from the rows that requests have.
-- "overlapped": the same, and the decode kernel starts where the prefill kernel has left multiprocessors free.
-
-Shapes choose the way, and any split of the rows over the requests comes out right.
+- "packed_gqa": the prefill kernel attends all requests. The heads of a group are rows of one tile, so keys and values
+  are loaded once for all of them. A request's keys are never split, so requests or rows must fill the whole card.
+- "two_kernels": the prefill kernel attends padding and the requests of more rows than the decode kernel attends at a
+  time; the decode kernel attends the others, and starts where the prefill kernel leaves multiprocessors free. Two
+  schedules, one after the other in one tensor, are made on the device from the rows that requests have.
 """
 
 from __future__ import annotations
@@ -27,7 +24,6 @@ from vattn.kernels.hopper.decode.launch import Tuning
 from vattn.kernels.hopper.prefill import launch as prefill_launch
 from vattn.kernels.hopper.prefill.launch import Cut, packs, padded_pack, products_of
 from vattn.kernels.hopper.prefill.load import GROUP_ROWS
-from vattn.kernels.variants import current
 from vattn.ops.arguments import AttentionArgs
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
 
@@ -35,25 +31,24 @@ LEAST_TILES_PER_PROCESSOR = 1
 """Row tiles of a KV head that there must be on average; fewer leave multiprocessors without work."""
 
 LEAST_DRAFTS_PER_PROCESSOR = 3 / 8
-"""The same for `few_drafts="measured"`: the rest idles for less time than the general kernel takes longer."""
+"""The same for drafts: the idle multiprocessors cost less time than the general kernel would."""
+
+MOST_ROWS_PER_REQUEST = 256
+"""On average, from which the prefill kernel attends a step as prompts."""
 
 
-def way_of(config: AttentionConfig, num_tokens: int, num_reqs: int, device: torch.device) -> str:
-    """Return which way a step of these shapes goes, empty for none of these."""
-    variants = current()
+def route_of(config: AttentionConfig, num_tokens: int, num_reqs: int, device: torch.device) -> str:
+    """Return the route of a step of these shapes, empty if it takes neither."""
     if num_tokens <= num_reqs or decode_fast.rows_at_a_time(config, num_tokens, num_reqs, device):
         return ""
-    way = variants.mixed if num_tokens < variants.mixed_below * num_reqs else "general"
-    if way in ("two", "overlapped") and config.head_size == 256 and products_of(config) != "plain":
-        way = "packed"  # What these decode by since has not been compared beside another kernel on a GPU.
-    least: float = LEAST_TILES_PER_PROCESSOR
-    if is_speculative(config, num_tokens, num_reqs):
-        way = variants.speculative
-        least = LEAST_DRAFTS_PER_PROCESSOR if variants.few_drafts == "measured" else least
+    processors = devices.multiprocessors(device)
     tiles = max(num_tokens * config.group_size // (2 * GROUP_ROWS.value), num_reqs) * config.num_kv_heads
-    if way == "general" or tiles < least * devices.multiprocessors(device):
+    if is_speculative(config, num_tokens, num_reqs):
+        return "packed_gqa" if tiles >= LEAST_DRAFTS_PER_PROCESSOR * processors else ""
+    if num_tokens >= MOST_ROWS_PER_REQUEST * num_reqs or tiles < LEAST_TILES_PER_PROCESSOR * processors:
         return ""
-    return way
+    # The decode kernel of FP8 heads of 256 has not been timed beside the prefill kernel.
+    return "packed_gqa" if config.head_size == 256 and products_of(config) != "plain" else "two_kernels"
 
 
 def is_speculative(config: AttentionConfig, num_tokens: int, num_reqs: int) -> bool:
@@ -84,39 +79,39 @@ def short_rows(config: AttentionConfig) -> int:
 def rows_at_once(config: AttentionConfig) -> int:
     """Return how many rows of a request the decode kernel attends at once in a step of two kernels.
 
-    Eight rows, with their group of heads, take an FP8 cache less time than sixteen, and most requests have one.
+    Over an FP8 cache eight rows, with their group of heads, take less time than sixteen, and most requests have one.
     """
-    halved = current().mixed_rows == "eight" and config.kv_cache_dtype in decode_fast.QUANTISED_CACHES
     rows = short_rows(config)
-    return min(rows, max(1, decode_fast.MAX_GROUP_SIZE // 2 // config.group_size)) if halved else rows
+    if config.kv_cache_dtype not in decode_fast.QUANTISED_CACHES:
+        return rows
+    return min(rows, max(1, decode_fast.MAX_GROUP_SIZE // 2 // config.group_size))
 
 
-def tuning_of(config: AttentionConfig, num_reqs: int, way: str) -> Tuning:
-    """Return the tuning of the decode kernel in a step of two kernels."""
-    tuning = decode_fast.choose_tuning(config, num_reqs, short_rows(config))
-    return replace(tuning, overlap="end") if way == "overlapped" else tuning
+def tuning_of(config: AttentionConfig, num_reqs: int) -> Tuning:
+    """Return the tuning of the decode kernel in a step of two kernels: it starts while the prefill kernel runs."""
+    return replace(decode_fast.choose_tuning(config, num_reqs, short_rows(config)), overlap="end")
 
 
 def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
-    """Return whether this call goes one of these ways: a layer that both kernels run, and shapes that ask for it."""
+    """Return whether this call takes a route: both kernels run the layer, and the shapes choose one."""
     device = args.query.device
     has_keys = args.kv_cache.numel() > 0 and args.block_table.shape[1] > 0 and args.kv_cache.is_contiguous()
     if not has_keys or not (prefill_launch.runs(config, device) and decode_fast.runs(config, device)):
         return False
-    return way_of(config, args.query.shape[0], args.seq_lens.shape[0], device) != ""
+    return route_of(config, args.query.shape[0], args.seq_lens.shape[0], device) != ""
 
 
 def plan(
-    query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, num_tokens: int, config: AttentionConfig, way: str
+    query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, num_tokens: int, config: AttentionConfig, route: str
 ) -> None:
-    """Fill the schedule of a step on the device, for a way that `way_of` named."""
+    """Fill the schedule of a step on the device, for what `route_of` returned."""
     num_reqs = seq_lens.shape[0]
     cut = cut_of(config, num_tokens, num_reqs)
-    if way == "packed":
+    if route == "packed_gqa":
         prefill_launch.plan(query_start_loc, seq_lens, schedule, num_tokens, config, cut)
         return
     rows, of_decode, of_prefill = short_rows(config), *_parts(schedule, config, num_reqs)
-    tuning = tuning_of(config, num_reqs, way)
+    tuning = tuning_of(config, num_reqs)
     decode_fast.plan(query_start_loc, seq_lens, of_decode, config, tuning, rows_at_once(config), longest=rows)
     prefill_launch.plan(query_start_loc, seq_lens, of_prefill, num_tokens, config, cut, least_rows=rows + 1)
 
@@ -128,29 +123,28 @@ def _parts(schedule: Tensor, config: AttentionConfig, num_reqs: int) -> tuple[Te
     return schedule[:place], schedule[place:]
 
 
-def attend(args: AttentionArgs, config: AttentionConfig, way: str = "") -> None:
-    """Run `vattn::attention` for a call that `accepts` took; `way` overrides what the shapes would choose."""
+def attend(args: AttentionArgs, config: AttentionConfig, route: str = "") -> None:
+    """Run `vattn::attention` for a call that `accepts` took; `route` overrides what the shapes choose."""
     num_tokens, num_reqs, device = args.query.shape[0], args.seq_lens.shape[0], args.query.device
-    way = way or way_of(config, num_tokens, num_reqs, device)
+    route = route or route_of(config, num_tokens, num_reqs, device)
     shape = decode_fast.plan_shape(config, num_tokens, num_reqs, device)
     schedule = next((s for s in args.plan if tuple(s.shape) == shape), None)
     if schedule is None:
         schedule = torch.empty(shape, dtype=torch.int32, device=device)
-        plan(args.query_start_loc, args.seq_lens, schedule, num_tokens, config, way)
+        plan(args.query_start_loc, args.seq_lens, schedule, num_tokens, config, route)
     cut, fmt, rows = cut_of(config, num_tokens, num_reqs), OUTPUT_FORMATS[config.output_format], rows_at_once(config)
-    tuning = tuning_of(config, num_reqs, way)
+    tuning = tuning_of(config, num_reqs)
     finished = not fmt.group_size or prefill_launch.computes_scales(config)
-    if way != "packed" and fmt.group_size:
+    if route != "packed_gqa" and fmt.group_size:
         finished = finished and decode_fast.computes_scales(config, num_reqs, tuning, rows)
     output = args.output
     if not finished:
         output = torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=device)
-    if way == "packed":
+    if route == "packed_gqa":
         prefill_launch.launch(args, config, schedule, output, devices.multiprocessors(device), cut)
     else:
         of_decode, of_prefill = _parts(schedule, config, num_reqs)
-        early = way == "overlapped"
-        prefill_launch.launch(args, config, of_prefill, output, devices.multiprocessors(device), cut, early)
+        prefill_launch.launch(args, config, of_prefill, output, devices.multiprocessors(device), cut, early=True)
         sizes = decode_fast.sizing(config, num_reqs, tuning, device, rows, longest=short_rows(config))
         decode_fast.launch(args, config, of_decode, output, tuning, sizes, rows)
     if not finished:

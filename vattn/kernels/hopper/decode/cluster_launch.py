@@ -13,7 +13,6 @@ from torch import Tensor
 
 from vattn.cache.layout import key_value_views
 from vattn.config.attention import AttentionConfig
-from vattn.kernels import variants
 from vattn.kernels.hopper import fp4_rows
 from vattn.kernels.hopper.decode import launch as decode_fast
 from vattn.kernels.hopper.decode.cluster_kernel import decode_cluster_kernel
@@ -38,12 +37,12 @@ busier."""
 
 def takes(args: AttentionArgs, config: AttentionConfig) -> bool:
     """Return whether a step that `decode_fast.accepts` took, of one row a request, is to go this way and can."""
-    num_reqs, way = args.seq_lens.shape[0], variants.current().few_requests
-    if way == "split" or not 0 < num_reqs <= decode_fast.FEW_REQUESTS:
+    num_reqs = args.seq_lens.shape[0]
+    if not 0 < num_reqs <= decode_fast.FEW_REQUESTS:
         return False
     # Lengths are on the device; what the host knows of them is how many blocks a request can have.
     tokens, heads = args.block_table.shape[1] * config.block_size, num_reqs * config.num_kv_heads
-    if way == "measured" and (heads > MOST_HEADS or tokens > MOST_TOKENS):
+    if heads > MOST_HEADS or tokens > MOST_TOKENS:
         return False
     return args.query.shape[0] == num_reqs and not refusals(args, config)
 

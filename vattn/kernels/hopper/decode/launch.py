@@ -37,7 +37,6 @@ from vattn.kernels.hopper.decode.triton_kernel import (
     reduce_kernel,
 )
 from vattn.kernels.triton.common.epilogue import group_constants, groups_fit_heads, row_output
-from vattn.kernels.variants import current
 from vattn.ops.arguments import AttentionArgs
 from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
 
@@ -155,7 +154,7 @@ def whole_tuning(args: AttentionArgs, config: AttentionConfig) -> Tuning | None:
     num_reqs, room = args.seq_lens.shape[0], args.block_table.shape[1] * config.block_size
     plain = config.kv_cache_dtype not in QUANTISED_CACHES
     fits = config.num_kv_heads % 2 == 0 and config.head_size in SPECULATIVE_HEAD_SIZES
-    if current().one_wave == "scheduled" or not fits or room > MOST_WHOLE_TOKENS or args.query.shape[0] != num_reqs:
+    if not fits or room > MOST_WHOLE_TOKENS or args.query.shape[0] != num_reqs:
         return None
     if not LEAST_WHOLE_WAVE <= num_reqs * config.num_kv_heads / 2 / devices.multiprocessors(args.query.device) <= 1:
         return None
@@ -203,7 +202,7 @@ def rows_at_a_time(config: AttentionConfig, num_tokens: int, num_reqs: int, devi
     most = MAX_GROUP_SIZE // config.group_size if attends_drafts(config) else 0
     if tokens <= most:
         return tokens
-    if most == 1 or tokens > 4 * most or current().few_drafts == "general":
+    if most == 1 or tokens > 4 * most:
         return 0
     few = num_reqs * config.num_kv_heads < MOST_DRAFTS_PER_PROCESSOR * devices.multiprocessors(device)
     return most if few else 0
@@ -348,7 +347,7 @@ def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None =
     """
     num_tokens, num_reqs, device = args.query.shape[0], args.seq_lens.shape[0], args.query.device
     tokens = tokens or rows_at_a_time(config, num_tokens, num_reqs, device)
-    if tuning is None and current().few_requests != "split":
+    if tuning is None:
         from vattn.kernels.hopper.decode import cluster_launch as decode_cluster_launch
 
         if decode_cluster_launch.takes(args, config):

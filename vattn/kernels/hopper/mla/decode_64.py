@@ -19,8 +19,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from vattn.kernels.hopper.compat import block_barrier, take_over
-from vattn.kernels.hopper.mla.decode_64_gather import HIDDEN, ROWS, blocks_known, hide, may_send, send_half, store_half
-from vattn.kernels.hopper.mla.rescale import rescale
+from vattn.kernels.hopper.mla.rows_64 import (
+    HIDDEN,
+    ROWS,
+    blocks_known,
+    hide,
+    inverse_of,
+    may_send,
+    rescale,
+    rows_seen,
+    store_sums,
+    write_half,
+)
 from vattn.kernels.hopper.mla.work_items import (
     LATENT,
     ROPE,
@@ -35,7 +45,6 @@ from vattn.kernels.hopper.mla.work_items import (
     panels,
 )
 from vattn.kernels.hopper.prefill.tile_queue import new_barriers
-from vattn.kernels.triton.common.mask import LN2
 
 
 @gluon.jit
@@ -62,7 +71,7 @@ def load_tile(
 
 
 @gluon.jit
-def produce_turns(
+def load_tiles(
     query_boxes, query_rope_boxes, boxes, rope_boxes, work, queries, query_ropes, latents, ropes, query_ready,
     query_free, ready, free, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     SPLIT_QUERY: gl.constexpr, LAYOUT: gl.constexpr,
@@ -172,27 +181,13 @@ def close_rows(
     row0, slot, group, first, sent, FIRST: gl.constexpr, PARTIAL_ROWS: gl.constexpr, RESULT: gl.constexpr,
     LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Write a half of the rows' results, with the left one their LSE, or maxima and sums of a part."""
-    # A row whose keys all lie behind it has weights of hidden keys alone.
-    seen = (limit > first * TILE) & (maximum > 0.5 * HIDDEN / scale)
+    """Write a half of the rows' results, and with the left one their LSE, or maxima and sums of a split."""
+    seen = rows_seen(limit, first, maximum, scale)
     if FIRST == 0:
-        inside = row < rows
-        if slot >= 0:
-            place = (slot.to(gl.int64) * PARTIAL_ROWS + row) * 2
-            gl.store(stats + place, gl.where(seen, maximum * scale, -1e30), mask=inside)
-            gl.store(stats + place + 1, gl.where(seen, total, 0.0), mask=inside)
-        elif lse is not None:
-            log = gl.where(seen, (maximum * scale + gl.log2(gl.where(seen, total, 1.0))) * LN2, float("-inf"))
-            gl.store(lse + (row0 + row).to(gl.int64), log, mask=inside)
-    norm = gl.where(seen, 1.0 / gl.where(seen, total, 1.0), 0.0)
-    norm = gl.convert_layout(norm, gl.SliceLayout(1, RESULT))
-    if sent:
-        send_half(acc, norm, output_boxes, partial_boxes, room, group, row0, slot, FIRST * 64, PARTIAL_ROWS, LAYOUT)
-        mbarrier.arrive(free, count=1)
-    else:
-        result_row = group * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, RESULT))
-        store_half(acc, norm, output, partial, result_row, result_row < rows, row0, slot, FIRST * 64, PARTIAL_ROWS,
-                   RESULT)  # fmt: skip
+        store_sums(lse, stats, row, row < rows, row0, slot, maximum, total, seen, scale, PARTIAL_ROWS)
+    norm = gl.convert_layout(inverse_of(total, seen), gl.SliceLayout(1, RESULT))
+    write_half(acc, norm, sent, output, output_boxes, partial, partial_boxes, room, free, group, rows, row0, slot,
+               FIRST * 64, PARTIAL_ROWS, RESULT, LAYOUT)  # fmt: skip
 
 
 @gluon.jit
@@ -433,7 +428,7 @@ def mla_decode_turns_kernel(
             (attend_odd, (
                 arguments, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS, LAYOUT,
             )),
-            (produce_turns, (
+            (load_tiles, (
                 query_boxes, query_rope_boxes, boxes, rope_boxes, work, queries, query_ropes, latents, ropes,
                 query_ready, query_free, ready, free, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, LAYOUT,
             )),

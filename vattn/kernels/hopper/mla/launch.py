@@ -19,19 +19,18 @@ from vattn.config import device as devices
 from vattn.config.device import DeviceInfo, Sizes
 from vattn.config.mla import MLAConfig
 from vattn.errors import ShapeError
-from vattn.kernels import variants
 from vattn.kernels.hopper import availability as hopper
 from vattn.kernels.hopper.mla.decode_16_32 import mla_decode_kernel
 from vattn.kernels.hopper.mla.decode_64 import mla_decode_turns_kernel
-from vattn.kernels.hopper.mla.decode_64_gather import mla_decode_wide_kernel
 from vattn.kernels.hopper.mla.decode_fp8 import PAIRS, ROPE_PAIRS, mla_decode_fp8_kernel
+from vattn.kernels.hopper.mla.prefill_launch import planned_room, planned_tokens
 from vattn.kernels.hopper.mla.reduce import merge_parts
 from vattn.kernels.hopper.mla.schedule import FIELDS, WAVES, mla_schedule_kernel
 from vattn.kernels.hopper.mla.split_requests import Parts, cut_requests
 from vattn.kernels.hopper.mla.work_items import LATENT, ROPE, TILE
 from vattn.kernels.triton.common.tiles import next_power_of_two
 from vattn.kernels.triton.mla.absorb_rule import longest_absorbed
-from vattn.kernels.triton.mla.plan_layout import MIXED, line_room, planned_tokens, tile_room
+from vattn.kernels.triton.mla.plan_layout import MIXED, line_room
 from vattn.ops.arguments_mla import MLAAttentionArgs
 from vattn.quantization.formats import MODEL_DTYPES
 
@@ -76,10 +75,8 @@ def refusals(config: MLAConfig, device: DeviceInfo) -> list[str]:
 
 def runs(config: MLAConfig, device: torch.device) -> bool:
     """Return whether nothing is refused, and this way is the one that is taken."""
-    if config.kv_cache_dtype == FP8:
-        way = variants.current().latent_fp8
-        if way == "plain" or (way == "measured" and config.num_heads not in FP8_HEADS):
-            return False
+    if config.kv_cache_dtype == FP8 and config.num_heads not in FP8_HEADS:
+        return False
     return _can_run(config, device)
 
 
@@ -157,7 +154,7 @@ def mixes(args: MLAAttentionArgs, config: MLAConfig) -> bool:
 
 def plan_shape(config: MLAConfig, num_tokens: int, num_reqs: int, device: torch.device) -> tuple[int, ...]:
     """Return the shape of a step's plan, which tells how it is cut; its size never falls with the batch."""
-    room = _schedule_room(num_reqs, device) + tile_room(config, num_tokens, num_reqs, device)
+    room = _schedule_room(num_reqs, device) + planned_room(config, num_tokens, num_reqs, device)
     if num_tokens > MOST_QUERY_TOKENS * num_reqs:
         return MIXED, room // MIXED
     most = rows_of_parts(num_tokens, num_reqs, config)
@@ -204,7 +201,7 @@ def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: ML
     num_reqs, shape, device = seq_lens.shape[0], tuple(schedule.shape), seq_lens.device
     room, tokens = _schedule_room(num_reqs, device), shape[0] if shape else 0
     num_tokens = planned_tokens(schedule.numel() - room, num_reqs, config, device)
-    room += tile_room(config, max(num_tokens, 0), num_reqs, device)
+    room += planned_room(config, max(num_tokens, 0), num_reqs, device)
     if tokens not in (1, 2, 4, MOST_QUERY_TOKENS, MIXED) or schedule.numel() != room:
         raise ShapeError(f"schedule has shape {shape}", f"{room} elements", "make it by Backend.plan_shape")
     if len(shape) == 3:
@@ -310,10 +307,7 @@ def _launch(
     elif rows == 64:
         boxes = row_boxes(absorbed, args.kv_cache, rows, config)
         boxes |= result_boxes(output, partial)
-        if variants.current().latent_scores == "turns":
-            mla_decode_turns_kernel[grid](**boxes, **common)
-        else:
-            mla_decode_wide_kernel[grid](cache=None, GATHER=False, **boxes, **common)
+        mla_decode_turns_kernel[grid](**boxes, **common)
     else:
         boxes = row_boxes(absorbed, args.kv_cache, rows, config)
         mla_decode_kernel[grid](

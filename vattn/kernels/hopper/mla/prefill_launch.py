@@ -13,7 +13,6 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from vattn.config import device as devices
 from vattn.config.device import DeviceInfo, Sizes
 from vattn.config.mla import MLAConfig
-from vattn.kernels import variants
 from vattn.kernels.hopper import availability as hopper
 from vattn.kernels.hopper.mla.prefill import GROUPS, KEYS, ROPE, mla_prefill_gluon_kernel
 from vattn.kernels.hopper.prefill.load import GROUP_ROWS
@@ -56,19 +55,29 @@ def _can_run(config: MLAConfig, device: torch.device) -> bool:
 
 def accepts(args: MLAAttentionArgs, config: MLAConfig, align: int, chunks: int) -> bool:
     """Return whether a step goes this way: the layer does, and its keys lie in whole tiles, all at once."""
-    if variants.current().latent_prefill == "plain" or align % KEYS.value or chunks > 1:
+    if align % KEYS.value or chunks > 1:
         return False
     return args.output.is_contiguous() and _can_run(config, args.query.device)
 
 
 def plans(config: MLAConfig, device: torch.device) -> bool:
     """Return whether plans of a layer have room for row tiles: steps with prompts go this way."""
-    return device.type == "cuda" and variants.current().latent_prefill == "gluon" and _can_run(config, device)
+    return device.type == "cuda" and _can_run(config, device)
 
 
 def plan_key(config: MLAConfig) -> str:
     """Return what layers that share a plan have in common."""
     return "" if refusals(config, DeviceInfo("cuda", hopper.CAPABILITY)) else " tiles"
+
+
+def planned_room(config: MLAConfig, num_tokens: int, num_reqs: int, device: torch.device) -> int:
+    """Return how many integers a plan has for the row tiles of prompts, whether the step has some or not."""
+    return tile_room(num_tokens, num_reqs) if plans(config, device) else 0
+
+
+def planned_tokens(room: int, num_reqs: int, config: MLAConfig, device: torch.device) -> int:
+    """Return the tokens of the step that a plan has so much room for row tiles for; 0 where it has none."""
+    return tokens_of_room(room, num_reqs) if plans(config, device) else 0
 
 
 def tile_room(num_tokens: int, num_reqs: int) -> int:

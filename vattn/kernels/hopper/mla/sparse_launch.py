@@ -11,7 +11,6 @@ from torch import Tensor
 from vattn.config import device as devices
 from vattn.config.device import DeviceInfo
 from vattn.config.mla import MLAConfig
-from vattn.kernels import variants
 from vattn.kernels.hopper.mla import launch as mla_launch
 from vattn.kernels.hopper.mla.decode_64_gather import mla_decode_wide_kernel
 from vattn.kernels.hopper.mla.decode_fp8 import mla_decode_fp8_kernel
@@ -44,10 +43,7 @@ def _can_run(config: MLAConfig, device: torch.device) -> bool:
 
 def accepts(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> bool:
     """Return whether this call goes this way: the layer does, keys are listed, and int32 can count those there are."""
-    chosen = variants.current()
-    if chosen.latent_sparse == "plain" or args.topk_indices is None or not absorbed.shape[0]:
-        return False
-    if config.kv_cache_dtype == mla_launch.FP8 and chosen.latent_fp8 == "plain":
+    if args.topk_indices is None or not absorbed.shape[0]:
         return False
     slots = args.kv_cache.shape[0] * config.block_size
     return args.topk_indices.shape[1] > 0 and slots < 1 << 31 and _can_run(config, absorbed.device)
@@ -85,8 +81,7 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) 
         "lse": args.lse, "partial": partial, "stats": stats, "num_tokens": tokens, "num_reqs": tokens,
         "num_blocks": args.kv_cache.shape[0] * config.block_size, "table_stride": slots.stride(0),
         "table_width": slots.shape[1], "scale": config.scale * _LOG2E, "HEADS": config.num_heads, "GROUPS": groups,
-        "BLOCK_SIZE": 1, "SPLIT_QUERY": 1, "PARTIAL_ROWS": rows * groups, "GATHER": True, "num_warps": 4,
-        "launch_pdl": True,
+        "BLOCK_SIZE": 1, "SPLIT_QUERY": 1, "PARTIAL_ROWS": rows * groups, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     grid, cached = (min(ctas, items) * groups,), args.kv_cache.view(-1, LATENT.value + ROPE.value)
     if from_codes:
@@ -94,13 +89,13 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) 
         mla_decode_fp8_kernel[grid](
             query=absorbed.view(torch.uint8) if native else absorbed, boxes=None, rope_boxes=None,
             cache=cached.view(torch.int16), q_scale=args.q_scale if native else None, k_scale=args.k_scale, ROWS=rows,
-            STAGES=mla_launch.FP8_STAGES, NATIVE=native, **common,
+            STAGES=mla_launch.FP8_STAGES, NATIVE=native, GATHER=True, **common,
         )  # fmt: skip
     else:
         boxes: dict[str, Any] = mla_launch.row_boxes(absorbed, args.kv_cache, rows, config)
         mla_decode_wide_kernel[grid](
-            query_boxes=boxes["query_boxes"], query_rope_boxes=boxes["query_rope_boxes"], boxes=None, rope_boxes=None,
-            cache=cached, **mla_launch.result_boxes(output, partial), **common,
+            query_boxes=boxes["query_boxes"], query_rope_boxes=boxes["query_rope_boxes"], cache=cached,
+            **mla_launch.result_boxes(output, partial), **common,
         )  # fmt: skip
     if splits > 1:
         merge_parts(

@@ -81,8 +81,7 @@ class Cut:
     Attributes:
         groups: consumer warpgroups of a CTA, 64 rows each.
         pack: 1, or the query heads of a KV head, which are rows of one tile then, rounded up to a divisor of 64.
-        converters: warps that convert an FP8 cache, 0 for as many as were best: 2 or 4 if its values are turned.
-        turn: tokens of a panel of turned values, 32 or 64, 0 for as many as were best.
+        converters: warps that convert an FP8 cache, 0 for as many as were best.
         keys: tokens of a key tile, 0 for as many as `key_tile` says.
         residents: CTAs that share a multiprocessor: more than one for one warpgroup and heads of 64 alone; where a
             16-bit query meets an FP8 cache two, of two converters.
@@ -95,7 +94,6 @@ class Cut:
     groups: int = 2
     pack: int = 1
     converters: int = 0
-    turn: int = 0
     keys: int = 0
     residents: int = 1
     ahead: bool = False
@@ -368,7 +366,7 @@ def shape_of(config: AttentionConfig, cut: Cut, late: bool) -> Shape:
         CACHE=cache,
         GROUPS=cut.groups,
         CONVERTERS=cut.converters or converter_warps(config, cut),
-        TURN=cut.turn or turned_tokens(config),
+        TURN=turned_tokens(config),
         LONG_TURNS=wide,
         # Tiles of 64 keys, queries of 256 columns and loads want all that shared memory can give.
         HELD=128 if wide and cache == "plain" else 0,

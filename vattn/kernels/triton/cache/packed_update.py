@@ -14,7 +14,6 @@ from vattn.kernels.triton.cache.packed_rows import TRITON_CODECS, part_constants
 from vattn.kernels.triton.cache.packed_words import WORD_STORES
 from vattn.kernels.triton.cache.update import head_scale, slot_start
 from vattn.kernels.triton.common.tiles import Limits, next_power_of_two
-from vattn.kernels.variants import current
 from vattn.ops.arguments import CacheUpdateArgs
 from vattn.quantization.formats import KV_FORMATS, PackedPart
 
@@ -129,8 +128,7 @@ def choose_update(config: AttentionConfig, wide: int) -> tuple[int, int]:
 
 def has_words(kv_cache: Tensor, parts: tuple[PackedPart, PackedPart], limits: Limits) -> bool:
     """Return whether both parts of a format are stored by words, and the cache begins at one."""
-    asked = limits.native_fp8 and current().packed_store == "words"
-    return asked and kv_cache.data_ptr() % 4 == 0 and all(part.codec in WORD_STORES for part in parts)
+    return limits.native_fp8 and kv_cache.data_ptr() % 4 == 0 and all(part.codec in WORD_STORES for part in parts)
 
 
 def choose_store(part: PackedPart, words: bool) -> Any:

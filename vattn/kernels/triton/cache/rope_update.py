@@ -15,13 +15,11 @@ import triton.language as tl
 from vattn.cache.layout import key_value_views, kv_cache_dtype, kv_cache_shape
 from vattn.config.attention import AttentionConfig
 from vattn.config.rope import RopeConfig
-from vattn.kernels.hopper.decode.launch import choose_tuning
 from vattn.kernels.triton.attention.launch import TRITON_DTYPES, as_bytes
 from vattn.kernels.triton.cache.packed_update import update_packed
 from vattn.kernels.triton.cache.update import head_scale, slot_start, stored
 from vattn.kernels.triton.common.codec import cast, encode, encode_native, encode_quotient
 from vattn.kernels.triton.common.tiles import Limits, next_power_of_two
-from vattn.kernels.variants import current
 from vattn.ops.arguments import CacheUpdateArgs, RopeUpdateArgs
 from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES
 
@@ -271,20 +269,27 @@ def rope_update(
     config: AttentionConfig,
     limits: Limits | None = None,
     tiles: RopeTiles | None = None,
+    next_may_start: bool = False,
 ) -> None:
-    """Run `vattn::rope_kv_cache_update`; `limits` overrides what the device can do, `tiles` how the launch is cut."""
+    """Run `vattn::rope_kv_cache_update`.
+
+    Args:
+        limits, tiles: override what the device can do and how the launch is cut.
+        next_may_start: whether the next kernel waits before it reads what this one writes, so that it may be launched
+            while this one runs.
+    """
     num_tokens = args.query.shape[0]
     if num_tokens == 0:
         return
     if KV_FORMATS[config.kv_cache_dtype].packed:
-        _rope_update_packed(args, rope, config, limits, tiles)
+        _rope_update_packed(args, rope, config, limits, tiles, next_may_start)
         return
     limits = limits or Limits.of(args.query.device)
     tiles = tiles or FASTEST
     key_cache, value_cache = (as_bytes(view) for view in key_value_views(args.kv_cache, config))
     constants = rope_constants(rope, config, args.cos.shape[1] == rope.rotary_dim, limits, tiles)
     programs = -(-config.num_heads // constants["Q_TILE"]) - (-config.num_kv_heads // constants["KV_TILE"])
-    early = start_of_launch(config, num_tokens, programs, limits)
+    early = start_of_launch(num_tokens, programs, limits, next_may_start)
     options = {"launch_pdl": True} if early else {}
     rope_update_kernel[(num_tokens, programs)](
         args.query, args.key, as_bytes(args.value), args.cos, args.sin, args.positions, as_bytes(args.query_out),
@@ -297,34 +302,29 @@ def rope_update(
     )  # fmt: skip
 
 
-def start_of_launch(config: AttentionConfig, num_tokens: int, programs: int, limits: Limits) -> str:
+def start_of_launch(num_tokens: int, programs: int, limits: Limits, next_may_start: bool) -> str:
     """Return when a launch of so many programs a token starts and whether the next may: EARLY of the kernel.
 
-    It starts early where no multiprocessor has more than one program; `vattn.compilation.graph_edges` takes that back
-    in captured graphs where it does not pay. The next kernel may where it is one of ours, all of which wait before they
-    read, and cannot be spread worse for it. Programs launched while others run go where there is memory for them,
-    several to a multiprocessor unless they fill it, as those of clusters do. Those of the plain decode kernel do not,
-    so this is for caches with which that one is not launched early.
+    It starts while the kernel before runs if no multiprocessor has more than one program. In captured graphs
+    `vattn.compilation.graph_edges` takes that back where it does not pay.
     """
-    if current().rope_launch == "after" or not limits.hopper or num_tokens * programs > limits.processors:
+    if not limits.hopper or num_tokens * programs > limits.processors:
         return ""
-    split = choose_tuning(config, 1)
-    piles_up = bool(split.overlap) and not split.slots
-    return "both" if config.backend == "TRITON_ATTN" and not piles_up else "wait"
+    return "both" if next_may_start else "wait"
 
 
 def _rope_update_packed(
-    args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig, limits: Limits | None, tiles: RopeTiles | None
-) -> None:
+    args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig, limits: Limits | None, tiles: RopeTiles | None,
+    next_may_start: bool,
+) -> None:  # fmt: skip
     """Rotate keys into rows of their own, then store those: a packed row is coded whole, the kernel holds halves."""
     num_tokens = args.key.shape[0]
     plain = config.replace(kv_cache_dtype=config.dtype, kv_scale="none", kv_cache_layout="NHD")
     shape = kv_cache_shape(plain, -(-num_tokens // config.block_size))
     rows = torch.empty(shape, dtype=kv_cache_dtype(plain), device=args.key.device)
     slots = torch.arange(num_tokens, dtype=torch.int64, device=args.key.device)
-    rope_update(
-        args._replace(kv_cache=rows, slot_mapping=slots, k_scale=None, v_scale=None), rope, plain, limits, tiles
-    )
+    rotated = args._replace(kv_cache=rows, slot_mapping=slots, k_scale=None, v_scale=None)
+    rope_update(rotated, rope, plain, limits, tiles, next_may_start)
     key = key_value_views(rows, plain)[0].flatten(0, 1)[:num_tokens]
     update = CacheUpdateArgs(key, args.value, args.kv_cache, args.slot_mapping, args.k_scale, args.v_scale, args.config)
     update_packed(update, config, limits)

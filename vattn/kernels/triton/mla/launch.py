@@ -1,4 +1,4 @@
-"""Latent attention on a GPU: queries into the latent space, attention over cached rows, values out of it."""
+"""Latent attention in Triton: cache updates, queries as codes, and attention of absorbed queries over cached rows."""
 
 from __future__ import annotations
 
@@ -11,15 +11,9 @@ from torch import Tensor
 
 from vattn.config.mla import MLAConfig
 from vattn.kernels.triton.common.tiles import Limits, next_power_of_two
-from vattn.kernels.triton.mla.absorb_rule import has_prompts, longest_absorbed
-from vattn.kernels.triton.mla.epilogue import clear_scales, finish_rows, kind_of
 from vattn.kernels.triton.mla.kernels import mla_attention_kernel, mla_merge_kernel, mla_query_kernel, mla_update_kernel
-from vattn.kernels.triton.mla.prefill import attend_prompts, complete_requests
-from vattn.kernels.triton.mla.projection import project_output, project_to, spans_heads
 from vattn.kernels.triton.mla.rows import row_strides
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
-from vattn.ops.reference.mla_absorb import absorb, key_and_value_weights, project_values, take_to_latents, weight_values
-from vattn.quantization.codecs import quantise_output
 from vattn.quantization.formats import MODEL_DTYPES
 
 _TRITON_DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
@@ -85,46 +79,6 @@ def _row_blocks(config: MLAConfig, block_m: int, num_tokens: int, num_reqs: int)
     return num_tokens * config.num_heads // block_m + num_reqs + 1
 
 
-def attend(args: MLAAttentionArgs, config: MLAConfig, limits: Limits | None = None) -> None:
-    """Run `vattn::mla_attention`: absorbed, and long requests of steps with prompts expanded."""
-    if args.query.shape[0] == 0:
-        _write(args.query.new_empty((0, config.num_heads, config.v_head_dim)), args, config)
-        return
-    weight = weight_values(args.kv_b_weight, args.kv_b_scale, config, MODEL_DTYPES[config.dtype])
-    known = limits or Limits.of(args.query.device)
-    clear_scales(args, config)
-    # Autocast would change the dtype of the products.
-    with torch.autocast(args.query.device.type, enabled=False):
-        fast = limits is None and _mixes(args, config)
-        if fast or has_prompts(config, args.query.shape[0], args.seq_lens.shape[0]):
-            attend_mixed(args, weight, config, known, fast)
-        else:
-            _attend_short(args, weight, config, limits, known)
-
-
-def _attend_short(
-    args: MLAAttentionArgs, weight: Tensor, config: MLAConfig, limits: Limits | None, known: Limits
-) -> None:
-    """Attend a step whose rows are all absorbed."""
-    w_uk, w_uv = key_and_value_weights(weight, config)
-    if config.query_format == "none":
-        absorbed = absorb(args.query, w_uk, config)
-    else:
-        nope, rope = args.query.split((config.qk_nope_head_dim, config.qk_rope_head_dim), -1)
-        absorbed = nope.new_empty((*nope.shape[:2], config.kv_lora_rank))
-        take_to_latents(nope, w_uk, absorbed)
-        absorbed = quantise_query(absorbed, rope, args, config, known)
-    latent = _attend_absorbed(absorbed, args, config, limits)
-    if config.output_format == "none":
-        project_values(latent, w_uv, args.output)
-    elif spans_heads(config):
-        rows = args.query.new_empty((*args.query.shape[:2], config.v_head_dim))
-        project_values(latent, w_uv, rows)
-        finish_rows(rows, args, config, known)
-    else:
-        project_output(latent, w_uv, args, config, known)
-
-
 def quantise_query(latent: Tensor, rope: Tensor, args: MLAAttentionArgs, config: MLAConfig, limits: Limits) -> Tensor:
     """Return absorbed queries `[T, N, L]` and `[T, N, R]` of the model dtype as e4m3 codes `[T, N, L + R]`."""
     columns, rotated = config.kv_lora_rank, config.qk_rope_head_dim
@@ -136,71 +90,6 @@ def quantise_query(latent: Tensor, rope: Tensor, args: MLAAttentionArgs, config:
         enable_fp_fusion=False,
     )  # fmt: skip
     return output
-
-
-def _mixes(args: MLAAttentionArgs, config: MLAConfig) -> bool:
-    """Return whether a step's fewest rows go by the path made for Hopper, beside others."""
-    if not args.query.is_cuda:
-        return False
-    from vattn.kernels.hopper.mla import launch as mla_launch
-
-    return mla_launch.mixes(args, config)
-
-
-def attend_mixed(args: MLAAttentionArgs, weight: Tensor, config: MLAConfig, limits: Limits, fast: bool = False) -> None:
-    """Attend a step in which requests may be long: short ones are absorbed, the others expanded.
-
-    With `fast`, requests of fewest rows are attended by the path made for Hopper.
-    """
-    longest, nope = longest_absorbed(config), config.qk_nope_head_dim
-    w_uk, w_uv = key_and_value_weights(weight, config)
-    rows = None
-    if kind_of(config) == "rows":
-        rows = args.query.new_empty((*args.query.shape[:2], config.v_head_dim))
-    absorbed = args.query.new_empty((args.query.shape[0], config.num_heads, config.head_size))
-    complete = complete_requests(args, config)
-    project_to(args.query[..., :nope], w_uk, absorbed, args, config, limits, longest, complete)
-    if config.query_format == "none":
-        absorbed[..., config.kv_lora_rank :] = args.query[..., nope:]
-    else:
-        absorbed = quantise_query(absorbed[..., : config.kv_lora_rank], args.query[..., nope:], args, config, limits)
-    shortest, latent = 0, None
-    if fast:
-        from vattn.kernels.hopper.mla import launch as mla_launch
-
-        shortest = mla_launch.fewest(config)
-        latent = mla_launch.attend_latents(absorbed, args, config)
-    if latent is None or shortest < longest:
-        latent = attend_latents(absorbed, args, config, limits, longest, complete, shortest, latent)
-    project_output(latent, w_uv, args, config, limits, rows, longest, complete)
-    attend_prompts(args, weight, rows, complete, config, limits)
-    if rows is not None:
-        finish_rows(rows, args, config, limits)
-
-
-def _attend_absorbed(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig, limits: Limits | None) -> Tensor:
-    """Attend by the path made for Hopper where it runs such a step, by the plain kernel elsewhere."""
-    if limits is None and absorbed.is_cuda:
-        from vattn.kernels.hopper.mla import launch as mla_launch
-        from vattn.kernels.hopper.mla import sparse_launch as mla_sparse
-
-        if mla_sparse.accepts(absorbed, args, config):
-            return mla_sparse.attend_latents(absorbed, args, config)
-        if mla_launch.accepts(absorbed, args, config):
-            return mla_launch.attend_latents(absorbed, args, config)
-    return attend_latents(absorbed, args, config, limits)
-
-
-def _write(values: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> None:
-    quantise_output(
-        values,
-        config.output_format,
-        args.output,
-        args.output_block_scale,
-        args.output_scale,
-        config.output_arithmetic,
-        config.output_min_scale,
-    )
 
 
 def attend_latents(

@@ -6,6 +6,7 @@ whatever else a step holds, and no length is read.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,6 @@ from vattn.kernels.triton.attention.launch import TRITON_DTYPES
 from vattn.kernels.triton.common.tiles import Limits, next_power_of_two
 from vattn.kernels.triton.mla.absorb_rule import longest_absorbed, most_aligned
 from vattn.kernels.triton.mla.epilogue import epilogue_arguments, epilogue_constants
-from vattn.kernels.triton.mla.plan_layout import lay_line, planned_line, planned_tiles
 from vattn.kernels.triton.mla.prefill_kernels import mla_complete_kernel, mla_expand_kernel, mla_prefill_kernel
 from vattn.kernels.triton.mla.rows import row_strides
 from vattn.ops.arguments_mla import MLAAttentionArgs
@@ -70,24 +70,16 @@ def complete_requests(args: MLAAttentionArgs, config: MLAConfig) -> Tensor | Non
     return complete
 
 
-def line_of(args: MLAAttentionArgs, complete: Tensor | None, align: int, config: MLAConfig) -> Tensor:
-    """Return the line of a step's keys, int32 `[B + 1]`: the planned one, or one that is laid now."""
-    planned = planned_line(args, align, config)
-    if planned is not None:
-        return planned
-    line = args.query.new_empty(args.seq_lens.shape[0] + 1, dtype=torch.int32)
-    most_keys = args.block_table.shape[1] * config.block_size
-    lay_line(args.query_start_loc, args.seq_lens, complete, line, align, most_keys, config)
-    return line
-
-
 def attend_prompts(
     args: MLAAttentionArgs,
     weight: Tensor,
     rows: Tensor | None,
     complete: Tensor | None,
+    chunks: Chunks,
+    line: Tensor,
     config: MLAConfig,
     limits: Limits,
+    attend_whole: Callable[[Tensor, Tensor], None] | None = None,
 ) -> None:
     """Attend long requests, and write rows of padding.
 
@@ -95,9 +87,11 @@ def attend_prompts(
         weight: `[N, P + V, L]`, contiguous, in the model dtype.
         rows: `[T, N, V]` in the model dtype that get the results instead of the output.
         complete: what `complete_requests` returned.
+        chunks: what `cut_line` returned.
+        line: int32 `[B + 1]`, where each request begins on the line of keys, and where the line ends.
+        attend_whole: attends a line that is one chunk, given its flat expanded keys and values and its rotated keys,
+            instead of the kernel here.
     """
-    chunks = cut_line(args, config)
-    line = line_of(args, complete, chunks.align, config)
     tokens, heads, values = args.query.shape[0], config.num_heads, config.v_head_dim
     width, rope = heads * (config.qk_nope_head_dim + values), config.qk_rope_head_dim
     elements = chunks.places * (width + rope)
@@ -114,26 +108,13 @@ def attend_prompts(
         "R_TILE": max(16, next_power_of_two(rope)), "BLOCK_SIZE": config.block_size,
         "NATIVE_FP8": limits.native_fp8, "enable_fp_fusion": True,
     }  # fmt: skip
-    if _goes_to_hopper(args, chunks, config):
-        from vattn.kernels.hopper.mla.prefill_launch import attend_expanded
-
+    if attend_whole is not None:
         _expand(args, weight.view(width, -1), 0, chunks, common, config, limits)
-        attend_expanded(
-            args, config, line, common["expanded"], common["ropes"], rows, longest_absorbed(config), limits,
-            schedule=planned_tiles(args, config),
-        )  # fmt: skip
+        attend_whole(common["expanded"], common["ropes"])
         return
     for first in range(0, chunks.count * chunks.places, chunks.places):
         _expand(args, weight.view(width, -1), first, chunks, common, config, limits)
         _attend_chunk(args, complete, first, chunks, common, (carry, carry_stats, rows), config, limits)
-
-
-def _goes_to_hopper(args: MLAAttentionArgs, chunks: Chunks, config: MLAConfig) -> bool:
-    if not args.query.is_cuda:
-        return False
-    from vattn.kernels.hopper.mla import prefill_launch as mla_prefill_launch
-
-    return mla_prefill_launch.accepts(args, config, chunks.align, chunks.count)
 
 
 def _expand(

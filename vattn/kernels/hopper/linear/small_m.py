@@ -13,7 +13,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vattn.kernels import variants
 from vattn.kernels.hopper import availability as hopper
 from vattn.kernels.triton.common.codec import INTERPRETED, cast
 from vattn.ops.linear_arguments import E4M3, LinearArgs
@@ -77,8 +76,8 @@ MANY_FEATURES, MANY_COLUMNS, HEAD = 8192, 8192, 65536
 
 def takes(args: LinearArgs) -> bool:
     """Return whether a kernel runs a product that has been checked, and is faster than torch's."""
-    rows, which = args.input.shape[0], variants.current().few_rows
-    if which == "none" or args.input.dtype is torch.float32 or not 0 < rows <= MOST_ROWS:
+    rows = args.input.shape[0]
+    if args.input.dtype is torch.float32 or not 0 < rows <= MOST_ROWS:
         return False
     if streams(args):
         return True
@@ -91,8 +90,8 @@ def takes(args: LinearArgs) -> bool:
 
 
 def streams(args: LinearArgs) -> bool:
-    """Return whether the kernel whose weights go ahead of its input is wanted, and takes a product."""
-    if variants.current().few_rows != "streamed" or INTERPRETED.value:
+    """Return whether the kernel whose weights go ahead of its input takes a product."""
+    if INTERPRETED.value:
         return False
     from vattn.kernels.hopper.linear import launch as few_rows_launch
 
@@ -108,7 +107,7 @@ def choose(args: LinearArgs) -> Cut | None:
     return cut if columns % cut.columns == 0 else None
 
 
-def few_rows_linear(args: LinearArgs, cut: Cut | None = None) -> Tensor:
+def small_m_linear(args: LinearArgs, cut: Cut | None = None) -> Tensor:
     """Run a product that `takes` accepts; `cut` overrides the one that its sizes would choose."""
     if cut is None and streams(args):
         from vattn.kernels.hopper.linear.launch import streamed_linear
