@@ -15,7 +15,7 @@ from tests.conformance.compare import compare
 from tests.conformance.rows import Row
 from tests.support import make_config
 from vattn.backends import selector
-from vattn.backends.external_rows import put_right
+from vattn.backends.external_rows import rows_as_requests, zero_invalid_rows
 from vattn.backends.flash_attn import backend as flash_attn
 from vattn.backends.flash_attn import libraries as flash_attention
 from vattn.backends.flash_attn import plan as planning
@@ -276,7 +276,7 @@ def test_the_words_of_every_package(library, changes, lens, monkeypatch) -> None
 def test_rows_as_requests_see_the_same_keys(lens, causality) -> None:
     queries, lengths = (torch.tensor(part, dtype=torch.int32) for part in zip(*lens, strict=True))
     starts, config = torch.tensor(offsets(queries), dtype=torch.int32), make_config(causality=causality)
-    rows = planning.rows_as_requests(starts, lengths, int(starts[-1]) + 2, config)
+    rows = rows_as_requests(starts, lengths, int(starts[-1]) + 2, config.causality == "causal")
     expected = [
         (request, max(0, seq - query + i + 1) if causality == "causal" else seq)
         for request, (query, seq) in enumerate(lens)
@@ -305,7 +305,7 @@ def test_the_kernel_finds_the_same_rows(lens, causality) -> None:
     queries, lengths = (torch.tensor(part, dtype=torch.int32) for part in zip(*lens, strict=True))
     starts, config = torch.tensor(offsets(queries), dtype=torch.int32), make_config(causality=causality)
     rows = int(starts[-1]) + 2
-    expected = planning.rows_as_requests(starts, lengths, rows, config)
+    expected = rows_as_requests(starts, lengths, rows, config.causality == "causal")
     found = [torch.full((size,), -9, dtype=torch.int32) for size in (rows, rows, rows + 1)]
     library_rows.write_rows(starts, lengths, *found, causality == "causal")
     assert torch.equal(found[2], expected.start_loc)
@@ -344,7 +344,7 @@ def test_the_kernel_puts_rows_right(heads, width, with_lse) -> None:
     found[0, 2] = torch.nan
     seen = (torch.arange(9) < 7).unsqueeze(1) & ~found.t().isinf()
     expected, log = output.clone(), torch.empty(9, heads)
-    put_right(expected, log, found.t(), seen)
+    zero_invalid_rows(expected, log, found.t(), seen)
     lse = torch.full((9, heads), 5.0) if with_lse else None
     library_rows.finish_rows(output, lse, found.t(), starts)
     assert torch.equal(output, expected)

@@ -1,4 +1,4 @@
-"""What a backend is: capabilities as data, one `reasons()` that chooses, explains and writes the error, and the ops.
+"""What a backend is: capabilities as data, reasons that choose, explain and make the error, and the ops.
 
 A backend file imports nothing heavy at its top: packages are imported inside the methods that use them.
 """
@@ -6,7 +6,9 @@ A backend file imports nothing heavy at its top: packages are imported inside th
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -27,10 +29,10 @@ from vattn.quantization.formats import KV_FORMATS, OUTPUT_FORMATS
 
 
 def refuse_capture(query: torch.Tensor, backend: str, why: str, instead: str = "ask for another attn_backend") -> None:
-    """Refuse a call while a CUDA graph is captured, on behalf of a backend that none may hold.
+    """Refuse a call to a backend that cannot be captured in a CUDA graph.
 
     Raises:
-        GraphContractError: one is.
+        GraphContractError: a graph is being captured.
     """
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         raise GraphContractError(
@@ -89,7 +91,7 @@ class Package:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Everything a backend can do, as data: read by `reasons`, the docs, the conformance tests and the fuzz.
+    """Everything a backend can do, as data: read by the selector, the docs, the conformance tests and the fuzz.
 
     Attributes:
         devices: device types; `"interpreter"` means CPU tensors under Triton's interpreter.
@@ -112,7 +114,7 @@ class Capabilities:
         fp8_weights: whether softmax weights may be rounded to e4m3 over an FP8 cache, each by up to 2^-4 of itself, and
             scores summed with less than fp32.
         negative_scales: whether the scores may be multiplied by 0 or less.
-        tree_masks_only: whether a tree's biases must be 0 or -inf; a call that comes with others is refused.
+        tree_masks_only: whether a tree's biases must be 0 or -inf; a call with others is refused.
         garbage_safe: NaN in unused table entries, unwritten block tails and blocks outside a window never reaches a
             result.
     """
@@ -143,6 +145,79 @@ class Capabilities:
     tree_masks_only: bool = False
     garbage_safe: bool = True
 
+    def refusals(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
+        """Return what of a request is not allowed, with the value and what is allowed; empty if all of it is."""
+        return self._of_device(config, device) + self._of_values(config) + self._of_features(config)
+
+    def _of_device(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
+        kinds = (device.type, "interpreter") if device.triton_interpreter else (device.type,)
+        if not set(kinds) & set(self.devices):
+            hint = " (set TRITON_INTERPRET=1 to run it slowly on CPU)" if "interpreter" in self.devices else ""
+            return [f"device {device.type} (runs on {', '.join(self.devices)}){hint}"]
+        if device.type != "cuda":
+            return []
+        formats = (config.kv_cache_dtype, config.query_format, config.output_format)
+        needs = [(str(device), self.minimum_capability)]
+        needs += [(f"format {name} on {device}", self.format_capability.get(name, (0, 0))) for name in formats]
+        return [f"{what} (needs sm_{a}{b} or newer)" for what, (a, b) in needs if device.capability < (a, b)]
+
+    def _of_values(self, config: AttentionConfig) -> list[str]:
+        allowed = {
+            "dtype": self.dtypes,
+            "kv_cache_dtype": self.kv_cache_dtypes,
+            "query_format": self.query_formats,
+            "query_load": self.query_loads,
+            "output_format": self.output_formats,
+            "attn_type": self.attn_types,
+        }
+        found = not_allowed(config, allowed)
+        stored = KV_FORMATS[config.kv_cache_dtype]
+        found += stored.head_size_problems(config.head_size, config.head_size_v)
+        if stored.packed and config.block_size == 0:
+            found.append(f"kv_cache_dtype {stored.name} without a paged cache (its rows lie in blocks)")
+        formats = dict.fromkeys((config.kv_cache_dtype, config.query_format, config.output_format))
+        for size in dict.fromkeys((config.head_size, config.head_size_v)):
+            if size not in self.head_sizes:
+                found.append(f"head_size {size} (runs {self.head_sizes})")
+                continue
+            narrower = {name: self.format_head_sizes[name] for name in formats if name in self.format_head_sizes}
+            found += [f"head_size {size} with {name} (runs {of})" for name, of in narrower.items() if size not in of]
+        if config.scale <= 0 and not self.negative_scales:
+            found.append(f"scale {config.scale} (runs scales above 0)")
+        if config.block_size:
+            found += not_allowed(config, {"block_size": self.block_sizes})
+        if not self.output_variants:
+            if config.output_arithmetic != "divide":
+                found.append(f"output_arithmetic {config.output_arithmetic} (divides)")
+            if config.output_min_scale is not None:
+                found.append(f"output_min_scale {config.output_min_scale} (has the default)")
+        elif config.output_arithmetic.startswith("approximate") and not self.approximate_division:
+            found.append(f"output_arithmetic {config.output_arithmetic} (divides exactly)")
+        fmt = OUTPUT_FORMATS[config.output_format]
+        if fmt.group_size > 0 and config.head_size_v % fmt.group_size and fmt.group_size % config.head_size_v:
+            found.append(
+                f"output_format {config.output_format} with head_size_v {config.head_size_v} "
+                "(one of group and head must divide the other)"
+            )
+        return found
+
+    def _of_features(self, config: AttentionConfig) -> list[str]:
+        requested, present = requested_features(config), request_parts(config)
+        found = [f"{name} is not implemented" for name in FEATURES if name in requested - self.features]
+        missing = sorted(self.required_features - requested)
+        found += [f"no {name}, which every request to this backend has" for name in missing]
+        return found + [rule.why for rule in self.exclusions if rule.names <= present]
+
+
+def not_allowed(config: Any, allowed: Mapping[str, Sequence[str] | Sizes]) -> list[str]:
+    """Return a reason for every field of a request whose value is not among those that are allowed."""
+
+    def text(of: Sequence[str] | Sizes) -> str:
+        return str(of) if isinstance(of, Sizes) else ", ".join(of)
+
+    values = {name: getattr(config, name) for name in allowed}
+    return [f"{name} {values[name]} (runs {text(of)})" for name, of in allowed.items() if values[name] not in of]
+
 
 class Backend:
     """Run the attention requests that its capabilities accept.
@@ -172,78 +247,13 @@ class Backend:
             return None
 
     def reasons(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
-        """Return why this backend refuses a request, with what came and what is allowed; empty if it accepts."""
+        """Return why this backend refuses a request, with the value and what is allowed; empty if it accepts."""
         problem = self.problem()
         return ([] if problem is None else [problem]) + self.limits(config, device)
 
     def limits(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
         """Return the reasons that remain once everything is installed: what the capabilities refuse."""
-        return self._device_reasons(config, device) + self._name_reasons(config) + self._feature_reasons(config)
-
-    def _device_reasons(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
-        can = self.capabilities
-        kinds = (device.type, "interpreter") if device.triton_interpreter else (device.type,)
-        if not set(kinds) & set(can.devices):
-            hint = " (set TRITON_INTERPRET=1 to run it slowly on CPU)" if "interpreter" in can.devices else ""
-            return [f"device {device.type} (runs on {', '.join(can.devices)}){hint}"]
-        found = []
-        if device.type == "cuda":
-            if device.capability < can.minimum_capability:
-                found.append(f"{device} (needs sm_{can.minimum_capability[0]}{can.minimum_capability[1]} or newer)")
-            for name in (config.kv_cache_dtype, config.query_format, config.output_format):
-                need = can.format_capability.get(name, (0, 0))
-                if device.capability < need:
-                    found.append(f"format {name} on {device} (needs sm_{need[0]}{need[1]} or newer)")
-        return found
-
-    def _name_reasons(self, config: AttentionConfig) -> list[str]:
-        can = self.capabilities
-        checks: list[tuple[str, str, tuple[str, ...]]] = [
-            ("dtype", config.dtype, can.dtypes),
-            ("kv_cache_dtype", config.kv_cache_dtype, can.kv_cache_dtypes),
-            ("query_format", config.query_format, can.query_formats),
-            ("query_load", config.query_load, can.query_loads),
-            ("output_format", config.output_format, can.output_formats),
-            ("attn_type", config.attn_type, can.attn_types),
-        ]
-        found = [f"{name} {value} (runs {', '.join(names)})" for name, value, names in checks if value not in names]
-        stored = KV_FORMATS[config.kv_cache_dtype]
-        found += stored.head_size_problems(config.head_size, config.head_size_v)
-        if stored.packed and config.block_size == 0:
-            found.append(f"kv_cache_dtype {stored.name} without a paged cache (its rows lie in blocks)")
-        for size in dict.fromkeys((config.head_size, config.head_size_v)):
-            if size not in can.head_sizes:
-                found.append(f"head_size {size} (runs {can.head_sizes})")
-            for name in dict.fromkeys((config.kv_cache_dtype, config.query_format, config.output_format)):
-                if size not in can.format_head_sizes.get(name, can.head_sizes) and size in can.head_sizes:
-                    found.append(f"head_size {size} with {name} (runs {can.format_head_sizes[name]})")
-        if config.scale <= 0 and not can.negative_scales:
-            found.append(f"scale {config.scale} (runs scales above 0)")
-        if config.block_size and config.block_size not in can.block_sizes:
-            found.append(f"block_size {config.block_size} (runs {can.block_sizes})")
-        if not can.output_variants:
-            if config.output_arithmetic != "divide":
-                found.append(f"output_arithmetic {config.output_arithmetic} (divides)")
-            if config.output_min_scale is not None:
-                found.append(f"output_min_scale {config.output_min_scale} (has the default)")
-        elif config.output_arithmetic.startswith("approximate") and not can.approximate_division:
-            found.append(f"output_arithmetic {config.output_arithmetic} (divides exactly)")
-        fmt = OUTPUT_FORMATS[config.output_format]
-        if fmt.group_size > 0 and config.head_size_v % fmt.group_size and fmt.group_size % config.head_size_v:
-            found.append(
-                f"output_format {config.output_format} with head_size_v {config.head_size_v} "
-                "(one of group and head must divide the other)"
-            )
-        return found
-
-    def _feature_reasons(self, config: AttentionConfig) -> list[str]:
-        asked = requested_features(config)
-        found = [f"{name} is not implemented" for name in FEATURES if name in asked - self.capabilities.features]
-        needed = self.capabilities.required_features - asked
-        found += [f"no {name}, which every request to this backend has" for name in sorted(needed)]
-        present = request_parts(config)
-        found += [rule.why for rule in self.capabilities.exclusions if rule.names <= present]
-        return found
+        return self.capabilities.refusals(config, device)
 
     def parts(self, config: AttentionConfig) -> frozenset[str]:
         """Return what a request consists of, by the names that recorded runs have for it."""

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from vattn.backends.base import Exclusion, Package
+from vattn.backends.external_rows import rows_as_requests
 from vattn.backends.triton_attn import TritonAttentionBackend
 from vattn.cache.layout import key_value_views
 from vattn.config.attention import AttentionConfig
@@ -144,15 +145,11 @@ def _decode(args: AttentionArgs, config: AttentionConfig) -> None:
 
 def _rows_as_requests(args: AttentionArgs, num_blocks: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return for each query row its keys int32 `[T]`, its blocks int32 `[T, W]`, and bool `[T]`: it sees any."""
-    starts, num_reqs = args.query_start_loc, args.block_table.shape[0]
-    rows = torch.arange(args.query.shape[0], device=starts.device, dtype=torch.int32)
-    request = torch.searchsorted(starts[1:].contiguous(), rows, right=True).clamp_(max=num_reqs - 1)
-    lengths = args.seq_lens[request] - (starts[request + 1] - 1 - rows)
-    real = (rows < starts[-1]) & (lengths > 0)
-    lengths = lengths.clamp(1, args.block_table.shape[1] * block_size)
-    # An id that names no block would be read outside the cache; rows that see nothing read block 0.
+    request, lengths, _ = rows_as_requests(args.query_start_loc, args.seq_lens, args.query.shape[0])
+    real = lengths > 0
+    # An id that names no block would be read outside the cache; rows that see nothing read one key of block 0.
     table = args.block_table[request].clamp(0, num_blocks - 1)
-    return torch.where(real, lengths, 1).to(torch.int32), torch.where(real[:, None], table, 0), real
+    return lengths.clamp(1, args.block_table.shape[1] * block_size), torch.where(real[:, None], table, 0), real
 
 
 def decode_bias(seq_lens: Tensor, block_table: Tensor, block_size: int) -> Any:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vattn.backends.base import Backend, Capabilities, Package
-from vattn.backends.external_rows import TritonCacheUpdate, put_right, rows_that_ask
+from vattn.backends.external_rows import TritonCacheUpdate, valid_rows, zero_invalid_rows
 from vattn.backends.flash_attn import plan as planning
 from vattn.backends.flash_attn.calls import has_schedule, run_flash
 from vattn.backends.flash_attn.capabilities import HEAD_SIZES, capabilities_of
@@ -38,15 +38,6 @@ from vattn.ops.arguments import AttentionArgs, PlanArgs, VarlenAttentionArgs
 from vattn.quantization.formats import dtype_name
 
 _TRITON = Package(module="triton", distribution="triton", minimum=(3, 6), extra="triton")
-
-
-class _OneLibrary(Backend):
-    """The backend on one library: what it refuses."""
-
-    name = "FLASH_ATTN"
-
-    def __init__(self, library: FlashLibrary | None, capability: tuple[int, int]) -> None:
-        self.capabilities = capabilities_of(library, capability)
 
 
 class FlashAttentionBackend(TritonCacheUpdate, Backend):
@@ -92,7 +83,7 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
             )
         if library is not None and library.name == "FlashAttention-3" and device.capability[0] > 9:
             found.append(f"{device} (FlashAttention-3 has kernels for sm_90 alone)")
-        found += _OneLibrary(library, device.capability).reasons(config, device)
+        found += capabilities_of(library, device.capability).refusals(config, device)
         return found if library is None else [f"{reason} [runs on {library}]" for reason in found]
 
     def notes(self, config: AttentionConfig) -> list[str]:
@@ -212,9 +203,9 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
             return False
         args.output.zero_()
         if args.lse is not None:
-            asked = rows_that_ask(args.query_start_loc, lengths, args.query.shape[0], config, hidden_by_kernel=True)
+            valid = valid_rows(args.query_start_loc, lengths, args.query.shape[0], config, hidden_by_kernel=True)
             empty = torch.full_like(args.lse, float("-inf"))
-            args.lse.copy_(empty if args.sinks is None else torch.where(asked, args.sinks.float(), empty))
+            args.lse.copy_(empty if args.sinks is None else torch.where(valid, args.sinks.float(), empty))
         return True
 
     @staticmethod
@@ -237,8 +228,8 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
 
             finish_rows(args.output, args.lse, found, args.query_start_loc)
             return
-        asked = rows_that_ask(args.query_start_loc, lengths, args.query.shape[0], config, hidden_by_kernel=True)
-        put_right(args.output, args.lse, found, asked & ~found.isinf())
+        valid = valid_rows(args.query_start_loc, lengths, args.query.shape[0], config, hidden_by_kernel=True)
+        zero_invalid_rows(args.output, args.lse, found, valid & ~found.isinf())
 
 
 def _call(args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, key: Tensor, value: Tensor) -> FlashCall:

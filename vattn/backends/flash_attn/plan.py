@@ -11,11 +11,11 @@ of the work, then for rows as requests the request of each row, its keys, and it
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from vattn.backends.external_rows import Rows, rows_as_requests
 from vattn.backends.flash_attn.calls import make_schedule
 from vattn.backends.flash_attn.libraries import FlashCall
 from vattn.config.attention import AttentionConfig
@@ -35,20 +35,6 @@ _LONGEST = 1 << 24
 _schedule_sizes: dict[tuple[object, ...], int] = {}
 
 
-class Rows(NamedTuple):
-    """Rows as requests.
-
-    Attributes:
-        request: int32 `[T]`, which request a row belongs to; any for padding.
-        seq_lens: int32 `[T]`, the keys that it sees; 0 for padding and for rows before their sequence.
-        start_loc: int32 `[T + 1]`, 0 to T.
-    """
-
-    request: Tensor
-    seq_lens: Tensor
-    start_loc: Tensor
-
-
 def takes_rows(config: AttentionConfig, num_tokens: int, num_reqs: int) -> bool:
     """Return whether the rows of such a step go as requests of their own.
 
@@ -60,28 +46,16 @@ def takes_rows(config: AttentionConfig, num_tokens: int, num_reqs: int) -> bool:
 
 
 def write_rows(query_start_loc: Tensor, seq_lens: Tensor, config: AttentionConfig, to: Rows) -> None:
-    """Fill the rows of a step as requests; device work alone, on a GPU one kernel."""
+    """Fill the rows of a step as requests, without a sync; on a GPU by one kernel."""
+    causal = config.causality == "causal" and config.attn_type != "encoder_decoder"
     if seq_lens.is_cuda:
-        from vattn.kernels.triton.attention import external_rows as library_rows
+        from vattn.kernels.triton.attention import external_rows as kernels
 
-        causal = config.causality == "causal" and config.attn_type != "encoder_decoder"
-        library_rows.write_rows(query_start_loc, seq_lens, *to, causal)
+        kernels.write_rows(query_start_loc, seq_lens, *to, causal)
         return
-    rows = rows_as_requests(query_start_loc, seq_lens, to.request.shape[0], config)
+    rows = rows_as_requests(query_start_loc, seq_lens, to.request.shape[0], causal)
     for target, value in zip(to, rows, strict=True):
         target.copy_(value)
-
-
-def rows_as_requests(query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int, config: AttentionConfig) -> Rows:
-    """Return the rows of a step as requests, by torch operators."""
-    rows = torch.arange(num_tokens + 1, dtype=torch.int32, device=seq_lens.device)
-    request = torch.searchsorted(query_start_loc[1:].contiguous(), rows[:-1], right=True, out_int32=True)
-    request = request.clamp_(max=seq_lens.shape[0] - 1)
-    lengths = seq_lens[request]
-    if config.causality == "causal" and config.attn_type != "encoder_decoder":
-        lengths = lengths - (query_start_loc[request + 1] - 1 - rows[:-1])
-    lengths = torch.where(rows[:-1] < query_start_loc[-1], lengths, 0).clamp_(min=0)
-    return Rows(request, lengths, rows)
 
 
 def paged_call(call: FlashCall, args: AttentionArgs, config: AttentionConfig, scheduled: bool) -> FlashCall:

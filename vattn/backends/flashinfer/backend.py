@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from vattn.backends.base import Backend, Capabilities, Exclusion, Package
-from vattn.backends.external_rows import TritonCacheUpdate, put_right, rows_that_ask
+from vattn.backends.external_rows import TritonCacheUpdate, valid_rows, zero_invalid_rows
 from vattn.backends.flashinfer import plan as flashinfer_plan
 from vattn.backends.flashinfer.jit import INSTALL, can_compile, compiler_problem, is_built
 from vattn.backends.flashinfer.plan import kernel_family, plan_options, plan_text, workspace
@@ -83,7 +83,7 @@ class FlashInferBackend(TritonCacheUpdate, Backend):
         """Return what the capabilities refuse, and a kernel that is neither built nor can be."""
         found = super().limits(config, device)
         if found and self.capabilities is not FLASHINFER:
-            by_all = _WithCompiler().limits(config, device)
+            by_all = FLASHINFER.refusals(config, device)
             return by_all or [f"{reason}, by kernels that are not built ({INSTALL})" for reason in found]
         if found or device.type != "cuda" or self.problem() is not None or can_compile():
             return found
@@ -144,27 +144,21 @@ class FlashInferBackend(TritonCacheUpdate, Backend):
         _attend(args, config, int(starts[-1]), args.kv_start_loc.diff(), bool(kv_starts.any()), run)
 
 
-class _WithCompiler(Backend):
-    """What FlashInfer would refuse if it could compile its kernels."""
-
-    name, capabilities = "FLASHINFER", FLASHINFER
-
-
 @lru_cache(maxsize=1)
 def _of_built_kernels() -> Capabilities:
     """Return the capabilities of the kernels that FlashInfer came with; combinations that it lacks have a reason."""
     plain = AttentionConfig(2, 2, 64, 64, 1.0, "bfloat16", "bfloat16", block_size=16)
-    asked: dict[str, dict[str, Any]] = {
+    requested: dict[str, dict[str, Any]] = {
         "": {},
         "sliding_window": {"sliding_window": 8},
         "logits_soft_cap": {"logits_soft_cap": 1.0},
     }
-    asked |= {"tree_bias": {"tree_bias": True}}
+    requested |= {"tree_bias": {"tree_bias": True}}
     found = [
         (dtype, size, feature)
         for dtype in FLASHINFER.dtypes
         for size in FLASHINFER.head_sizes.values
-        for feature, changes in asked.items()
+        for feature, changes in requested.items()
         if is_built(
             plain.replace(dtype=dtype, kv_cache_dtype=dtype, head_size=size, head_size_v=size, **changes), "fa2"
         )
@@ -179,7 +173,7 @@ def _of_built_kernels() -> Capabilities:
             if KV_FORMATS[name].quantised or name in {dtype for dtype, _, _ in found}
         ),
         head_sizes=Sizes(values=tuple(sorted({size for _, size, _ in found})) or FLASHINFER.head_sizes.values),
-        features=FLASHINFER.features - (set(asked) - features),
+        features=FLASHINFER.features - (set(requested) - features),
     )
 
 
@@ -334,12 +328,12 @@ def _attend(
     if not num_tokens:
         return
     query, output = args.query[:num_tokens], args.output[:num_tokens]
-    asked = rows_that_ask(args.query_start_loc, lengths, num_tokens, config)
+    valid = valid_rows(args.query_start_loc, lengths, num_tokens, config)
     if any_keys:
         logs = run(_scaled_query(query, args, config), output) * math.log(2)
     else:
         logs = torch.full((num_tokens, config.num_heads), float("-inf"), device=output.device)
-    _finish(args, config, output, logs, torch.ones_like(asked), asked)
+    _finish(args, config, output, logs, torch.ones_like(valid), valid)
 
 
 def _attend_planned(
@@ -362,11 +356,11 @@ def _attend_planned(
         kind = plan.kind(args.plan[0])
         finish_planned(args.output, args.lse, found, kind, v_scale, args.sinks, config.group_size)
         return
-    real, asked = plan.rows(args.plan[0])
+    real, valid = plan.rows(args.plan[0])
     if found is None:
-        put_right(args.output, None, torch.empty(0), asked)
+        zero_invalid_rows(args.output, None, torch.empty(0), valid)
     else:
-        _finish(args, config, args.output, found * math.log(2), real, asked)
+        _finish(args, config, args.output, found * math.log(2), real, valid)
 
 
 def _finish(
@@ -375,21 +369,21 @@ def _finish(
     output: Tensor,
     logs: Tensor,
     real: Tensor,
-    asked: Tensor,
+    valid: Tensor,
 ) -> None:
     """Apply the value scale and the sinks, and put right rows that see no key.
 
     Args:
         output: the first rows of the output, or all of them.
         logs: fp32, one row per row of the output.
-        real, asked: bool `[rows, 1]`: rows of requests, and those of them that lie in their sequence.
+        real, valid: bool `[rows, 1]`: rows of requests, and those of them that lie in their sequence.
     """
     if args.v_scale is not None:
         output.copy_(_scaled(output, args.v_scale, config, output.dtype))
-    seen = asked & logs.isfinite()
+    seen = valid & logs.isfinite()
     logs = logs.masked_fill(~seen, float("-inf"))
     lse = None if args.lse is None else args.lse[: logs.shape[0]]
-    put_right(output, lse, logs, seen)
+    zero_invalid_rows(output, lse, logs, seen)
     if args.sinks is None:
         return
     sinks = args.sinks.float()

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from vattn.backends.external_rows import rows_that_ask
+from vattn.backends.external_rows import valid_rows
 from vattn.backends.flashinfer.jit import runs_xqa
 from vattn.config.attention import AttentionConfig
 from vattn.errors import GraphContractError, MetadataError
@@ -200,8 +200,8 @@ class Plan:
             GraphContractError: FlashInfer launches this step in another way than the captured one.
         """
         real = torch.arange(self.num_tokens, device=self.device) < args.query_start_loc[-1]
-        asked = rows_that_ask(args.query_start_loc, args.seq_lens, self.num_tokens, config)[:, 0]
-        args.schedule[self._sections.kind :][: self.num_tokens].copy_(real.int() + asked)
+        valid = valid_rows(args.query_start_loc, args.seq_lens, self.num_tokens, config)[:, 0]
+        args.schedule[self._sections.kind :][: self.num_tokens].copy_(real.int() + valid)
         if self.wrapper is None:
             self._write_table(args, config)
         else:

@@ -1,13 +1,13 @@
-"""What a backend of latent attention is, and those there are; `vattn.backends.selector` chooses among them."""
+"""What a backend of latent attention is: its capabilities as data, and its ops."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
 
-from vattn.backends.base import Backend, Capabilities
+from vattn.backends.base import Backend, Capabilities, Package, not_allowed
 from vattn.config.device import Sizes
-from vattn.config.mla import MLAConfig
+from vattn.config.mla import WEIGHT_FORMATS, MLAConfig
 from vattn.config.rope import RopeConfig
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.reference.mla_rope import MLARopeUpdateArgs, turned_rows
@@ -34,61 +34,51 @@ class MLACapabilities(Capabilities):
     rope_sizes: Sizes = ANY_SIZE
     weight_formats: tuple[str, ...] = ("none",)
 
+    def _of_values(self, config: Any) -> list[str]:
+        allowed: dict[str, tuple[str, ...] | Sizes] = {
+            "dtype": self.dtypes,
+            "kv_cache_dtype": self.kv_cache_dtypes,
+            "query_format": self.query_formats,
+            "weight_format": self.weight_formats,
+            "output_format": self.output_formats,
+            "num_heads": self.num_heads,
+            "kv_lora_rank": self.latent_sizes,
+            "qk_rope_head_dim": self.rope_sizes,
+            "head_size": self.head_sizes,
+            "block_size": self.block_sizes,
+        }
+        found = not_allowed(config, allowed)
+        mixed = config.kv_cache_dtype in MODEL_DTYPES and config.kv_cache_dtype != config.dtype
+        if mixed and "mixed_cache" not in self.features:
+            found.append(f"kv_cache_dtype {config.kv_cache_dtype} in a {config.dtype} model (stores the model dtype)")
+        if config.scale <= 0 and not self.negative_scales:
+            found.append(f"scale {config.scale} (runs scales above 0)")
+        arithmetic = config.output_arithmetic != "divide" or config.output_min_scale is not None
+        if arithmetic and not self.output_variants and OUTPUT_FORMATS[config.output_format].container is not None:
+            found.append(f"output_arithmetic {config.output_arithmetic} or another minimum of scales (has the default)")
+        if config.output_arithmetic.startswith("approximate") and not self.approximate_division:
+            found.append(f"output_arithmetic {config.output_arithmetic} (divides exactly)")
+        return found
+
+    def _of_features(self, config: Any) -> list[str]:
+        return [f"{name} is not implemented" for name in _requested(config) if name not in self.features]
+
+
+def _requested(config: Any) -> list[str]:
+    return [name for name in MLA_FEATURES if getattr(config, name)]
+
 
 class MLABackend(Backend):
     """Run the latent attention requests that its capabilities accept."""
 
     capabilities: MLACapabilities
 
-    def _name_reasons(self, config: Any) -> list[str]:
-        can = self.capabilities
-        names = {
-            "dtype": can.dtypes,
-            "kv_cache_dtype": can.kv_cache_dtypes,
-            "query_format": can.query_formats,
-            "weight_format": can.weight_formats,
-            "output_format": can.output_formats,
-        }
-        found = [
-            f"{name} {getattr(config, name)} (runs {', '.join(allowed)})"
-            for name, allowed in names.items()
-            if getattr(config, name) not in allowed
-        ]
-        plain = config.kv_cache_dtype in ("float16", "bfloat16", "float32")
-        if plain and config.kv_cache_dtype != config.dtype and "mixed_cache" not in can.features:
-            found.append(f"kv_cache_dtype {config.kv_cache_dtype} in a {config.dtype} model (stores the model dtype)")
-        sizes = {
-            "num_heads": can.num_heads,
-            "kv_lora_rank": can.latent_sizes,
-            "qk_rope_head_dim": can.rope_sizes,
-            "head_size": can.head_sizes,
-            "block_size": can.block_sizes,
-        }
-        found += [
-            f"{name} {getattr(config, name)} (runs {allowed})"
-            for name, allowed in sizes.items()
-            if getattr(config, name) not in allowed
-        ]
-        if config.scale <= 0 and not can.negative_scales:
-            found.append(f"scale {config.scale} (runs scales above 0)")
-        arithmetic = config.output_arithmetic != "divide" or config.output_min_scale is not None
-        if arithmetic and not can.output_variants and OUTPUT_FORMATS[config.output_format].container is not None:
-            found.append(f"output_arithmetic {config.output_arithmetic} or another minimum of scales (has the default)")
-        if config.output_arithmetic.startswith("approximate") and not can.approximate_division:
-            found.append(f"output_arithmetic {config.output_arithmetic} (divides exactly)")
-        return found
-
-    def _feature_reasons(self, config: Any) -> list[str]:
-        asked = {name for name in MLA_FEATURES if getattr(config, name)}
-        return [f"{name} is not implemented" for name in MLA_FEATURES if name in asked - self.capabilities.features]
-
     def parts(self, config: Any) -> frozenset[str]:
         """Return what a request consists of, by the names that recorded runs have for it."""
-        fields = ("dtype", "kv_cache_dtype", "weight_format", "output_format")
-        asked = {name for name in MLA_FEATURES if getattr(config, name)}
+        fields: tuple[str, ...] = ("dtype", "kv_cache_dtype", "weight_format", "output_format")
         if config.query_format != "none":
-            asked.add(f"query_format={config.query_format}")
-        return frozenset(asked | {f"{name}={getattr(config, name)}" for name in fields})
+            fields = (*fields, "query_format")
+        return frozenset(_requested(config)) | {f"{name}={getattr(config, name)}" for name in fields}
 
     def mla_attention(self, args: MLAAttentionArgs, config: MLAConfig) -> None:
         """Run `vattn::mla_attention`. Arguments are checked already."""
@@ -100,7 +90,8 @@ class MLABackend(Backend):
         Args:
             workspace_tokens: tokens that the caller's workspace holds, `None` if it gives none.
         """
-        return num_tokens * config.num_heads * (2 * config.kv_lora_rank + config.qk_rope_head_dim) * _item(config)
+        itemsize = MODEL_DTYPES[config.dtype].itemsize
+        return num_tokens * config.num_heads * (2 * config.kv_lora_rank + config.qk_rope_head_dim) * itemsize
 
     def mla_kv_cache_update(self, args: MLACacheUpdateArgs, config: MLAConfig) -> None:
         """Run `vattn::mla_kv_cache_update`. Arguments are checked already."""
@@ -111,12 +102,32 @@ class MLABackend(Backend):
         self.mla_kv_cache_update(turned_rows(args, rope, config), config)
 
 
-def _item(config: MLAConfig) -> int:
-    return MODEL_DTYPES[config.dtype].itemsize
+def library_capabilities(package: Package, minimum_capability: tuple[int, int], block_sizes: Sizes) -> MLACapabilities:
+    """Return the capabilities of another library's kernels for DeepSeek's sizes, which absorb every query."""
+    return MLACapabilities(
+        devices=("cuda",),
+        dtypes=("float16", "bfloat16"),
+        kv_cache_dtypes=("float16", "bfloat16"),
+        query_formats=("none",),
+        output_formats=("none",),
+        attn_types=("decoder",),
+        head_sizes=Sizes(values=(576,)),
+        block_sizes=block_sizes,
+        features=frozenset({"lse"}),
+        minimum_capability=minimum_capability,
+        package=package,
+        latent_sizes=Sizes(values=(512,)),
+        rope_sizes=Sizes(values=(64,)),
+        weight_formats=WEIGHT_FORMATS,
+        cuda_graphs="never",
+        rounded_lse=True,
+        negative_scales=False,
+        garbage_safe=False,
+    )
 
 
 class TritonMLAUpdate:
-    """Write the cache by our own kernels, which every format has."""
+    """Write the cache by vattn's kernels, which have every format."""
 
     def mla_kv_cache_update(self, args: MLACacheUpdateArgs, config: MLAConfig) -> None:
         """Run `vattn::mla_kv_cache_update`."""

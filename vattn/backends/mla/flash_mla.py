@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from vattn.backends.base import Package, refuse_capture
-from vattn.backends.external_rows import put_right
-from vattn.backends.mla.base import MLABackend, MLACapabilities, TritonMLAUpdate
+from vattn.backends.external_rows import rows_as_requests, zero_invalid_rows
+from vattn.backends.mla.base import MLABackend, TritonMLAUpdate, library_capabilities
 from vattn.config.device import DeviceInfo, Sizes
-from vattn.config.mla import WEIGHT_FORMATS, MLAConfig
+from vattn.config.mla import MLAConfig
 from vattn.errors import ConfigError
 from vattn.ops.arguments_mla import MLAAttentionArgs
 from vattn.ops.reference.mla_absorb import absorb, project_values, weights_of
@@ -56,25 +56,10 @@ class FlashMLABackend(TritonMLAUpdate, MLABackend):
     """Run what FlashMLA's dense decode kernel can run."""
 
     name = "FLASHMLA"
-    capabilities = MLACapabilities(
-        devices=("cuda",),
-        dtypes=("float16", "bfloat16"),
-        kv_cache_dtypes=("float16", "bfloat16"),
-        query_formats=("none",),
-        output_formats=("none",),
-        attn_types=("decoder",),
-        head_sizes=Sizes(values=(576,)),
-        block_sizes=Sizes(values=(64,)),
-        features=frozenset({"lse"}),
+    capabilities = library_capabilities(
+        Package(module="flash_mla", distribution="flash_mla", minimum=(1,), extra="flash_mla"),
         minimum_capability=(9, 0),
-        package=Package(module="flash_mla", distribution="flash_mla", minimum=(1,), extra="flash_mla"),
-        latent_sizes=Sizes(values=(512,)),
-        rope_sizes=Sizes(values=(64,)),
-        weight_formats=WEIGHT_FORMATS,
-        cuda_graphs="never",
-        rounded_lse=True,
-        negative_scales=False,
-        garbage_safe=False,
+        block_sizes=Sizes(values=(64,)),
     )
 
     def problem(self) -> str | None:
@@ -108,18 +93,13 @@ class FlashMLABackend(TritonMLAUpdate, MLABackend):
             # Rows that see nothing read one key that does not count.
             out, logs = _attend(absorbed, args.kv_cache, lengths.clamp(min=1), table, config)
             project_values(out, w_uv, args.output)
-        put_right(args.output, args.lse, logs, (lengths > 0).unsqueeze(1) & logs.isfinite())
+        zero_invalid_rows(args.output, args.lse, logs, (lengths > 0).unsqueeze(1) & logs.isfinite())
 
 
 def _rows_as_requests(args: MLAAttentionArgs, config: MLAConfig) -> tuple[Tensor, Tensor]:
     """Return int32 keys `[T]` that each row sees, 0 for padding, and the block tables `[T, W]` of rows."""
-    starts, tokens = args.query_start_loc, args.query.shape[0]
-    row = torch.arange(tokens, device=starts.device)
-    request = torch.searchsorted(starts[1:].contiguous(), row, right=True)
-    real = request < args.seq_lens.shape[0]
-    request = request.clamp(max=args.seq_lens.shape[0] - 1)
-    lengths = args.seq_lens[request] - (starts[request + 1] - 1 - row)
-    lengths = torch.where(real, lengths, 0).clamp(0, args.block_table.shape[1] * config.block_size).int()
+    request, lengths, _ = rows_as_requests(args.query_start_loc, args.seq_lens, args.query.shape[0])
+    lengths = lengths.clamp(max=args.block_table.shape[1] * config.block_size)
     return lengths, args.block_table[request].clamp(0, args.kv_cache.shape[0] - 1)
 
 

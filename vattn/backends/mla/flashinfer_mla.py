@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from vattn.backends.base import Package, refuse_capture
-from vattn.backends.external_rows import put_right, rows_that_ask
-from vattn.backends.mla.base import MLABackend, MLACapabilities, TritonMLAUpdate
+from vattn.backends.external_rows import valid_rows, zero_invalid_rows
+from vattn.backends.mla.base import MLABackend, TritonMLAUpdate, library_capabilities
 from vattn.config.device import Sizes
-from vattn.config.mla import WEIGHT_FORMATS, MLAConfig
+from vattn.config.mla import MLAConfig
 from vattn.ops.arguments_mla import MLAAttentionArgs
 from vattn.ops.reference.mla_absorb import absorb, project_values, weights_of
 from vattn.quantization.formats import MODEL_DTYPES
@@ -29,25 +29,10 @@ class FlashInferMLABackend(TritonMLAUpdate, MLABackend):
     """Run what FlashInfer's MLA kernels can run."""
 
     name = "FLASHINFER_MLA"
-    capabilities = MLACapabilities(
-        devices=("cuda",),
-        dtypes=("float16", "bfloat16"),
-        kv_cache_dtypes=("float16", "bfloat16"),
-        query_formats=("none",),
-        output_formats=("none",),
-        attn_types=("decoder",),
-        head_sizes=Sizes(values=(576,)),
-        block_sizes=Sizes(8, 8, 256),
-        features=frozenset({"lse"}),
+    capabilities = library_capabilities(
+        Package(module="flashinfer", distribution="flashinfer-python", minimum=(0, 6), extra="flashinfer"),
         minimum_capability=(8, 0),
-        package=Package(module="flashinfer", distribution="flashinfer-python", minimum=(0, 6), extra="flashinfer"),
-        latent_sizes=Sizes(values=(512,)),
-        rope_sizes=Sizes(values=(64,)),
-        weight_formats=WEIGHT_FORMATS,
-        cuda_graphs="never",
-        rounded_lse=True,
-        negative_scales=False,
-        garbage_safe=False,
+        block_sizes=Sizes(8, 8, 256),
     )
 
     def mla_attention(self, args: MLAAttentionArgs, config: MLAConfig) -> None:
@@ -67,8 +52,8 @@ class FlashInferMLABackend(TritonMLAUpdate, MLABackend):
             w_uk, w_uv = weights_of(args, config)
             latent, logs = _attend(absorb(args.query[:tokens], w_uk, config), args, starts, lengths, config)
             project_values(latent, w_uv, args.output[:tokens])
-        asked = rows_that_ask(args.query_start_loc, args.seq_lens, tokens, config)  # type: ignore[arg-type]
-        put_right(args.output[:tokens], None if args.lse is None else args.lse[:tokens], logs, asked & logs.isfinite())
+        valid = valid_rows(args.query_start_loc, args.seq_lens, tokens, config) & logs.isfinite()  # type: ignore[arg-type]
+        zero_invalid_rows(args.output[:tokens], None if args.lse is None else args.lse[:tokens], logs, valid)
 
 
 def _attend(

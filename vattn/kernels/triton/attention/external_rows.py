@@ -21,7 +21,7 @@ def rows_kernel(
     query_start_loc, seq_lens, request_out, lengths_out, starts_out, num_rows, num_reqs,
     CAUSAL: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """See `vattn.backends.flash_attn.plan.rows_as_requests`. Grid: blocks of rows and of the offset behind them."""
+    """See `vattn.backends.external_rows.rows_as_requests`. Grid: blocks of rows and of the offset behind them."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_rows
     # The first request that ends behind the row.
@@ -72,7 +72,7 @@ def finish_rows_kernel(
     output, lse, found, query_start_loc, num_reqs, stride_ot, stride_oh, stride_lt, stride_lh, stride_ft, stride_fh,
     NUM_HEADS: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
-    """See `vattn.backends.external_rows.put_right`; every row of a request asks. Grid: rows, blocks of heads."""
+    """See `vattn.backends.external_rows.zero_invalid_rows`; all rows of requests are valid. Grid: rows, heads."""
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
     known = head < NUM_HEADS
