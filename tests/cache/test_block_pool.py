@@ -17,7 +17,7 @@ def test_allocates_distinct_blocks_and_never_a_reserved_one():
 def test_out_of_blocks_says_how_many_were_asked_and_left_and_takes_none():
     pool = BlockPool(6)
     pool.allocate(2)
-    with pytest.raises(OutOfBlocksError, match=r"4 blocks were asked for and 3 of 5 are left"):
+    with pytest.raises(OutOfBlocksError, match=r"4 blocks were requested and 3 of 5 are left"):
         pool.allocate(4)
     assert pool.num_free == 3
     assert len(pool.allocate(3)) == 3
@@ -77,7 +77,7 @@ def test_writable_copies_a_shared_block_once():
 def test_writable_without_a_free_block_changes_nothing():
     pool = BlockPool(2)
     blocks = pool.fork(pool.allocate(1))
-    with pytest.raises(OutOfBlocksError, match="1 blocks were asked for and 0 of 1 are left"):
+    with pytest.raises(OutOfBlocksError, match="1 blocks were requested and 0 of 1 are left"):
         pool.writable(blocks[0])
     assert pool.references(blocks[0]) == 2
 
@@ -144,7 +144,7 @@ def test_table_append_without_room_changes_nothing():
     table = BlockTable(pool, 16)
     table.append(20)
     branch = table.fork()
-    with pytest.raises(OutOfBlocksError, match="2 blocks were asked for and 1 of 3 are left"):
+    with pytest.raises(OutOfBlocksError, match="2 blocks were requested and 1 of 3 are left"):
         branch.append(13)
     assert branch.blocks == table.blocks and branch.num_tokens == 20
     assert [pool.references(b) for b in table.blocks] == [2, 2]
@@ -165,7 +165,7 @@ class PoolTraffic(RuleBasedStateMachine):
     def allocate(self, count):
         free = self.pool.num_free
         if count > free:
-            with pytest.raises(OutOfBlocksError, match=f"{count} blocks were asked for and {free} of 10 are left"):
+            with pytest.raises(OutOfBlocksError, match=f"{count} blocks were requested and {free} of 10 are left"):
                 self.pool.allocate(count)
             return
         blocks = self.pool.allocate(count)

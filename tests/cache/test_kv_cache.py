@@ -595,9 +595,7 @@ def test_lengths_that_are_none_are_refused(length: object) -> None:
 
 
 @pytest.mark.parametrize("given", [{}, {"num_blocks": 4, "memory": "1MiB"}])
-def test_blocks_or_memory_is_told_as_arguments(given: dict) -> None:
-    """Whoever called it: `enable(num_blocks=, memory=)` and `PackedModel.allocate` pass them on."""
-    with pytest.raises(
-        ConfigError, match=r"Try: pass memory='1GiB' alone, or the blocks alone, such as num_blocks=1024"
-    ):
+def test_blocks_or_memory_are_named_as_arguments(given: dict) -> None:
+    """Any caller: `enable(num_blocks=, memory=)` and `PackedModel.allocate` pass them on."""
+    with pytest.raises(ConfigError, match=r"Try: pass either memory='1GiB' or num_blocks=1024"):
         allocate_kv_cache(Attention(2, 16, 0.25), **given)

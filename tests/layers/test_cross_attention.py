@@ -325,7 +325,7 @@ WRONG_TENSORS = {
     "too long for the table": ({"encoder_seq_lens": torch.full((3,), 99).int()}, "needs 13 blocks"),
     "lengths of int64": ({"encoder_seq_lens": torch.zeros(3).long()}, "encoder_seq_lens is torch.int64"),
     "lengths of fewer requests": ({"encoder_seq_lens": torch.zeros(2).int()}, "encoder_seq_lens is torch.int32 (2,)"),
-    "no table": ({"cross_block_table": None}, "encoder_seq_lens or cross_block_table alone"),
+    "no table": ({"cross_block_table": None}, "only one of encoder_seq_lens and cross_block_table"),
 }
 
 

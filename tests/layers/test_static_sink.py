@@ -514,7 +514,7 @@ def test_a_refused_call_writes_no_sinks():
     ("asked", "named"),
     [
         ({"tables": ((2, 8), (6, 4))}, "request 0: entry 0 of the block table is block 2, which holds sinks"),
-        ({"slot_mapping": [40, 41, 8, 43, 44, 45, 46, 47]}, r"slot_mapping\[2\]=8 lies in block 1"),
+        ({"slot_mapping": [40, 41, 8, 43, 44, 45, 46, 47]}, r"slot_mapping\[2\]=8 is in block 1"),
     ],
     ids=["table", "slot"],
 )

@@ -283,15 +283,15 @@ def test_blocks_of_tokens_that_the_device_adds() -> None:
     builder.build([1, 1], [16, 20], [[1, 2, 9], [3, 4, 9]], num_lookahead_slots=4)
     for tables, text in (
         ([[1, 3], [3, 4]], "request 0: entry 1 of the block table, for tokens to come, is block 3"),
-        ([[1, 1], [3, 4]], "is block 1, which stands"),
-        ([[1, 2], [2, 4]], "is block 2, which stands"),
+        ([[1, 1], [3, 4]], "is block 1, which another entry"),
+        ([[1, 2], [2, 4]], "is block 2, which another entry"),
     ):
         with pytest.raises(MetadataError, match=text):
             builder.build([1, 1], [16, 20], tables, num_lookahead_slots=4)
         builder.build([1, 1], [16, 20], tables)  # without tokens to come, nobody uses that entry
     narrow = vattn.FlashAttentionMetadataBuilder(4, 8, 96, layers=[replace(config(16), block_size=16)])
     narrow.build([1, 1], [64, 16], [[1, 2, 3, 4, 5], [7, 1]], num_lookahead_slots=4)  # block 1 lies behind the window
-    with pytest.raises(MetadataError, match="is block 4, which stands"):
+    with pytest.raises(MetadataError, match="is block 4, which another entry"):
         narrow.build([1, 1], [64, 16], [[1, 2, 3, 4, 5], [7, 4]], num_lookahead_slots=4)
 
 

@@ -395,7 +395,7 @@ def test_steps_that_cannot_move_on_are_refused_and_nothing_changes(lens, options
 @pytest.mark.parametrize(
     ("arguments", "options", "why"),
     [
-        (([1, 5], [9, 5], [[1], [2]]), {}, "request 1, a prefill of 5 tokens, behind request 0, a decode"),
+        (([1, 5], [9, 5], [[1], [2]]), {}, "request 1, a prefill of 5 tokens, after request 0, a decode"),
         (([1, 0], [9, 5], [[1], [2]]), {}, "request 1 has 0 new tokens"),
         (([1], [16], [[1]]), {"num_lookahead_slots": 1}, "need 2 blocks of 16 tokens, its block table has 1"),
         (([1], [90], [[1] * 8]), {"num_lookahead_slots": 7}, "the builder room for 6"),

@@ -152,7 +152,7 @@ def test_any_requests(data: st.DataObject) -> None:
         ({"shared_prefix_len": torch.tensor(8)}, "whole blocks"),
         ({"shared_prefix_len": True}, "whole blocks"),
         ({"shared_prefix_len": 24}, "request 0: 17 cached tokens"),
-        ({"block_tables": [[1, 3, 2], [1, 4, 5, 6], [1, 3, 7]]}, "request 1: its first 2 blocks are not those"),
+        ({"block_tables": [[1, 3, 2], [1, 4, 5, 6], [1, 3, 7]]}, "request 1: its first 2 blocks differ"),
         ({"block_tables": None, "seq_lens": None}, "without block tables"),
         ({"seq_lens": [20, 30, 0], "query_lens": [3, 1, 0]}, "request 2: 0 cached tokens"),
         ({"mm_ranges": [[], [(1, 3)], []]}, "shared_prefix_len with mm_ranges"),

@@ -38,8 +38,8 @@ def test_a_row_sees_itself_and_those_whose_path_begins_its_own(tree: TokenTree) 
     ("choices", "text"),
     [
         ([(1,), (0,)], "(1,) without (0,)"),
-        ([(0,), (0, 0), (1,)], "(1,) behind (0, 0)"),
-        ([(0,), (0,)], "(0,) behind (0,)"),
+        ([(0,), (0, 0), (1,)], "(1,) after (0, 0)"),
+        ([(0,), (0,)], "(0,) after (0,)"),
         ([(0, 0)], "(0, 0) without (0,)"),
         ([(0,), (0, 0, 0)], "(0, 0, 0) without (0, 0)"),
         ([(0,), (2,)], "(2,) without (1,)"),

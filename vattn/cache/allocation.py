@@ -43,7 +43,7 @@ class LayerCache:
         storage: the raw storage.
         shared_with: name of the layer whose cache it reads, `None` for its own.
         group: index of its group; 0 without groups.
-        adds_storage: whether the storage came with this layer; not if an earlier one of another group has it too.
+        adds_storage: whether the storage was made for this layer; not if an earlier layer of another group has it too.
     """
 
     name: str
@@ -68,7 +68,7 @@ class KVCacheAllocation:
         num_blocks: blocks in every storage, block 0 (which `BlockPool` keeps back) included.
         block_size: tokens per block.
         dtype: model dtype that the layers were bound for.
-        device: where the storages lie.
+        device: of the storages.
         layers: one entry per layer, in the model's order.
         groups: which layers share a block table; empty where all do, in a cache without groups.
         max_seq_len: length of the request that the groups were chosen for; 0 without groups.
@@ -84,7 +84,7 @@ class KVCacheAllocation:
 
     @property
     def kv_caches(self) -> list[Tensor]:
-        """Every storage once, in the order of the layers that they came with."""
+        """Every storage once, in the order of the layers that they were made for."""
         return [layer.storage for layer in self.layers if layer.shared_with is None and layer.adds_storage]
 
     @property
@@ -206,7 +206,7 @@ def allocate_kv_cache(
         raise ConfigError(
             f"num_blocks={num_blocks!r} and memory={memory!r}",
             "exactly one of them",
-            "pass memory='1GiB' alone, or the blocks alone, such as num_blocks=1024",
+            "pass either memory='1GiB' or num_blocks=1024",
         )
     dtype = _model_dtype(model) if dtype is None else dtype
     if dtype not in MODEL_DTYPES.values():
@@ -414,7 +414,7 @@ def check_skip_layers(layers: Mapping[str, object], *, whole: bool) -> None:
 
     Args:
         layers: by name; those without `cache_config` and `skip_names` do not count, nor do unquantised caches.
-        whole: these are all layers of the model, not perhaps those of one pipeline rank.
+        whole: these are all layers of the model, not only the layers of one pipeline rank.
 
     Raises:
         ConfigError: an entry means no layer of a whole model, or is a number where no layer has one.
@@ -426,8 +426,8 @@ def check_skip_layers(layers: Mapping[str, object], *, whole: bool) -> None:
         and (names := getattr(layer, "skip_names", None)) is not None
         and config.cache_dtype != "auto"
     ]
-    asked = dict.fromkeys(entry for entries, _ in found for entry in entries)
-    unmatched = [entry for entry in asked if not any(entry in entries and entry in names for entries, names in found)]
+    given = dict.fromkeys(entry for entries, _ in found for entry in entries)
+    unmatched = [entry for entry in given if not any(entry in entries and entry in names for entries, names in found)]
     if not unmatched:
         return
     there = frozenset[str]().union(*(names for _, names in found))

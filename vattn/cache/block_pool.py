@@ -1,4 +1,4 @@
-"""Which block of a KV cache belongs to whom: host bookkeeping only, no tensor and no device.
+"""Which requests own each block of a KV cache: host bookkeeping only, no tensor and no device.
 
 A block has one reference per owner. Forked requests share blocks until one of them writes: copy on write. A full block
 can be given a key of its content: other requests find it while it is owned, and afterwards until its room is needed.
@@ -89,12 +89,12 @@ class BlockPool:
         """Return that many blocks with one owner each: all of them or none.
 
         Raises:
-            OutOfBlocksError: fewer are free; the text says how many were asked for and how many are left.
+            OutOfBlocksError: fewer are free; the text says how many were requested and how many are left.
         """
         num_blocks = read_count("num_blocks", num_blocks, 0, "check the length arithmetic", BlockError)
         if num_blocks > self.num_free:
             raise OutOfBlocksError(
-                f"{num_blocks} blocks were asked for and {self.num_free} of {self.num_blocks - self.reserved} are left",
+                f"{num_blocks} blocks were requested and {self.num_free} of {self.num_blocks - self.reserved} are left",
                 f"up to {self.num_free} blocks now",
                 "free finished requests, preempt one, or allocate a larger KV cache",
             )
@@ -167,7 +167,7 @@ class BlockPool:
         return found
 
     def forget(self, block_ids: Iterable[int]) -> None:
-        """Drop the keys of owned blocks whose content turned out wrong, so that `find` and `take` miss them.
+        """Drop the keys of owned blocks with wrong content, so that `find` and `take` miss them.
 
         Raises:
             BlockError: a block is unknown or free.
@@ -197,7 +197,7 @@ class BlockPool:
         return block_id
 
     def writable(self, block_id: int) -> tuple[int, bool]:
-        """Return a block that its caller alone owns, and whether the old block's bytes must be copied to it.
+        """Return a block that only its caller owns, and whether the old block's bytes must be copied to it.
 
         A shared block loses this owner and a new one takes its place in the caller's table. A block that stays loses
         its key, since its content will change.
@@ -253,8 +253,8 @@ class BlockPool:
             wrong = [b for b, count in mentions.items() if count > self._references[b]]
             problem = "freed more often than it has owners"
         if wrong:
-            told = ", ".join(f"{b} ({self._references[b]} owners)" for b in sorted(wrong))
-            raise BlockError(f"block {problem}: {told}", "blocks that have an owner", "drop ids once they are freed")
+            listed = ", ".join(f"{b} ({self._references[b]} owners)" for b in sorted(wrong))
+            raise BlockError(f"block {problem}: {listed}", "blocks that have an owner", "drop ids once they are freed")
 
 
 class BlockTable:
@@ -266,7 +266,7 @@ class BlockTable:
 
     Attributes:
         blocks: ids, the row of a block table.
-        num_tokens: tokens that the request holds; position p lies in `blocks[p // block_size]`.
+        num_tokens: tokens that the request holds; position p is in `blocks[p // block_size]`.
 
     Example:
         >>> pool = BlockPool(8)
@@ -286,7 +286,7 @@ class BlockTable:
         self.num_tokens = 0
 
     def append(self, num_tokens: int) -> list[tuple[int, int]]:
-        """Make room for more tokens, in blocks that this request alone owns.
+        """Make room for more tokens, in blocks that only this request owns.
 
         Returns:
             `(source, destination)` pairs for `vattn.copy_blocks` before the tokens are written: at most one, the partly

@@ -247,5 +247,5 @@ def _stored(cache: Tensor, config: AttentionConfig) -> list[Tensor]:
     """Return views `[num_blocks, block_size, ...]` that cover all bytes of every token."""
     if config.head_pairs == "none":
         return [part for rows in stored_views(cache, config) for part in rows if part is not None]
-    # Pairs of heads lie in an ordinary cache, of which a config names one half. FP8 as bytes.
+    # Pairs of heads have an ordinary cache, and a config names one half of it. FP8 is copied as bytes.
     return [part.view(torch.uint8) if part.element_size() == 1 else part for part in cache.unbind(0)]

@@ -2,7 +2,7 @@
 
 The layers of a group keep their tokens for equally long, so one block table serves them all. Groups take their blocks
 from one pool of ids, so that two layers of different groups can share one storage: a block belongs to one group, and
-with it to one of the two. Only layers whose blocks have the same shape and dtype share a storage.
+with it to one of the two. Only layers with blocks of the same shape and dtype share a storage.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TOLERATED_WASTE = 0.1
 
 Lifetime: TypeAlias = tuple[str, int, int]
 PageType: TypeAlias = tuple[torch.dtype, tuple[int, ...], str]
-"""Dtype and shape of one block, and the name of the layer whose storage no other may share."""
+"""Dtype and shape of one block, and the layer's name if no other layer may share its storage."""
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def _with_storages(specs: Mapping[str, KVCacheSpec], groups: Sequence[tuple[str,
 
 
 def _page_type(name: str, spec: KVCacheSpec) -> PageType:
-    # Sinks lie in blocks that belong to no request, so two layers with sinks would write the same ones.
+    # Sinks are in blocks that belong to no request, so two layers with sinks would write the same ones.
     return spec.storage_dtype, spec.storage_shape(1), name if isinstance(spec, SinkFullAttentionSpec) else ""
 
 

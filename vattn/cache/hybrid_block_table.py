@@ -13,7 +13,7 @@ from vattn.errors import BlockError, CacheError, OutOfBlocksError
 class HybridBlockTable:
     """The blocks of one request, one row for each group, all from one pool.
 
-    Blocks that no later query can read, those behind a window or before a chunk, go back to the pool; their entries
+    Blocks that no later query can read, since a window or chunk has left them, go back to the pool; their entries
     become 0, the null block.
 
     Args:
@@ -102,7 +102,7 @@ class HybridBlockTable:
     def _check_room(self, needed: int, gained: int) -> None:
         if needed > self.pool.num_free + gained:
             raise OutOfBlocksError(
-                f"{needed} blocks were asked for in {len(self._own)} groups, {self.pool.num_free} are free and "
+                f"{needed} blocks were requested in {len(self._own)} groups, {self.pool.num_free} are free and "
                 f"{gained} would become free",
                 "no more than these",
                 "free finished requests, preempt one, or allocate a larger KV cache",

@@ -8,7 +8,7 @@ A cache is **one raw storage per layer plus a named layout**:
   the layout's order. Rows may be padded at their end, to a multiple of 16 bytes.
 - packed formats: `(num_blocks, bytes_per_block)` uint8; a block holds the codes of all its keys, the scales of its
   keys, the codes of its values, the scales of its values, each in the layout's order; padded likewise. Codes and scales
-  lie apart so that kernels load whole vectors of codes, whatever a row's scales take.
+  are separate so that kernels load whole vectors of codes.
 - pairs of heads: that of equal head sizes in `NHD` with `2 * num_kv_heads` heads, of which a config with `head_pairs`
   reads the even or the odd keys, and the values of each pair as one row.
 
@@ -32,7 +32,7 @@ from vattn.quantization.mla_formats import MLA_FORMATS
 
 
 class CacheGeometry(Protocol):
-    """What decides where things lie in a storage: an `AttentionConfig` or a `vattn.cache.specs.KVCacheSpec`."""
+    """What decides the layout of a storage: an `AttentionConfig` or a `vattn.cache.specs.KVCacheSpec`."""
 
     @property
     def num_kv_heads(self) -> int:

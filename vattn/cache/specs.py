@@ -31,7 +31,7 @@ class KVCacheSpec:
         kv_cache_dtype: canonical format name (`vattn.quantization.formats.KV_FORMATS`).
         block_size: tokens per block.
         layout: `"NHD"` or `"HND"`.
-        page_size_padded: bytes of one block with padding behind its content, a multiple of 16; `None` for no padding.
+        page_size_padded: bytes of one block with padding after its content, a multiple of 16; `None` for no padding.
             Only storages in bytes can be padded: `[num_blocks, bytes]`.
 
     Raises:
@@ -179,7 +179,7 @@ class FullAttentionSpec(KVCacheSpec):
 
 @dataclass(frozen=True)
 class SinkFullAttentionSpec(FullAttentionSpec):
-    """Every token is kept, and learned sink tokens lie once, in blocks 1 and on, in front of every request.
+    """Every token is kept; learned sink tokens are stored once, from block 1 on, and precede every request.
 
     Attributes:
         sink_len: sink tokens, a multiple of `block_size`.
@@ -321,7 +321,7 @@ class ChunkedLocalAttentionSpec(KVCacheSpec):
     """Only the tokens of the query's own chunk are needed, and of `chunk_lookback` chunks before it.
 
     Attributes:
-        attention_chunk_size: tokens per chunk; position p lies in chunk `p // attention_chunk_size`.
+        attention_chunk_size: tokens per chunk; position p is in chunk `p // attention_chunk_size`.
         chunk_lookback: chunks before the own one that are visible too.
     """
 

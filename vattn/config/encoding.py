@@ -43,17 +43,17 @@ def encode(head: str, settings: Any) -> str:
 
 
 def parse(head: str, kind: type[_T], text: str) -> _T:
-    """Read what `encode` wrote, without a note behind it.
+    """Read what `encode` wrote; a note after it is skipped.
 
     Raises:
         ConfigError: another head, an unknown field or a value out of range.
     """
-    came, *pairs = text.partition(NOTE_MARK)[0].split(" ")
+    given, *pairs = text.partition(NOTE_MARK)[0].split(" ")
     # A head of another version has no "="; what has one is a field.
-    fix = f"put {head} in front of the fields: '{head} {came} ...'"
-    if "=" not in came:
+    fix = f"put {head} in front of the fields: '{head} {given} ...'"
+    if "=" not in given:
         fix = "compile or export again with this version of vattn"
-    check(came == head, f"config string starts with {came!r}", f"{head}, then its fields", fix)
+    check(given == head, f"config string starts with {given!r}", f"{head}, then its fields", fix)
     kinds = {field.name: str(field.type) for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
     values: dict[str, object] = {}
     for pair in pairs:

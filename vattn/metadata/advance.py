@@ -161,7 +161,7 @@ def _check_decodes(step: Step) -> None:
         what = found[0] if found else f"query_lens {step.query_lens.tolist()!r:.40}"
         raise MetadataError(
             f"advance() after a step with {what}",
-            "steps of one new token for each request, given by lengths and block tables alone",
+            "steps of one new token for each request, given by lengths and block tables only",
             "call build() for this step",
         )
 

@@ -142,17 +142,17 @@ class AttentionMetadata:
         prefix_lens: int32 `[2]`, the length of the prefix that all requests share, and 0. `None`: it is not attended
             apart.
         prefix_start_loc: int32 `[3]`, the rows of the step as one request's, and a request without rows.
-        suffix_lens, suffix_block_table: int32 `[B]` and `[B, W]`, lengths and blocks of each request behind the prefix.
+        suffix_lens, suffix_block_table: int32 `[B]` and `[B, W]`, lengths and blocks of each request after the prefix.
         local_seq_lens: int32 `[B]`, how many of each request's tokens this rank holds, under context parallelism:
-            table and slots are of those alone, slots of other ranks' tokens -1, all else of the whole request.
+            table and slots count these only (slots of other ranks' tokens are -1), everything else the whole request.
         plans: schedules by `Backend.plan_key`, filled once a step; a layer without one plans for itself. Beside the
             schedule of a backend that plans on the host, under `host_plan_key`, int64 on the CPU.
         num_reqs, num_actual_tokens: real requests and tokens, without padding.
         max_query_len, max_seq_len: over the real requests.
-        max_position: no position of the step is larger; -1: not told. Eager latent layers compare RoPE tables with it.
+        max_position: the largest position of the step; -1: unknown. Eager latent layers compare RoPE tables with it.
         num_prefills, num_prefill_tokens, num_decodes, num_decode_tokens: the split; a decode has one new token (or up
             to the builder's `decode_threshold`) and some cached ones.
-        block_size: tokens per block that tables and slots count in; 0: not told. Eager layers compare it with theirs.
+        block_size: tokens per block that tables and slots count in; 0: unknown. Eager layers compare it with theirs.
         stripe: which share of the tokens that is; eager layers compare it with theirs.
     """
 
@@ -277,16 +277,16 @@ _PAIRS = (
     ("prefix_lens", "suffix_lens"),
     ("prefix_lens", "suffix_block_table"),
 )
-"""Fields that mean something together alone."""
+"""Fields that are given together or not at all."""
 
 _OWN_ROWS = ("tree_bias", "cross_slot_mapping", "logits_indices")
 """Fields of which no other gives the number of rows."""
 
 
 def mark_once(tensor: Tensor, *dims: int) -> None:
-    """Tell Dynamo that sizes of a tensor vary, where it has not been told.
+    """Tell Dynamo that sizes of a tensor vary, once per tensor.
 
-    Every layer asks for the same tensors of a step, and the question takes a tenth of what telling does.
+    Every layer marks the same tensors of a step, and asking Dynamo takes a tenth of the time of marking.
     """
     if not set(dims) <= getattr(tensor, "_dynamo_weak_dynamic_indices", set()):
         torch._dynamo.maybe_mark_dynamic(tensor, list(dims))
@@ -314,7 +314,9 @@ def _check_shapes(host: dict[str, Tensor]) -> None:
     for pair in _PAIRS:
         missing = [name for name in pair if name not in host]
         if len(missing) == 1:
-            raise MetadataError(f"{pair[0]} or {pair[1]} alone", "both or neither", f"give {missing[0]} too")
+            raise MetadataError(
+                f"{pair[0]} or {pair[1]} without the other", "both or neither", f"give {missing[0]} too"
+            )
     offsets = dict.fromkeys(("query_start_loc", "logits_start_loc"), num_reqs + 1)
     first = {**offsets, "slot_mapping": num_tokens, "positions": num_tokens, "prefix_lens": 2, "prefix_start_loc": 3}
     dims = {"block_table": 2, "tree_bias": 3, "mm_ranges": 3, "cross_block_table": 2, "suffix_block_table": 2}

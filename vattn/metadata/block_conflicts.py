@@ -165,7 +165,7 @@ def refuse_conflicts(
     """
     rows, width = table.shape
     stride, blocks, of = width + 1, slots // block_size, places // width
-    # One more column stands for blocks that a request stores to without having them in its table.
+    # One more column, for blocks that a request stores to without having them in its table.
     table, used = pad(table, (0, 1), value=-1), pad(used, (0, 1))
     places = places + of
     moved = (table.view(-1)[places] != blocks).nonzero().squeeze(1)
@@ -207,5 +207,5 @@ def _conflict(block: int, writer: int, other: int, stride: int, name: Callable[[
     return MetadataError(
         f"block {block} is written in this step by {first} and used by {second}",
         "requests may share blocks that they only read, or a prefix that one of them stores",
-        "copy a shared block before writing to it (BlockTable.append), and put 0 for blocks freed behind a window",
+        "copy a shared block before writing to it (BlockTable.append), and put 0 for blocks that a window has left",
     )

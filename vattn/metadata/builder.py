@@ -45,8 +45,8 @@ class AttentionMetadataBuilder:
             `ceil(max_seq_len / block_size)` columns.
         block_size: tokens per cache block; default: that of `layers`, 16 without any.
         device: where the metadata lives; default: that of the caches of `layers`, else the CPU.
-        layers: a model, or layers and modules that have some, or configs, whose bound backends get a schedule (`plans`)
-            once a step.
+        layers: a model, attention layers, modules that contain some, or configs. Their backends get a schedule
+            (`plans`) once a step.
         num_blocks: blocks of the cache, to refuse block ids and slots beyond it; default: that of `layers`, else
             untested.
         decode_threshold: longest query that still counts as a decode.
@@ -65,7 +65,7 @@ class AttentionMetadataBuilder:
     Raises:
         ConfigError: a capacity below one, `layers` that are none, or layers of another block size.
         DeviceError: no device of this machine, or meta.
-        CacheNotBoundError: a layer without a KV cache, whose backend is not known yet.
+        CacheNotBoundError: a layer without a KV cache, so that its backend is not known yet.
 
     A step has at least 2 (padded) requests, so that a batch of one does not compile a graph of its own. Each `build`
     writes into the same buffers, so that metadata of earlier steps is refused from then on, by contexts, layers and
@@ -132,7 +132,7 @@ class AttentionMetadataBuilder:
             given = all_layers(layers)
             self.block_size = block_size = block_size_of(given) if block_size is None else block_size
         device = device_of(given) if device is None else device
-        DeviceInfo.of(device)  # an error of ours for what is no device
+        DeviceInfo.of(device)  # refuses what is no device
         self.device = torch.device(device)
         if self.device.type == "meta":
             raise DeviceError("a builder on meta", "a device that holds numbers", "give it the device of the cache")
@@ -165,7 +165,7 @@ class AttentionMetadataBuilder:
         self._builds = itertools.count()
         self._lineage = Lineage(CacheBindings(found.bound, cache_kind), self.num_blocks)
         if context_parallel is not None:
-            context_parallel.agree(builder_facts(self._limits, found.asked))
+            context_parallel.agree(builder_facts(self._limits, found.requests))
 
     @property
     def host_planned(self) -> frozenset[str]:
@@ -183,7 +183,7 @@ class AttentionMetadataBuilder:
         self._staging = Staging(self._buffers, lambda: StepBuffers(self._limits, host, pinned=True), self.device)
         self._host_table = self._buffers.block_table
         self._built: tuple[AttentionMetadata, Step | DecodeRun] | None = None
-        """The last step as it was returned, and as it was read; or the steps behind it, once there was one."""
+        """The last step as it was returned, and as it was read; or the run of decodes once it was advanced."""
 
     def build(
         self,
@@ -216,8 +216,8 @@ class AttentionMetadataBuilder:
                 `seq_lens=None`: nothing is cached.
             block_tables: block ids of each request, in order; rows may be longer than needed. Requests may share blocks
                 that they read; one that the step writes into is one entry of one request, or filled by the request that
-                stores a prefix behind which others begin. Entries behind the windows of all `layers` do not count;
-                without `layers`, 0 stands for blocks that were freed there. `None`: a step of layers without a cache
+                stores a prefix after which others begin. Entries before the windows of all `layers` do not count;
+                without `layers`, put 0 for blocks that were freed there. `None`: a step of layers without a cache
                 (`EncoderOnlyAttention`); its table has no columns, and layers with a cache refuse it.
             slot_mapping: one slot per token; default from the tables: token i of a request goes to position
                 `seq_len - query_len + i`.
@@ -238,13 +238,13 @@ class AttentionMetadataBuilder:
             logits_indices: instead of `num_logits`, the rows that are kept, in order.
             num_logits_padded: pad the kept rows to this many, also in a step that keeps all.
             shared_prefix_len: cached tokens that all requests have in the same blocks, whole blocks of them: layers
-                attend them once for all rows. Whatever is given, and 0 too, results are those of `None` but for
-                rounding, and `None` and a number make graphs of their own.
+                attend them once for all rows. Results equal those of `None` but for rounding. A number, 0 too, and
+                `None` need separate CUDA graphs.
             capture_key: the key of a CUDA graph that will replay this step: the step is padded to its sizes.
 
         Raises:
             MetadataError: values that contradict each other, the capacity or the cache, or a block that the step writes
-                into and somebody else uses; no buffer was touched.
+                and another entry uses; no buffer was touched.
             GraphContractError: the step contradicts `capture_key`; no buffer was touched.
             CacheError: a layer was bound to another cache since the builder was made; no buffer was touched.
             RankError: the other ranks build another step, or none; no buffer was touched.

@@ -1,7 +1,7 @@
 """A prefix that every request of a step has in the same blocks: attended once for all rows instead of once a request.
 
 Layers attend in two parts. All rows of the step see the prefix as if they were one request's, and each request's rows
-see what lies behind it; `merge_attn_states` weighs the two results. The prefix is then read once a step.
+see what follows it; `merge_attn_states` weighs the two results. The prefix is then read once a step.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def read_shared_prefix(step: Step, length: int, block_size: int) -> int:
         The length as an int.
 
     Raises:
-        MetadataError: so it is.
+        MetadataError: such a prefix.
     """
     tokens = integer(length)
     if tokens is None or tokens < 0 or tokens % block_size:
@@ -33,8 +33,8 @@ def read_shared_prefix(step: Step, length: int, block_size: int) -> int:
             f"whole blocks of {block_size} tokens, or 0",
             "round it down to a multiple of the block size",
         )
-    asked = {"mm_ranges": step.mm_ranges, "num_logits": step.num_logits}
-    for name, value in asked.items():
+    given = {"mm_ranges": step.mm_ranges, "num_logits": step.num_logits}
+    for name, value in given.items():
         if value is not None:
             raise MetadataError(f"shared_prefix_len with {name}", "one of the two in a step", f"leave out {name}")
     if step.packed:
@@ -45,7 +45,7 @@ def read_shared_prefix(step: Step, length: int, block_size: int) -> int:
         row = int(short.nonzero()[0])
         raise MetadataError(
             f"request {row}: {int(cached[row])} cached tokens in a step with shared_prefix_len={tokens}",
-            "requests whose tokens before this step hold the prefix",
+            "requests that have the whole prefix cached",
             "shorten the prefix, or build the request into another step",
         )
     blocks = step.table[:, : tokens // block_size]
@@ -53,7 +53,7 @@ def read_shared_prefix(step: Step, length: int, block_size: int) -> int:
     if bool(other.any()):
         row = int(other.nonzero()[0])
         raise MetadataError(
-            f"request {row}: its first {tokens // block_size} blocks are not those of request 0",
+            f"request {row}: its first {tokens // block_size} blocks differ from those of request 0",
             "the same blocks for the prefix in every request",
             "shorten the prefix to what all of them share",
         )
@@ -76,8 +76,8 @@ def write_shared_prefix(
         query_start_loc, seq_lens, block_table: int32 `[B + 1]`, `[B]` and `[B, W]` of the step.
         prefix_lens: int32 `[2]`, the prefix's length and 0.
         prefix_start_loc: int32 `[3]`, written: all rows as one request's, and a request without rows.
-        suffix_lens, suffix_block_table: int32 `[B]` and `[B, W]`, written: lengths and blocks behind the prefix. Behind
-            the last column stands the last one again, which no length reaches.
+        suffix_lens, suffix_block_table: int32 `[B]` and `[B, W]`, written: lengths and blocks after the prefix. The
+            last column is repeated at the end, where no length reaches.
 
     Example:
         >>> import torch

@@ -112,7 +112,7 @@ def write_cross_slots(lengths: Tensor, new: Tensor, table: Tensor, block_size: i
         lengths, new: int32 `[B]`, encoder lengths, and nonzero for requests whose encoder ran.
         table: int32 `[B, W]`, block ids of each request's states; entries past the last may hold garbage.
         block_size: tokens per block.
-        slots: int64 `[E]`, written: `block * block_size + offset`, -1 for rows behind the last state.
+        slots: int64 `[E]`, written: `block * block_size + offset`, -1 for rows after the last state.
 
     Example:
         >>> import torch
@@ -129,14 +129,14 @@ def write_cross_slots(lengths: Tensor, new: Tensor, table: Tensor, block_size: i
 
 
 def packed_rows(lengths: Tensor, num_rows: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Tell of every row of packed requests whose it is, on the device and without a sync.
+    """Find the request of every row of packed requests, on the device and without a sync.
 
     Args:
         lengths: integers `[B]`, rows of each request.
 
     Returns:
-        int64 `[num_rows]` request and offset in it, and bool `[num_rows]`: false for rows behind the last request,
-        whose request and offset can be used but mean nothing.
+        int64 `[num_rows]` request and offset in it, and bool `[num_rows]`: false for rows after the last request,
+        where request and offset are valid indices without meaning.
     """
     ends = lengths.long().cumsum(0)
     row = torch.arange(num_rows, device=lengths.device)

@@ -1,4 +1,4 @@
-"""What builders of steps over striped caches refuse, and what they compare with the other ranks."""
+"""What builders of steps over sharded caches refuse, and what they compare with the other ranks."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def check_ranks(layer: object, config: Any, parallel: ContextParallel | None) ->
     Raises:
         ConfigError: the layer holds another share of the tokens, or combines otherwise.
     """
-    # A config alone says which share, not how results are combined.
+    # A config says which share, not how results are combined.
     theirs = getattr(layer, "context_parallel", parallel) if isinstance(layer, nn.Module) else parallel
     stripe = None if parallel is None else parallel.stripe
     if stripe_of(config) != stripe or theirs != parallel:
-        came = stripe_of(config) if stripe_of(config) != stripe else theirs
+        given = stripe_of(config) if stripe_of(config) != stripe else theirs
         raise ConfigError(
-            f"a layer with {came or 'no context parallelism'}, the builder with {parallel or 'none'}",
+            f"a layer with {given or 'no context parallelism'}, the builder with {parallel or 'none'}",
             "the same ContextParallel for layers and builder",
             "pass context_parallel= to both, or to neither",
         )
@@ -37,7 +37,7 @@ def check_ranks(layer: object, config: Any, parallel: ContextParallel | None) ->
 
 
 def check_striped_step(step: Step, slot_mapping: object, encoder_lens: object, shared_prefix_len: object) -> None:
-    """Refuse what has no meaning over a striped cache.
+    """Refuse what has no meaning over a sharded cache.
 
     Raises:
         MetadataError: slots, encoder states, a shared prefix, or no block tables.
@@ -48,12 +48,12 @@ def check_striped_step(step: Step, slot_mapping: object, encoder_lens: object, s
         "shared_prefix_len": shared_prefix_len is not None,
         "block_tables=None": step.packed,
     }
-    asked = [name for name, there in given.items() if there]
-    if asked:
+    names = [name for name, there in given.items() if there]
+    if names:
         raise MetadataError(
-            f"{' and '.join(asked)} with context parallelism",
+            f"{' and '.join(names)} with context parallelism",
             "block tables of the request's own tokens, from which every rank computes its slots",
-            f"leave {asked[0]} out" if asked != ["block_tables=None"] else "pass block_tables",
+            f"leave {names[0]} out" if names != ["block_tables=None"] else "pass block_tables",
         )
 
 

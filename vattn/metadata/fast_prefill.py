@@ -1,4 +1,4 @@
-"""Fast prefill: after the layers that write the cache, go on with those tokens alone whose logits are needed.
+"""Fast prefill: after the layers that write the cache, compute only the tokens that need logits.
 
 The layers that share another layer's cache (`kv_sharing_target_layer_name`) write nothing, so in them a prefill needs
 no rows but the last of each request. Which rows stay is in the metadata: `logits_indices` and `logits_start_loc`.
@@ -71,7 +71,7 @@ def write_logits_indices(query_start_loc: Tensor, logits_start_loc: Tensor, indi
     Args:
         query_start_loc: int32 `[B + 1]`, of all rows.
         logits_start_loc: int32 `[B + 1]`, of the rows that are kept.
-        indices: int64 `[N]`, written: the last rows of each request; 0 behind the last request.
+        indices: int64 `[N]`, written: the last rows of each request; 0 after the last request.
     """
     counts = logits_start_loc.diff()
     request, offset, real = packed_rows(counts, indices.shape[0])
@@ -113,7 +113,7 @@ def fast_prefill(metadata: AttentionMetadata, logits_indices: Tensor) -> Attenti
         raise MetadataError(
             f"logits_indices is {logits_indices.dtype} {tuple(logits_indices.shape)} on {logits_indices.device}",
             f"int64 of up to {tokens} rows on {starts.device}",
-            "pass the rows of the step whose logits are needed",
+            "pass the rows of the step that need logits",
         )
     num_reqs = starts.shape[0] - 1
     request = torch.bucketize(logits_indices, starts[1:].long(), right=True)
@@ -126,7 +126,7 @@ def fast_prefill(metadata: AttentionMetadata, logits_indices: Tensor) -> Attenti
 
 
 def kept_rows(rows: Tensor, metadata: AttentionMetadata | None = None) -> Tensor:
-    """Return the rows of `[T, ...]` that the layers with `fast_prefill=True` take: those whose logits are needed.
+    """Return the rows of `[T, ...]` that the layers with `fast_prefill=True` take: those that need logits.
 
     All of them in a step that keeps every token, such as pure decode, and in a profiling call.
 
@@ -142,8 +142,8 @@ def kept_rows(rows: Tensor, metadata: AttentionMetadata | None = None) -> Tensor
         tensor([2., 4.])
     """
     if not isinstance(rows, Tensor) or not rows.dim():
-        came = f"a tensor of shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
-        raise ShapeError(f"kept_rows() of {came}", "a tensor [tokens, ...]", "pass hidden states or a residual")
+        given = f"a tensor of shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
+        raise ShapeError(f"kept_rows() of {given}", "a tensor [tokens, ...]", "pass hidden states or a residual")
     if metadata is None:
         metadata = context.current
     if metadata is None:

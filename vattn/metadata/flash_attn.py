@@ -47,7 +47,7 @@ class DecodeInput(NamedTuple):
 
 
 class SequenceOffsets(NamedTuple):
-    """Where the queries and the keys of each request lie, for attention without a cache.
+    """Offsets of the queries and keys of each request, for attention without a cache.
 
     Attributes:
         query_start_loc, key_start_loc: int32 `[B + 1]`.
@@ -62,7 +62,7 @@ class SequenceOffsets(NamedTuple):
 
 @dataclass(eq=False)
 class FlashAttentionMetadata:
-    """Describe the requests of one step, prefills first: their tokens lie before those of the decodes.
+    """Describe the requests of one step, prefills first: their tokens come before those of the decodes.
 
     `FlashAttentionMetadataBuilder` makes one. B requests, padding included; padding has length 0 and slot -1.
 
@@ -83,8 +83,8 @@ class FlashAttentionMetadata:
         max_encoder_seq_len, num_encoder_tokens: the longest, and all.
         cross_slot_mapping: int64 `[E]`, where the states that this step writes go.
         cross_block_tables: int32 `[B, Wc]`.
-        block_size: tokens per cache block; 0: not told.
-        lookahead: how many more tokens the blocks of every request have room for; `None`: not told.
+        block_size: tokens per cache block; 0: unknown.
+        lookahead: how many more tokens the blocks of every request have room for; `None`: unknown.
     """
 
     num_prefills: int
@@ -128,14 +128,14 @@ class FlashAttentionMetadata:
 
     @property
     def prefill_metadata(self) -> FlashAttentionMetadata | None:
-        """The prefills alone, `None` if there are none. Views of the same tensors; kept until `advance_step`."""
+        """Only the prefills, `None` if there are none. Views of the same tensors; kept until `advance_step`."""
         if "prefill" not in self._halves:
             self._halves["prefill"] = self._prefills() if self.num_prefills else None
         return self._halves["prefill"]
 
     @property
     def decode_metadata(self) -> FlashAttentionMetadata | None:
-        """The decodes alone, `None` if there are none: views, and offsets that start at 0 again."""
+        """Only the decodes, `None` if there are none: views, and offsets that start at 0 again."""
         if "decode" not in self._halves:
             self._halves["decode"] = self._decodes() if self.num_decode_tokens else None
         return self._halves["decode"]
@@ -152,7 +152,7 @@ class FlashAttentionMetadata:
         return self.is_all_encoder_attn_metadata_set and self.cross_block_tables is not None
 
     def sequence_offsets(self, attn_type: str) -> SequenceOffsets:
-        """Return where queries and keys lie in attention of a type over raw, packed queries, keys and values.
+        """Return the offsets of queries and keys for a type of attention over packed queries, keys and values.
 
         Args:
             attn_type: a value of `AttentionType`.
@@ -216,7 +216,7 @@ class FlashAttentionMetadata:
             num_seqs: requests, padding included.
             num_queries: real requests. Of these, one of length 0 is padding all the same and stays as it is, so that a
                 graph captured for many requests replays for fewer.
-            turn_prefills_into_decodes: the step had prefills, whose prompts are through: they decode from now on.
+            turn_prefills_into_decodes: the step had prefills; their prompts are complete, and they decode from now on.
 
         Raises:
             MetadataError: prefills, decodes of more than one token, tensors that do not fit, another block size, blocks
@@ -243,7 +243,7 @@ class FlashAttentionMetadata:
         _check_rows("sampled_token_ids", sampled, num_queries, self.slot_mapping.device, longer=True)
         common = self.common
         if self._built is not None:
-            # Halves and copies describe the step before from now on; this one goes on.
+            # Halves and copies describe the previous step from now on; this object describes the next one.
             self._built = common._built = self._built.lineage.begin()
         if turn_prefills_into_decodes:
             self._turn_into_decodes(common, num_seqs)
@@ -286,7 +286,7 @@ class FlashAttentionMetadata:
         if self.num_prefills and not turn:
             raise MetadataError(
                 f"advance_step on a batch with {self.num_prefills} prefills of {self.num_prefill_tokens} tokens",
-                "decodes alone",
+                "decodes only",
                 "pass turn_prefills_into_decodes=True once their prompts are through, or build the next step",
             )
         if self.max_decode_query_len > 1:
@@ -323,7 +323,7 @@ class FlashAttentionMetadata:
             )
 
     def _check_newest(self, where: str) -> None:
-        """Refuse a step, a half or a copy whose tensors hold another step by now; `where` it came."""
+        """Refuse a step, a half or a copy if its tensors hold another step by now; `where` names the caller."""
         if is_rewritten(self):
             raise rewritten(self, where)
 

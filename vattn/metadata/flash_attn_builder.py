@@ -99,7 +99,7 @@ class FlashAttentionMetadataBuilder:
             encoder_lens, new_encoder, cross_block_tables, num_encoder_tokens_padded, capture_key: as there.
 
         Raises:
-            MetadataError: a prefill behind a decode, a request without new tokens, block tables too short for the
+            MetadataError: a prefill after a decode, a request without new tokens, block tables too short for the
                 lookahead, or what `AttentionMetadataBuilder.build` refuses; no buffer was touched.
             GraphContractError: the step contradicts `capture_key`; no buffer was touched.
         """
@@ -173,7 +173,7 @@ class FlashAttentionMetadataBuilder:
         late = [row for row in range(first, len(decodes)) if not decodes[row]]
         if late:
             raise MetadataError(
-                f"request {late[0]}, a prefill of {queries[late[0]]} tokens, behind request {first}, a decode",
+                f"request {late[0]}, a prefill of {queries[late[0]]} tokens, after request {first}, a decode",
                 "prefills first",
                 "order the requests by vattn.token_order(query_lens, seq_lens, first='prefill')",
             )
@@ -190,7 +190,7 @@ class FlashAttentionMetadataBuilder:
         return {"num_reqs_padded": batch_size, "num_tokens_padded": sum(queries) + missing}
 
     def _table(self, tables: Sequence[Sequence[int]], queries: list[int], lengths: list[int], lookahead: int) -> Tensor:
-        """Return the tables with -1 behind the last block of each request, where `advance_step` writes nothing."""
+        """Return the tables with -1 after the last block of each request, where `advance_step` writes nothing."""
         size, width = self._inner.block_size, self._inner.table_width
         if isinstance(tables, Tensor) or len(tables) != len(lengths):
             raise MetadataError(
@@ -218,7 +218,7 @@ class FlashAttentionMetadataBuilder:
         return table
 
     def _check_coming(self, table: Tensor, queries: Tensor, lengths: Tensor, lookahead: int) -> None:
-        """Refuse blocks that the device will write into, unseen by the host, and that somebody else uses."""
+        """Refuse blocks that the device will write in later steps and that another entry uses."""
         if queries.shape != lengths.shape:
             return  # What follows refuses lengths that contradict each other.
         size, columns = self._inner.block_size, torch.arange(table.shape[1]).unsqueeze(0)
@@ -232,7 +232,7 @@ class FlashAttentionMetadataBuilder:
         row, column = place.tolist()
         raise MetadataError(
             f"request {row}: entry {column} of the block table, for tokens to come, is block {int(table[row, column])},"
-            " which stands in the tables of this step once more",
+            " which another entry of the tables of this step names too",
             "blocks of their own for tokens to come",
             "check the block allocator",
         )

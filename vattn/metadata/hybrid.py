@@ -16,7 +16,7 @@ class GroupedMetadata(AttentionMetadata):
 
     Attributes:
         parts: by group; everything but `block_table` and `slot_mapping` is shared.
-        cache_groups: who is told of the parts while the step is the forward context.
+        cache_groups: hold the parts while the step is the forward context.
     """
 
     parts: tuple[AttentionMetadata, ...] = ()

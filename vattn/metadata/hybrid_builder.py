@@ -99,7 +99,7 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         Args:
             query_lens, seq_lens, **options: those of `AttentionMetadataBuilder.build`.
             block_tables: one table for each group without encoder states: block ids of each request, in order; 0 for
-                blocks that were freed behind a window. Encoder states have `cross_block_tables`, as without groups.
+                blocks that a window has left. Encoder states have `cross_block_tables`, as without groups.
             slot_mapping: only -1 everywhere: a step that stores nothing. `block_tables` is then one table for all.
             capture_key: the key of a CUDA graph that will replay this step.
 
@@ -166,7 +166,7 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         return steps[0]
 
     def advance(self, metadata: AttentionMetadata, new_blocks: Sequence[Any] | Tensor) -> AttentionMetadata:
-        """Refuse: what becomes of blocks behind windows is read from whole tables.
+        """Refuse: blocks that a window has left are found from whole tables only.
 
         Raises:
             MetadataError: always.

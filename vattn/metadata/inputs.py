@@ -79,7 +79,7 @@ def read_step(
         table = torch.zeros((num_reqs, 0), dtype=torch.int64)
         slots = torch.full_like(positions, -1)
     else:
-        # What the first rank needs is asked of every rank, so that all refuse the same tables.
+        # Every rank checks what the first one needs, so that all refuse the same tables.
         held = lengths if limits.stripe is None else most_held(limits.stripe, lengths)
         if limits.stripe is not None:
             _check_striped_tables(block_tables, lengths, limits)
@@ -188,7 +188,7 @@ def read_positions(values: Lengths, num_tokens: int) -> Tensor:
             if positions.shape[0] != num_tokens
             else f"position {int(positions.min())}",
             "one position from 0 up per new token",
-            "leave positions out for those of the slots",
+            "leave positions out to use those of the slots",
         )
     return positions
 
@@ -220,7 +220,7 @@ def _check_reserved(table: Tensor, lengths: Tensor, slots: Tensor, limits: Limit
     if bool(taken.any()):
         row = int(taken.nonzero()[0])
         raise MetadataError(
-            f"slot_mapping[{row}]={int(slots[row])} lies in block {int(written[row])}, which holds sinks",
+            f"slot_mapping[{row}]={int(slots[row])} is in block {int(written[row])}, which holds sinks",
             f"slots from {(limits.reserved_blocks + 1) * limits.block_size} on",
             "write to blocks of the request",
         )

@@ -11,7 +11,7 @@ from vattn.errors import CacheError, MetadataError
 class BuiltStep:
     """One step of a builder; its metadata holds it, and so do copies and parts of that metadata.
 
-    Compiled code reads `rewritten` alone, which is `None` in every step that may run, so that no step recompiles.
+    Compiled code reads only `rewritten`, which is `None` in every step that may run, so that no step recompiles.
 
     Attributes:
         lineage: the steps of the same builder.
@@ -28,7 +28,7 @@ class BuiltStep:
 
 
 class Lineage:
-    """The steps of one builder, of which its tensors hold the newest alone, and the caches that they are for.
+    """The steps of one builder, of which its tensors hold only the newest, and the caches that they are for.
 
     Args:
         bindings: the caches that the builder's layers had when it was made.

@@ -1,4 +1,4 @@
-"""Which schedules the layers of a metadata builder need, and how those of a step are made at fixed addresses."""
+"""Find the schedules that a builder's layers need, and make those of each step at fixed addresses."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class FoundLayers:
     """One per kind of schedule that the layers need."""
 
     sink_lens: dict[str, int] = field(default_factory=dict)
-    """Of each kind of schedule, how many tokens its layers have ahead of every request."""
+    """Sink tokens before every request, by kind of schedule."""
 
     sink_layers: list[Any] = field(default_factory=list)
     backends: set[str] = field(default_factory=set)
@@ -45,8 +45,8 @@ class FoundLayers:
     reaches: set[Reach] = field(default_factory=set)
     """How far back the layers see that read the requests' own tokens from a cache."""
 
-    asked: list[str] = field(default_factory=list)
-    """What each layer asks of ranks that share a cache, for the ranks to agree on."""
+    requests: list[str] = field(default_factory=list)
+    """What each layer requests of ranks that share a cache, for the ranks to agree on."""
 
 
 def all_layers(layers: nn.Module | Iterable[nn.Module | AttentionConfig]) -> list[Any]:
@@ -118,7 +118,7 @@ def find_layers(
                 "one block size for all layers and the builder",
                 "leave block_size out of the builder, and give all layers one CacheConfig(block_size=...)",
             )
-        found.asked.append(check_ranks(layer, config, context_parallel))
+        found.requests.append(check_ranks(layer, config, context_parallel))
         backend = selector.choose(config, device)
         found.backends.add(backend.name)
         if config.attn_type != "encoder_decoder":
@@ -141,7 +141,7 @@ def find_layers(
             found.bound.append(layer)
             found.num_blocks = num_blocks if found.num_blocks is None else found.num_blocks
     if found.num_blocks is None:
-        # Without it a block id could not be told from one outside of the cache.
+        # Without it a block id outside of the cache cannot be recognised.
         by_device = {key: c for key, c in found.configs.items() if not selector.choose(c, device).host_plan_size(c)}
         found.configs = by_device
     return found
@@ -207,8 +207,8 @@ class StepPlans:
     def _plan_on_host(self, key: str, metadata: AttentionMetadata, step: Step) -> None:
         """Have a backend plan a step; one that changes what the layers ask for is left to their calls."""
         host_plan, config = self._host_plans[key], self._configs[key]
-        asked = (metadata.tree_bias, metadata.mm_ranges, metadata.prefix_lens)
-        if metadata.causal is not True or any(tensor is not None for tensor in asked):
+        extras = (metadata.tree_bias, metadata.mm_ranges, metadata.prefix_lens)
+        if metadata.causal is not True or any(tensor is not None for tensor in extras):
             host_plan.zero_()
             return
         args = HostPlanArgs(
@@ -244,11 +244,11 @@ def _config_of(layer: nn.Module | AttentionConfig) -> AttentionConfig | None:
     return config
 
 
-def _check_blocks(layer: nn.Module, own: int | None, asked: int | None) -> None:
-    """Refuse a builder's number of blocks that the layer's cache does not have: kernels see no keys behind its end."""
-    if own is not None and asked is not None and asked > own:
+def _check_blocks(layer: nn.Module, own: int | None, given: int | None) -> None:
+    """Refuse a builder's number of blocks that the layer's cache does not have: kernels see no keys past its end."""
+    if own is not None and given is not None and given > own:
         raise ConfigError(
-            f"num_blocks={asked} of the builder, and {own} blocks in the cache of layer {layer.prefix!r}",
+            f"num_blocks={given} of the builder, and {own} blocks in the cache of layer {layer.prefix!r}",
             f"at most {own}",
             "leave num_blocks out of the builder, or allocate that many with vattn.allocate_kv_cache",
         )

@@ -1,4 +1,4 @@
-"""The buffers behind one builder's metadata: filled from a step's host values, copied to the device in few pieces."""
+"""The buffers of one builder's metadata: filled from a step's host values, copied to the device in few pieces."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Staging(Generic[Buffers]):
 
 
 def alias(view: Tensor) -> Tensor:
-    """Return a plain tensor over the memory of a view, whose base Dynamo would also trace and guard."""
+    """Return a plain tensor over the memory of a view. Dynamo would also trace and guard the base of the view."""
     return view.data
 
 

@@ -69,7 +69,7 @@ class Step:
 
 
 def most_held(stripe: Stripe | None, length: Number) -> Number:
-    """Return how many of a request's tokens lie on the rank that holds most of them: the first."""
+    """Return how many of a request's tokens the first rank holds; no other holds more."""
     return length if stripe is None else stripe.of_rank(0).count(length)
 
 
@@ -79,7 +79,7 @@ class CrossStep:
 
     Attributes:
         lengths: encoder states of each request, cached or new.
-        new: bool, whose encoder ran in this step.
+        new: bool, the requests whose encoder ran in this step.
         table: block ids of each request's states.
         num_rows: encoder states that this step writes.
     """

@@ -1,4 +1,4 @@
-"""`TokenTree`: drafts that branch, in the order in which their rows lie in a step, and who of them sees whom.
+"""`TokenTree`: drafts that branch, in the order of their rows in a step, and which of them each one sees.
 
 Row 0 is the root: the last accepted token, which the cache does not hold yet. Rows 1 to n are the nodes, sorted by
 depth and then by path. A row sees everything that is cached, its ancestors, the root and itself.
@@ -23,7 +23,7 @@ TreeChoices = str | Sequence[Sequence[int]] | None
 
 @dataclass(frozen=True)
 class TokenTree:
-    """A tree of draft tokens behind the last accepted one.
+    """A tree of draft tokens after the last accepted one.
 
     Args:
         paths: one path of child indices per node, from the root: `(0,)` is the root's first child, `(0, 1)` the second
@@ -140,7 +140,7 @@ class TokenTree:
         return self.depth == len(self.paths)
 
     def num_nodes(self, depth: int) -> int:
-        """Return how many nodes lie at this depth or above it, the root not counted."""
+        """Return how many nodes are at this depth or above it, the root not counted."""
         return sum(len(path) <= depth for path in self.paths)
 
     def bias(self) -> Tensor:
@@ -184,7 +184,7 @@ class TokenTree:
         rows: list[int] = []
         at = 0
         for row, parent in enumerate(self.parents):
-            # A node comes behind its parent, so one pass follows the path to its end.
+            # A node comes after its parent, so one pass follows the path to its end.
             if parent == at and row and drafts[row - 1] == chosen[at]:
                 rows.append(row)
                 at = row
@@ -221,7 +221,7 @@ def _check_paths(paths: tuple[Path, ...]) -> None:
             raise _no_tree(paths)
         if (len(path), path) <= (len(before), before):
             raise ConfigError(
-                f"tree path {path} behind {before}",
+                f"tree path {path} after {before}",
                 "paths sorted by length and then by path, each once",
                 "sort them: sorted(set(paths), key=lambda path: (len(path), path))",
             )

@@ -63,7 +63,7 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder):
     any new tokens, so a step costs `tree.size` slots, and `vattn.move_slots` brings the accepted ones together.
     `positions` count by depth. Every other request of the step gets the causal mask, however many tokens it has.
 
-    Windows and ALiBi count places in the cache: the node in row r lies r places behind the root, whatever its depth.
+    Windows and ALiBi count places in the cache: the node in row r is r places after the root, whatever its depth.
 
     Example:
         >>> import vattn
@@ -138,7 +138,7 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder):
                 `trees`; `positions` replaces those by depth.
 
         Raises:
-            MetadataError: a tree whose request has other than `tree.size` new tokens, trees beyond the capacity, a
+            MetadataError: a tree for a request with other than `tree.size` new tokens, trees beyond the capacity, a
                 step that leaves open which of its requests verify the builder's tree, and as for
                 `AttentionMetadataBuilder.build`; no buffer was touched.
             ConfigError: what is given for a tree is none.
@@ -173,22 +173,22 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder):
         elif isinstance(trees, (str, TokenTree)) or not isinstance(trees, Sequence):
             raise MetadataError(f"trees={trees!r:.60}", "one tree or None per request", "pass a list")
         check_count("trees", len(trees), len(queries))
-        asked = [None if tree is None else TokenTree.of(tree) for tree in trees]
-        for row, (tree, count) in enumerate(zip(asked, queries, strict=True)):
+        read = [None if tree is None else TokenTree.of(tree) for tree in trees]
+        for row, (tree, count) in enumerate(zip(read, queries, strict=True)):
             if tree is not None and tree.size != count:
                 raise MetadataError(
                     f"request {row}: {count} new tokens and a tree of {tree.size - 1} nodes and its root",
                     f"{tree.size} new tokens for this tree",
                     "pass the root and one token per node, or None for a causal request",
                 )
-        branching = list(dict.fromkeys(tree for tree in asked if tree is not None and not tree.is_chain))
+        branching = list(dict.fromkeys(tree for tree in read if tree is not None and not tree.is_chain))
         found: dict[str, Any] = {}
         if branching or captured:
             ids = {tree: index for index, tree in enumerate(branching)}
             found["tree_bias"] = self._stacked(branching)
-            found["tree_id"] = [ids.get(tree, -1) if tree is not None else -1 for tree in asked]
+            found["tree_id"] = [ids.get(tree, -1) if tree is not None else -1 for tree in read]
         if branching and options.get("positions") is None:
-            found["positions"] = _positions(queries, lengths, asked)
+            found["positions"] = _positions(queries, lengths, read)
         return found
 
     def _refuse_open_question(self, queries: list[int], lengths: list[int]) -> None:
@@ -198,7 +198,7 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder):
         for row, (count, length) in enumerate(zip(queries, lengths, strict=True)):
             if count == self.tree.size and length > count:
                 raise MetadataError(
-                    f"request {row}: {count} new tokens behind cached ones, as many as the builder's tree and its root",
+                    f"request {row}: {count} new tokens after cached ones, as many as the builder's tree and its root",
                     "trees=[...], a tree or None per request, in such a step",
                     "say trees=[builder.tree, ...] if it verifies the tree, trees=[None, ...] if it extends a prompt",
                 )
@@ -283,7 +283,7 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder):
         """
         new = [scheduler_output.num_scheduled_tokens[name] for name in input_batch.req_ids]
         cached = [int(count) for count in input_batch.num_computed_tokens_cpu[: len(new)]]
-        decodes = [n <= self.decode_threshold and behind > 0 for n, behind in zip(new, cached, strict=True)]
+        decodes = [n <= self.decode_threshold and before > 0 for n, before in zip(new, cached, strict=True)]
         first = sum(decodes)
         misplaced = [row for row in range(first) if not decodes[row]]
         late = [row for row in range(first, len(decodes)) if decodes[row]]

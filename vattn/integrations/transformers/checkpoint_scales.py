@@ -61,7 +61,7 @@ def checkpoint_configs(model: nn.Module, names: list[str], cache_config: CacheCo
         warnings.warn(
             f"the checkpoint has scales of an FP8 cache for {len(found)} layers, which {what} does not use; "
             f"{instead} does",
-            stacklevel=4,
+            stacklevel=3,
         )
     return {}
 
