@@ -213,7 +213,7 @@ def test_audits_that_cannot_be(packed: PackedModel, found: vattn.Calibration) ->
                 "output_format": "fp8_static",
                 "per_head": True,
             },
-            "scales lie beside",
+            "scales beside the codes",
         ),
     ):
         with pytest.raises(errors.ConfigError, match=text):
@@ -300,7 +300,7 @@ def test_wrong_use(packed: PackedModel, found: vattn.Calibration, tmp_path: Path
     with pytest.raises(errors.ConfigError, match="one of them"):
         enable(model, cache_config=config, calibration=found, quant_config=vattn.QuantConfig("unit", "unit"))
     quantised = enable(model, cache_config=config, calibration=found, num_blocks=4)
-    with pytest.raises(errors.ConfigError, match="stores fp8_e4m3"):
+    with pytest.raises(errors.ConfigError, match="with a cache in fp8_e4m3"):
         vattn.audit(quantised, TEXTS)
     disable(quantised)
 

@@ -94,7 +94,6 @@ def test_refusals() -> None:
     with pytest.raises(MetadataError, match="a sample step of 1 tokens"):
         vattn.export_step(model, (ids,), step)
     for wrong, named in (
-        ((None, (ids,), step), "model"),
         ((model, ids, step), "args"),
         ((model, (ids,), None), "metadata"),
     ):

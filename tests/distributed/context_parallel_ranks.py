@@ -359,7 +359,7 @@ def what_one_rank_refuses_the_others_are_told(rank: int, world: int) -> None:
         with refused("combine='sum'", UnknownOptionError):
             ContextParallel.of(combine="sum")
     else:
-        with refused("rank 1 refused what it was asked for"):
+        with refused("rank 1 refused its arguments"):
             ContextParallel.of()
     parallel = ContextParallel.of(timeout=PATIENT)
     builder = vattn.AttentionMetadataBuilder(4, 64, 64, context_parallel=parallel)
@@ -386,12 +386,12 @@ def a_missed_of_keeps_no_later_one_from_meeting(rank: int, world: int) -> None:
     # By files a wait lasts whole seconds.
     if rank != 1:
         with refused(
-            "found no answer of all others about interleave, combine, check within 0.2 s: rank 1 did not come"
+            "got no answer of all others about interleave, combine, check within 0.2 s: rank 1 did not answer"
         ):
             ContextParallel.of(interleave=4, timeout=0.2)
     dist.barrier()
     if rank == 1:
-        with refused("found no answer of all others"):
+        with refused("got no answer of all others"):
             ContextParallel.of(timeout=0.2)
     dist.barrier()
     for parallel in [ContextParallel.of(timeout=PATIENT) for _ in range(2)]:
@@ -433,7 +433,7 @@ def a_lost_connection_is_no_timeout(rank: int, world: int) -> None:
 
     dist.all_gather = closed
     try:
-        with refused(f"rank {rank} of {world} lost another rank 0.0 s after it asked about a fact"):
+        with refused(f"rank {rank} of {world} lost another rank 0.0 s into the check of a fact"):
             parallel.agree({"a fact": 1})
     finally:
         dist.all_gather = gather
@@ -444,9 +444,9 @@ def a_rank_that_does_not_come_is_told(rank: int, world: int) -> None:
     parallel = ContextParallel.of(timeout=1)
     builder = vattn.AttentionMetadataBuilder(4, 64, 64, context_parallel=parallel)
     if rank != 1:
-        with refused("found no answer of all others"):
+        with refused("got no answer of all others"):
             builder.build([2], [5], [[1]])
-        with refused("it missed another rank when it asked about number of steps"):
+        with refused("another rank did not answer about number of steps"):
             builder.build([2], [5], [[1]])
     dist.barrier()
     # The group of the layers is as it was.

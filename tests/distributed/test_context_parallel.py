@@ -340,9 +340,9 @@ def test_a_missed_meeting_is_over_for_all_ranks(kind: str, monkeypatch: pytest.M
     stores = [first, *(first if kind == "memory" else dist.TCPStore("localhost", first.port) for _ in range(2))]
     members = [Member(rank, store) for rank, store in enumerate(stores)]
     for number in range(2):
-        assert "within 0.05 s: rank 1, 2 did not come" in meet_at_once(members[:1], 2, 0.05)[0]
+        assert "within 0.05 s: rank 1, 2 did not answer" in meet_at_once(members[:1], 2, 0.05)[0]
         missed = meet_at_once(members[:2], 2, 0.1)
-        assert all("2 did not come" in text for text in missed), missed
+        assert all("2 did not answer" in text for text in missed), missed
         assert meet_at_once(members, 4 + number, 60) == ["", "", ""]
     HERE.store = members[2].store
     refuse(members[2])
@@ -353,7 +353,7 @@ def test_a_missed_meeting_is_over_for_all_ranks(kind: str, monkeypatch: pytest.M
     with ThreadPoolExecutor(1) as pool:
         said = pool.submit(patient.come, 2, 60)
         first.wait(["vattn/context_parallel/others/0/1"])
-        assert "rank 2 did not come" in hasty.come(2, 0.1)
+        assert "rank 2 did not answer" in hasty.come(2, 0.1)
         assert said.result().startswith("rank 0 of 3 gave up waiting for the others' answers about interleave")
 
 

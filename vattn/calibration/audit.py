@@ -34,7 +34,7 @@ ALL = "all layers"
 
 @dataclass(frozen=True)
 class AuditRow:
-    """What one layer costs where it alone rounds its keys and values, and its output if asked to.
+    """What it costs if one layer rounds its keys and values, and its output if requested.
 
     Attributes:
         layer: its prefix, or "all layers" where every layer does.
@@ -43,7 +43,7 @@ class AuditRow:
         outputs_clipped: same of the output's values; NaN where outputs are not rounded.
         drift: relative L2 difference of the logits.
         worst: largest difference of a logit.
-        top1: share of tokens whose likeliest next token stays the same.
+        top1: share of tokens with the same likeliest next token.
     """
 
     layer: str
@@ -91,7 +91,7 @@ class Audit:
         return "\n".join(lines)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draw drift and clip rates by layer and write it to a file whose name says the kind (needs matplotlib).
+        """Draw drift and clip rates by layer and write it to a file, of the kind that its suffix names (matplotlib).
 
         Raises:
             ConfigError: no path, a kind of file that matplotlib does not write, or a file that cannot be written.
@@ -134,8 +134,8 @@ def audit(
         model: as for `vattn.calibrate`, with a cache that is not quantised.
         texts: token lists, each a request.
         kv_cache_dtype: the format to try.
-        calibration: where scales come from, or its file; `"unit"`: scales of 1. For formats whose scales lie beside the
-            codes it is there for outputs alone.
+        calibration: where scales come from, or its file; `"unit"`: scales of 1. Formats with scales beside the
+            codes use it for outputs only.
         per_head: with a calibration, one scale per KV head.
         output_format: `"fp8_static"` rounds attention outputs too, by the calibration's scales, as a quantised output
             or an FP8 output projection would.
@@ -174,7 +174,7 @@ def audit(
         stored = layer.config.kv_cache_dtype if layer.config is not None else ""
         if stored and stored != layer.config.dtype:  # type: ignore[union-attr]
             raise ConfigError(
-                f"an audit of layer {prefix!r}, whose cache stores {stored}",
+                f"an audit of layer {prefix!r}, with a cache in {stored}",
                 "a cache in the model's dtype",
                 "build the model with CacheConfig(cache_dtype='auto')",
             )
@@ -183,7 +183,7 @@ def audit(
     if per_head and (found is None or not scaled):
         raise ConfigError(
             f"an audit of {fmt} with per_head"
-            + (" and scales of 1" if scaled else ", whose scales lie beside the codes"),
+            + (" and scales of 1" if scaled else ", which keeps its scales beside the codes"),
             "a calibration, and a format with given scales",
             "drop per_head",
         )

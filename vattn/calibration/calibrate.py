@@ -44,7 +44,7 @@ class Calibration:
         layers: by the layer's prefix, lists of floats under "query" and "output" (one per query head) and "key" and
             "value" (one per KV head).
         tokens: how many tokens were seen.
-        inputs: by name of each linear layer, the largest magnitude of its input; empty if nobody asked for them.
+        inputs: by name of each linear layer, the largest magnitude of its input; empty without `linears=True`.
 
     Example:
         >>> import vattn
@@ -262,7 +262,7 @@ def observing(model: nn.Module) -> Iterator[dict[str, _Seen]]:
 
 
 def root_of(model: nn.Module) -> nn.Module:
-    """Return the model by whose names checkpoints and calibrations go: what is inside a `PackedModel`.
+    """Return the model that names of checkpoints and calibrations refer to: the one inside a `PackedModel`.
 
     Raises:
         ConfigError: no model.

@@ -1,4 +1,4 @@
-"""Models in training mode are refused where tokens or magnitudes come of them: dropout would change those."""
+"""Reject models in training mode, where dropout would change the results."""
 
 from __future__ import annotations
 
@@ -10,27 +10,20 @@ from vattn.errors import ConfigError
 
 
 class EvalMode:
-    """The parts of a transformers model on vattn, found once: looking at their mode costs microseconds a call.
+    """The parts of a transformers model on vattn, listed once: a check takes microseconds.
 
     Args:
-        model: what `enable` returned; of any other model nothing is known, and nothing is refused.
+        model: what `enable` returned; any other model is accepted.
     """
 
     def __init__(self, model: Any) -> None:
         wrapped: Any = getattr(model, "wrapped", None)
         named = wrapped.named_modules() if isinstance(wrapped, nn.Module) else ()
-        # Layers of ours do the same in both modes, and are in training mode where they came behind `eval()`.
+        # vattn's own layers do the same in both modes, and were added after `eval()`.
         self._parts = [(name, part) for name, part in named if not type(part).__module__.startswith("vattn.")]
 
     def check(self, what: str = "") -> None:
-        """Refuse the model if any part of it is in training mode.
-
-        Args:
-            what: ahead of the model in errors, such as "a calibration of ".
-
-        Raises:
-            ConfigError: such a part.
-        """
+        """Raise ConfigError if any part is in training mode; `what` precedes the model in the error."""
         for name, part in self._parts:
             if part.training:
                 raise ConfigError(
@@ -40,6 +33,6 @@ class EvalMode:
                 )
 
     def check_whole(self, what: str = "") -> None:
-        """Refuse the model if it was put in training mode as a whole; free of charge, for every step."""
+        """Raise ConfigError if the whole model was put in training mode: one attribute, for every step."""
         if self._parts and self._parts[0][1].training:
             self.check(what)

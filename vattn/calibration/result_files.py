@@ -1,4 +1,4 @@
-"""Files that commands write results to, refused before anything is measured, and what draws pictures: matplotlib."""
+"""Checks of result files before anything is measured, and matplotlib for pictures."""
 
 from __future__ import annotations
 
@@ -10,14 +10,7 @@ from vattn.errors import ConfigError, MissingPackageError
 
 
 def check_output(option: str, path: Path | None, *, replaced: bool = False) -> None:
-    """Refuse a file that an option names, `None` for none, and that could not be written.
-
-    Args:
-        replaced: a new file takes the place of an old one, so that the folder alone counts.
-
-    Raises:
-        ConfigError: a folder, or a file in one that does not exist or may not be written to.
-    """
+    """Raise ConfigError if a file cannot be written; `None` is none, and `replaced` checks only its folder."""
     if path is None:
         return
     place = path if path.exists() and not replaced else path.parent
@@ -29,26 +22,18 @@ def check_output(option: str, path: Path | None, *, replaced: bool = False) -> N
         )
 
 
-def figures(came: str = "a plot without matplotlib", fix: str = "pip install matplotlib") -> Any:
-    """Return matplotlib's class of figures.
-
-    Raises:
-        MissingPackageError: matplotlib is missing; errors call that what came, and tell the fix.
-    """
+def figures(got: str = "a plot without matplotlib", fix: str = "pip install matplotlib") -> Any:
+    """Return matplotlib's class of figures, or raise MissingPackageError with these texts."""
     try:
         import matplotlib  # noqa: F401  a missing package, though a module of it were imported
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingPackageError(came, "matplotlib", fix) from error
+        raise MissingPackageError(got, "matplotlib", fix) from error
     return Figure
 
 
-def check_picture(path: str | os.PathLike[str], came: str, fix: str) -> None:
-    """Refuse a file that matplotlib, which is there, would not write: its name says the kind.
-
-    Raises:
-        ConfigError: another kind, or none; errors call it what came, and tell the fix.
-    """
+def check_picture(path: str | os.PathLike[str], got: str, fix: str) -> None:
+    """Raise ConfigError with these texts unless matplotlib writes files with this suffix."""
     kinds = sorted(figures()().canvas.get_supported_filetypes())
     if not isinstance(path, (str, os.PathLike)) or Path(path).suffix[1:].lower() not in kinds:
-        raise ConfigError(came, f"a file that ends in one of {', '.join(kinds)}", fix)
+        raise ConfigError(got, f"a file that ends in one of {', '.join(kinds)}", fix)

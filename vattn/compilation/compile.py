@@ -1,8 +1,8 @@
 """`compile` and `compile_regions`: `torch.compile` for models that run packed tokens through paged attention.
 
-Both mark the first dimension of every tensor argument, and of the step's metadata, as varying, so that nobody has to
-mark anything: one graph serves all token counts and batch sizes from 2 up, and one more serves a single token.
-Errors of `vattn.errors` that are found while compiling come out as such, raised from torch's own.
+Both mark the first dimension of every tensor argument, and of the step's metadata, as dynamic: one graph serves all
+token counts and batch sizes from 2 up, and one more serves a single token. Errors of `vattn.errors` that occur while
+compiling are raised as such, from torch's own.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def _marking(compiled: Any) -> Any:
 
 
 def _with_own_errors(compiled: Any) -> Any:
-    """Wrap compiled code so that errors of ours are not hidden in torch's."""
+    """Wrap compiled code: errors of `vattn.errors` come out of torch's."""
 
     @functools.wraps(compiled)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -149,7 +149,7 @@ def _with_own_errors(compiled: Any) -> Any:
 
 
 def own_error(error: BaseException) -> VattnError | None:
-    """Return the error of ours that an error of torch was made of, `None` if there is none."""
+    """Return the error of `vattn.errors` that caused an error of torch, `None` if there is none."""
     seen: list[BaseException] = []
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -163,7 +163,7 @@ def own_error(error: BaseException) -> VattnError | None:
 
 
 def _from_text(text: str) -> VattnError | None:
-    """Read an error of ours out of the report of an exception that Dynamo has only traced."""
+    """Read a `VattnError` out of the report of an exception that Dynamo has only traced."""
     for name, arguments in re.findall(r"raised exception (\w+)\((.*)\)$", text, re.MULTILINE):
         kind = getattr(errors, name, None)
         if isinstance(kind, type) and issubclass(kind, VattnError):

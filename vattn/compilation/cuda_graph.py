@@ -53,7 +53,7 @@ class CaptureReport:
     Attributes:
         reason: why the function runs without graphs, `None` if it was captured.
         costs: one entry per batch size, in the order of capture.
-        by_tokens: sizes were given in tokens too, and are told so.
+        by_tokens: whether sizes are printed in tokens, as they were given.
     """
 
     reason: str | None
@@ -81,7 +81,7 @@ class CaptureReport:
 
 @dataclass
 class _Entry:
-    """One captured step: where its inputs lie, what it returned, and the graph (`None` where there are no graphs)."""
+    """One captured step: its inputs, what it returned, and the graph (`None` where there are no graphs)."""
 
     inputs: tuple[Tensor, ...]
     output: Any = None
@@ -103,9 +103,8 @@ class CUDAGraphRunner:
         tokens_per_request: more than 1 for speculative decoding.
         step_options: further arguments of `builder.build` for a number of requests, such as
             `lambda n: {"causal": [1] * n}`: presence of optional tensors is baked in.
-        output_rows: `"tokens"` or `"requests"`, what the first dimension of the outputs counts; default: told by size.
-        memory_of: another runner, whose graphs' memory these use too: no output of the one is read after a replay of
-            the other.
+        output_rows: `"tokens"` or `"requests"`, what the first dimension of the outputs counts; default: found by size.
+        memory_of: another runner to share memory with: no output of the one may be read after a replay of the other.
 
     Attributes:
         report: sizes, seconds and memory, or why nothing was captured.
@@ -148,21 +147,8 @@ class CUDAGraphRunner:
     ) -> None:
         if output_rows not in (None, "tokens", "requests"):
             raise ConfigError(f"output_rows={output_rows!r}", "'tokens', 'requests' or None", "leave it out")
-        for name, given, right, allowed in (
-            ("function", function, callable(function), "a model or a function"),
-            ("batch_sizes", batch_sizes, isinstance(batch_sizes, Sequence), "a list of sizes"),
-            ("builder", builder, hasattr(builder, "max_num_reqs"), "an AttentionMetadataBuilder, or one of groups"),
-            ("make_inputs", make_inputs, callable(make_inputs), "a function of a step that returns inputs"),
-            ("step_options", step_options, step_options is None or callable(step_options), "a function, or None"),
-            (
-                "memory_of",
-                memory_of,
-                isinstance(memory_of, (CUDAGraphRunner, type(None))),
-                "a CUDAGraphRunner, or None",
-            ),
-        ):
-            if not right:
-                raise ConfigError(f"{name}={given!r:.60} of a CUDAGraphRunner", allowed, f"change {name}")
+        if not isinstance(batch_sizes, Sequence):
+            raise ConfigError(f"batch_sizes={batch_sizes!r:.60}", "a list of sizes", "batch_sizes=[8]")
         read_count("tokens_per_request", tokens_per_request, 1, "leave it out for decodes")
         self.function, self.builder = function, builder
         self._make_inputs, self._output_rows = make_inputs, output_rows
@@ -231,7 +217,7 @@ class CUDAGraphRunner:
                 )
 
     def _prepare(self, batch_size: int, num_tokens: int) -> CaptureCost | None:
-        """Make the static inputs of a size, warm the function up and capture it; `None` if another size does for it."""
+        """Make the static inputs of a size, warm up and capture the function; `None` if a captured size covers it."""
         start, free = time.perf_counter(), self._free_memory()
         metadata = self._sample_step(batch_size, num_tokens)
         if metadata.capture_key() in self._entries:
@@ -291,7 +277,7 @@ class CUDAGraphRunner:
         side = torch.cuda.Stream(self.builder.device)
         side.wait_stream(torch.cuda.current_stream(self.builder.device))
         with torch.cuda.stream(side):
-            # What is loaded or allocated once is there behind the first size, for the others too.
+            # The first size loads and allocates for the others too.
             for _ in range(1 if self._entries else 2):
                 self._run(entry, metadata)
         torch.cuda.current_stream(self.builder.device).wait_stream(side)
@@ -367,14 +353,14 @@ class CUDAGraphRunner:
         return pytree.tree_map_only(Tensor, lambda tensor: self._real_rows(tensor, metadata), output)
 
     def _entry(self, metadata: AttentionMetadata) -> _Entry:
-        came = metadata.capture_key()
-        entry = self._entries.get(came)
+        key = metadata.capture_key()
+        entry = self._entries.get(key)
         if entry is None:
             nearest = min(
-                self._entries, key=lambda key: (len(key.differences(came)), abs(key.num_reqs - came.num_reqs))
+                self._entries, key=lambda entry: (len(entry.differences(key)), abs(entry.num_reqs - key.num_reqs))
             )
             raise GraphContractError(
-                "the step contradicts every capture, the nearest: " + "; ".join(nearest.differences(came)),
+                "the step contradicts every capture, the nearest: " + "; ".join(nearest.differences(key)),
                 "steps from this runner's build()",
                 "use runner.build, or capture this kind of step with step_options",
             )

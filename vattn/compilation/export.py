@@ -1,4 +1,4 @@
-"""`export_step`: a model's step as a `torch.export` program whose KV caches and metadata are inputs."""
+"""`export_step`: a model's step as a `torch.export` program that takes KV caches and metadata as inputs."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ExportedStep:
 
     Attributes:
         program: takes `(args, metadata tensors, kv caches)` and updates the caches in place; holds no cache bytes.
-        model: the exported model, whose caches `inputs` passes on.
+        model: the exported model; `inputs` passes its caches on.
     """
 
     program: torch.export.ExportedProgram
@@ -128,15 +128,9 @@ def export_step(model: nn.Module, args: tuple[Tensor, ...], metadata: AttentionM
         >>> exported.program.module()(*exported.inputs((torch.randn(4, 32),), step)).shape
         torch.Size([4, 32])
     """
-    for what, came, kind in (
-        ("model", model, nn.Module),
-        ("args", args, tuple),
-        ("metadata", metadata, AttentionMetadata),
-    ):
-        if not isinstance(came, kind):
-            raise ConfigError(
-                f"{what} of type {type(came).__name__}", f"{kind.__name__}", "export_step(model, (x,), step)"
-            )
+    for name, given, kind in (("args", args, tuple), ("metadata", metadata, AttentionMetadata)):
+        if not isinstance(given, kind):
+            raise ConfigError(f"{name} of type {type(given).__name__}", kind.__name__, "export_step(model, (x,), step)")
     layers = _cached_layers(model)
     if not layers and not any(hasattr(layer, "get_kv_cache_spec") for layer in model.modules()):
         raise CacheNotBoundError(

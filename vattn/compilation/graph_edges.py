@@ -1,14 +1,14 @@
-"""Edges of a captured CUDA graph: kernels that wait by themselves start when the kernel before them has begun.
+"""Edges of a captured CUDA graph: let kernels that wait by themselves start when the previous kernel has begun.
 
-A launch that may overlap with the kernel before it becomes a programmatic edge, which lets it start when every block of
-that one has said so or ended. Compilers say so late, behind all that a kernel waits for. `vattn::linear`'s kernels
-that fill their memory with weights first touch nothing else before they wait for the kernel before to end, whenever
-they start, so that an edge into them may let them start as soon as every block before has begun. So does the kernel of
-RoPE where it is launched early, and its few blocks take next to nothing while they wait; but
-only decode in clusters is faster behind it then, so ahead of other kernels it starts when the kernel before has ended.
-The kernel of `vattn::linear` for up to 32 rows of values waits first as well: early, it has been launched by then. So
-does the first kernel of a layer that Inductor has compiled on its own: behind the last one of the layer before, it no
-longer keeps the next product's weights waiting.
+A launch that may overlap with the previous kernel becomes a programmatic edge: it starts once every block of that
+kernel has triggered or exited. Compilers emit the trigger late, after the last wait. Some kernels wait for the end of
+the previous kernel before they touch its results, so an edge into them may let them start once every previous block has
+begun:
+
+- `vattn::linear`'s kernels, which fill their memory with weights first, or wait first;
+- the kernel of RoPE where it is launched early, if decode in clusters follows: other kernels are
+  not faster after it, so before those it starts when the previous kernel has ended;
+- the first kernel of a layer that Inductor has compiled on its own, after the last kernel of the previous layer.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INDUCTOR, FIRST = re.compile(r"triton_(poi|red|per)_fused_\w*_\d+"), re.compile(
 """Names of kernels that Inductor has made, and of those that are the first of their compiled graph."""
 
 ROPE, CLUSTERS = "rope_update_kernel", "decode_cluster_kernel"
-"""Names of the kernel of RoPE, and of the one behind it that makes it start early."""
+"""Names of the kernel of RoPE, and of the next one that makes it start early."""
 
 PROGRAMMATIC = 1
 """Type of an edge, and its port where the kernel before says when."""

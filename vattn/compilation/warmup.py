@@ -63,8 +63,8 @@ def warmup(
         How long every step took.
 
     Raises:
-        ConfigError: what is no model, no builder of such steps or no list of sizes, no layer to warm, a size beyond the
-            builder's capacity, `function` without `make_inputs` or the other way round.
+        ConfigError: no model, another kind of builder, no list of sizes, no layer to warm, a size beyond the builder's
+            capacity, or only one of `function` and `make_inputs`.
         CacheNotBoundError: a layer without a cache.
 
     Nothing is written to a cache and no KV scale is taken: all slots are -1. Reads go to block 0. Waits for the device
@@ -87,11 +87,6 @@ def warmup(
         )
     if (function is None) != (make_inputs is None):
         raise ConfigError("function or make_inputs alone", "both or neither", "pass both")
-    for name, given in (("function", function), ("make_inputs", make_inputs)):
-        if given is not None and not callable(given):
-            raise ConfigError(f"{name} of type {type(given).__name__}", "a function", f"pass a {name} to call")
-    if not callable(progress) and not isinstance(progress, bool):
-        raise ConfigError(f"progress={progress!r:.60}", "True, False or a function of a line", "progress=False")
     steps = _steps(builder, decode_batches, prefill_lens)
     runs, left_out = _runs(model, function, make_inputs)
     say = progress if callable(progress) else (lambda line: print(line, file=sys.stderr, flush=True))

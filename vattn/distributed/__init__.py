@@ -1,6 +1,6 @@
-"""Decode context parallelism: the KV cache of one layer striped over the ranks of a process group.
+"""Decode context parallelism: the KV cache of one layer is sharded by token over the ranks of a process group.
 
-`vattn.config.dcp` says which token lies where, `group` who takes part, `combine` how results meet.
+`vattn.config.dcp` maps tokens to ranks, `group` holds the ranks, `combine` combines their results.
 """
 
 from vattn.config.dcp import Stripe

@@ -1,7 +1,7 @@
-"""Partial attention results of all ranks made into one, by their log-sum-exp in fp32.
+"""Combine the partial attention results of all ranks by their log-sum-exp in fp32.
 
-Only functional collectives, so that compiled code holds them without a graph break. Every rank does the same whatever
-it holds: a rank without keys brings a log-sum-exp of -inf, and its output is not read.
+Only functional collectives, which compile without a graph break. Every rank does the same: a rank without keys has a
+log-sum-exp of -inf, and its output is not read.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def gather_heads(part: Tensor, parallel: ContextParallel) -> Tensor:
 def combine(
     output: Tensor, lse: Tensor, parallel: ContextParallel, sinks: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Combine what all ranks made of their keys; every rank gets its own heads.
+    """Combine the results of all ranks over their keys; every rank gets its own heads.
 
     Args:
         output: `[T, H, V]`, this rank's partial result for all heads; rows with an LSE of -inf may hold anything.
@@ -60,7 +60,7 @@ def combine(
 
 
 def combine_parts(outputs: Sequence[Tensor], lses: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Combine parts that lie in one process, rank by rank: what `combine` means.
+    """Combine parts of one process, as `combine` does those of ranks.
 
     Args:
         outputs: of each part `[T, h, V]`.
@@ -84,7 +84,7 @@ def combine_parts(outputs: Sequence[Tensor], lses: Tensor, sinks: Tensor | None 
 
 
 def _check_parts(outputs: Sequence[Tensor], lses: Tensor, sinks: Tensor | None) -> None:
-    """Refuse parts that are no results of the same rows and heads."""
+    """Raise unless all parts are results of the same rows and heads."""
     if not isinstance(outputs, (Sequence, Tensor)):
         raise DtypeError(f"outputs of type {type(outputs).__name__}", "a list of tensors", "pass one result per rank")
     kinds = {"lses": lses, **({} if sinks is None else {"sinks": sinks})}
@@ -97,8 +97,8 @@ def _check_parts(outputs: Sequence[Tensor], lses: Tensor, sinks: Tensor | None) 
                 f"{name} is {dtype_name(tensor.dtype)}", "a floating dtype", "pass what attention returned"
             )
     if not len(outputs) or outputs[0].dim() != 3:
-        came = "no parts" if not len(outputs) else f"outputs[0] of shape {tuple(outputs[0].shape)}"
-        raise ShapeError(came, "one part or more, each [T, h, V]", "pass one result per rank")
+        got = "no parts" if not len(outputs) else f"outputs[0] of shape {tuple(outputs[0].shape)}"
+        raise ShapeError(got, "one part or more, each [T, h, V]", "pass one result per rank")
     rows, heads = outputs[0].shape[:2]
     wanted = {"lses": (len(outputs), rows, heads), "sinks": (heads,)}
     for name, tensor in kinds.items():

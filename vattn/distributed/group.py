@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 COMBINES = ("reduce_scatter", "all_to_all")
-"""How partial results meet: log-sum-exps are gathered and rescaled outputs summed, or each rank gets all parts of its
-own heads."""
+"""How partial results are combined: log-sum-exps are gathered and rescaled outputs summed, or each rank gets all parts
+of its own heads."""
 
 FACTS = 12
-"""Most things that one check compares; every check exchanges as many numbers, so that no two can be mixed up."""
+"""Most facts that one check compares; every check exchanges as many numbers, so that no two can be mixed up."""
 
 _REFUSED = -1
-"""What a rank says in the place of hashes, which are positive, if it refuses what it was given."""
+"""What a rank sends instead of hashes, which are positive, if it refuses its arguments."""
 
 _missed: WeakKeyDictionary[ProcessGroup, str] = WeakKeyDictionary()
-"""Groups in which a rank was missed, and what was being compared: messages may still be under way in them."""
+"""Groups in which a rank did not answer, and what was compared then: messages may still arrive in them."""
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class ContextParallel:
 
         Raises:
             ConfigError: no process group, this rank is not in it, or an argument is none.
-            RankError: the ranks were asked for different things, one did not come, or their group could not be made.
+            RankError: ranks have different arguments, one did not answer, or their group could not be made.
                 All ranks may call it again.
         """
         from torch import distributed
@@ -129,9 +129,9 @@ class ContextParallel:
         except VattnError:
             refuse(group)
             raise
-        place = meet(group, {"interleave": interleave, "combine": combine, "check": check}, timeout)
+        key = meet(group, {"interleave": interleave, "combine": combine, "check": check}, timeout)
         if check:
-            parallel = dataclasses.replace(parallel, check_group_name=_group_of_checks(group, ranks, place, timeout))
+            parallel = dataclasses.replace(parallel, check_group_name=_group_of_checks(group, ranks, key, timeout))
         return parallel
 
     @property
@@ -148,8 +148,8 @@ class ContextParallel:
             facts: at most `FACTS - 1` values with a faithful `repr`, or host tensors.
 
         Raises:
-            RankError: another rank has other facts, refused (`refuse`), or did not come within the timeout; or one was
-                missed before, after which nothing can be compared.
+            RankError: another rank has other facts, refused (`refuse`), or did not answer within the timeout, now or
+                before: nothing can be compared after that.
         """
         if not self.check_group_name:
             return
@@ -176,9 +176,9 @@ class ContextParallel:
             )
 
     def refuse(self) -> None:
-        """Tell the other ranks, which are about to `agree`, that this one refuses what it was given.
+        """Tell the other ranks, which are about to `agree`, that this one refuses its arguments.
 
-        Nothing happens without a check group, or if the others do not come: this rank has an error of its own.
+        Nothing happens without a check group, or if the others do not answer: this rank has its own error.
         """
         if self.check_group_name:
             with contextlib.suppress(RankError):
@@ -192,11 +192,10 @@ class ContextParallel:
         group: ProcessGroup = _resolve_process_group(self.check_group_name)  # type: ignore[arg-type, unused-ignore]
         if group in _missed:
             raise RankError(
-                f"rank {self.rank} of {self.world_size} compares nothing any more: it missed another rank when it "
-                f"asked about {_missed[group]}",
-                "ranks that came to every step",
-                "call ContextParallel.of on every rank again, and make the builder, or the whole model, with what it "
-                "returns",
+                f"rank {self.rank} of {self.world_size} compares nothing any more: another rank did not answer about "
+                f"{_missed[group]}",
+                "ranks that answer in every step",
+                "call ContextParallel.of on every rank again, and make the builder or the model with its result",
             )
         mine = torch.tensor(numbers + [0] * (FACTS - len(numbers)), dtype=torch.int64)
         all_of_them = [torch.empty_like(mine) for _ in range(self.world_size)]
@@ -206,21 +205,21 @@ class ContextParallel:
         except Exception as error:
             _missed[group] = about
             waited = time.monotonic() - begin
-            came = f"found no answer of all others about {about} within {self.timeout:g} s"
+            got = f"got no answer of all others about {about} within {self.timeout:g} s"
             if waited < 0.9 * self.timeout:
-                came = f"lost another rank {waited:.1f} s after it asked about {about}"
+                got = f"lost another rank {waited:.1f} s into the check of {about}"
             raise RankError(
-                f"rank {self.rank} of {self.world_size} {came}",
-                "every rank at the same step: what one of them raises, all must meet",
+                f"rank {self.rank} of {self.world_size} {got}",
+                "every rank at the same step",
                 f"look for an error on another rank; the group says: {str(error).splitlines()[0]:.160}",
             ) from error
         return all_of_them
 
 
-def _group_of_checks(group: ProcessGroup, ranks: list[int], place: str, timeout: float) -> str:
-    """Make a gloo group of the ranks that met; return its name.
+def _group_of_checks(group: ProcessGroup, ranks: list[int], key: str, timeout: float) -> str:
+    """Make a gloo group of the ranks; return its name.
 
-    It is apart from the user's group, so that a check that fails by its timeout leaves that as it was.
+    A group of its own, so that a check that times out leaves the user's group as it is.
 
     Raises:
         RankError: this rank or another could not make it.
@@ -235,16 +234,16 @@ def _group_of_checks(group: ProcessGroup, ranks: list[int], place: str, timeout:
     except Exception as error:
         failure = error
         if len(_world.pg_names) == groups:
-            # Torch names a group after how many a rank has: where one rank alone made it, no later names would be
-            # equal. An error here repeats the one that is told below.
+            # Torch names a group by how many a rank has: if only some ranks made it, no later names would be equal.
+            # An error here would repeat the one below.
             with contextlib.suppress(Exception):
                 distributed.new_group([distributed.get_rank()], **options)
-    confirm(group, place, failure, timeout)
+    confirm(group, key, failure, timeout)
     return name
 
 
 def _hash(fact: object) -> int:
-    """Return 63 bits that tell facts apart, the same in every process."""
+    """Return a hash of 63 bits, the same in every process."""
     if isinstance(fact, torch.Tensor):
         data = f"{fact.dtype}{tuple(fact.shape)}".encode() + fact.contiguous().numpy().tobytes()
     else:

@@ -1,10 +1,10 @@
-"""How ranks compare what they ask for before they share a group: through the store that their process group came from.
+"""Ranks compare their options before they share a group, through the store of their process group.
 
-A store answers where a collective would hang: a rank that asks for something else, or refuses what it was given, is
-read like any other, and one that does not come is missed after a timeout.
+A store answers where a collective would hang: a rank that requests something else, or refuses its arguments, answers
+like any other, and one that does not answer is missed after a timeout.
 
-Whether a meeting took place is one entry of the store, written once: by the last rank to answer, or by the first that
-gives up waiting. So all ranks hold the same of it, and what was said at a meeting that is over is read by nobody later.
+One entry of the store says how a rendezvous ended. It is written once: by the last rank to answer, or by the first that
+gives up waiting. So all ranks agree on it.
 """
 
 from __future__ import annotations
@@ -24,43 +24,43 @@ if TYPE_CHECKING:
 _REFUSED = "refused"
 
 _MET = "met"
-"""How a meeting ended; else the rank that gave up waiting."""
+"""How a rendezvous ended; otherwise its end names the rank that gave up waiting."""
 
-_meetings: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
-"""The first meeting of a group, each with a place of its own in the store, at which this rank has said nothing."""
+_next: WeakKeyDictionary[ProcessGroup, int] = WeakKeyDictionary()
+"""Number of the next rendezvous of a group; each has its own keys in the store."""
 
 
 def refuse(group: ProcessGroup) -> None:
-    """Tell the other ranks that this one refuses what it was asked for; waits for nobody."""
-    # This rank raises an error of its own, also if the store is out of reach.
+    """Tell the other ranks that this one refuses its arguments; does not wait."""
+    # This rank raises its own error, also if the store is out of reach.
     with contextlib.suppress(RankError), _reaching_the_store(group):
-        _say(group, _next_place(group), _REFUSED)
+        _answer(group, _next_key(group), _REFUSED)
 
 
 def meet(group: ProcessGroup, facts: Mapping[str, object], timeout: float) -> str:
-    """Compare facts with every other rank of a group; return where in the store, for `confirm`.
+    """Compare facts with every other rank of a group; return the key prefix of the rendezvous, for `confirm`.
 
-    Each rank must call this, or `refuse`, as often as the others. A meeting that another rank gave up is passed over.
+    Each rank must call this, or `refuse`, as often as the others. A rendezvous that another rank gave up is skipped.
 
     Args:
         facts: values with a faithful `repr`, under the same names on all ranks.
         timeout: seconds to wait for the others.
 
     Raises:
-        RankError: another rank has other facts, refused, or did not come.
+        RankError: another rank has other facts, refused, or did not answer.
     """
     with _reaching_the_store(group):
-        place = _next_place(group)
-        _say(group, place, json.dumps({name: repr(value) for name, value in facts.items()}))
-        told = _await(group, place, ", ".join(facts), timeout)
-    refused = [str(rank) for rank, text in enumerate(told) if text == _REFUSED]
+        key = _next_key(group)
+        _answer(group, key, json.dumps({name: repr(value) for name, value in facts.items()}))
+        answers = _await(group, key, ", ".join(facts), timeout)
+    refused = [str(rank) for rank, text in enumerate(answers) if text == _REFUSED]
     if refused:
         raise RankError(
-            f"rank {', '.join(refused)} refused what it was asked for",
+            f"rank {', '.join(refused)} refused its arguments",
             "options that every rank accepts",
             "its own error says why",
         )
-    first, *others = (json.loads(text) for text in told)
+    first, *others = (json.loads(text) for text in answers)
     differing = [
         f"{name}={theirs.get(name)} on rank {rank}, {name}={first.get(name)} on rank 0"
         for rank, theirs in enumerate(others, 1)
@@ -73,24 +73,25 @@ def meet(group: ProcessGroup, facts: Mapping[str, object], timeout: float) -> st
             "equal options on all ranks of a context-parallel group",
             "call ContextParallel.of with the same arguments on every rank",
         )
-    return place
+    return key
 
 
-def confirm(group: ProcessGroup, place: str, failure: Exception | None, timeout: float) -> None:
-    """Tell the ranks of a meeting whether this one could do what they agreed on, and go on if all could.
+def confirm(group: ProcessGroup, key: str, failure: Exception | None, timeout: float) -> None:
+    """Tell the ranks of a rendezvous whether this one made its part of the group; return if all did.
 
     Args:
-        failure: why this rank could not; it waits for nobody then.
+        key: of the rendezvous.
+        failure: why this rank could not; it does not wait then.
 
     Raises:
         RankError: this rank could not, another could not, or one did not say.
     """
     with _reaching_the_store(group):
-        _say(group, f"{place}/made", _MET if failure is None else _REFUSED)
-        told = _await(group, f"{place}/made", "the group of their checks", timeout) if failure is None else []
-    if failure is None and _REFUSED not in told:
+        _answer(group, f"{key}/made", _MET if failure is None else _REFUSED)
+        answers = _await(group, f"{key}/made", "the group of their checks", timeout) if failure is None else []
+    if failure is None and _REFUSED not in answers:
         return
-    failed = [str(rank) for rank, text in enumerate(told) if text == _REFUSED] or [str(group.rank())]
+    failed = [str(rank) for rank, text in enumerate(answers) if text == _REFUSED] or [str(group.rank())]
     says = "its own error says why" if failure is None else f"torch says: {_first_line(failure)}"
     raise RankError(
         f"rank {', '.join(failed)} of {group.size()} could not make the group in which ranks compare their steps",
@@ -99,40 +100,40 @@ def confirm(group: ProcessGroup, place: str, failure: Exception | None, timeout:
     ) from failure
 
 
-def _next_place(group: ProcessGroup) -> str:
-    """Return the place of the next meeting that is not over."""
-    number = _meetings.get(group, 0)
+def _next_key(group: ProcessGroup) -> str:
+    """Return the key prefix of the next rendezvous that has not ended."""
+    number = _next.get(group, 0)
     while _store().check([_end(f"vattn/context_parallel/{group.group_name}/{number}")]):
         number += 1
-    _meetings[group] = number + 1
+    _next[group] = number + 1
     return f"vattn/context_parallel/{group.group_name}/{number}"
 
 
-def _say(group: ProcessGroup, place: str, text: str) -> None:
-    """Write what this rank says at a meeting; the last one to do so ends it."""
+def _answer(group: ProcessGroup, key: str, text: str) -> None:
+    """Write the answer of this rank; the last one to answer ends the rendezvous."""
     store = _store()
-    store.set(f"{place}/{group.rank()}", text)
-    if store.check([f"{place}/{rank}" for rank in range(group.size())]):
-        store.compare_set(_end(place), "", _MET)
+    store.set(f"{key}/{group.rank()}", text)
+    if store.check([f"{key}/{rank}" for rank in range(group.size())]):
+        store.compare_set(_end(key), "", _MET)
 
 
-def _await(group: ProcessGroup, place: str, about: str, timeout: float) -> list[str]:
-    """Return what every rank said, once all have; or end the meeting for all of them."""
+def _await(group: ProcessGroup, key: str, about: str, timeout: float) -> list[str]:
+    """Return the answers of all ranks; or give up, and end the rendezvous for all of them."""
     store, here, ranks = _store(), group.rank(), range(group.size())
     try:
-        store.wait([_end(place)], timedelta(seconds=timeout))
+        store.wait([_end(key)], timedelta(seconds=timeout))
     except RuntimeError:
-        # The last rank may have come just now: whichever wrote first is right. A store out of reach raises again.
-        store.compare_set(_end(place), "", str(here))
-    ended = store.get(_end(place)).decode()
+        # The last rank may have answered just now: the first entry counts. A store out of reach raises again.
+        store.compare_set(_end(key), "", str(here))
+    ended = store.get(_end(key)).decode()
     if ended == _MET:
-        return [store.get(f"{place}/{rank}").decode() for rank in ranks]
-    silent = [str(rank) for rank in ranks if not store.check([f"{place}/{rank}"])]
-    came = f"rank {here} of {len(ranks)} found no answer of all others about {about} within {timeout:g} s"
+        return [store.get(f"{key}/{rank}").decode() for rank in ranks]
+    silent = [str(rank) for rank in ranks if not store.check([f"{key}/{rank}"])]
+    got = f"rank {here} of {len(ranks)} got no answer of all others about {about} within {timeout:g} s"
     if ended != str(here):
-        came = f"rank {ended} of {len(ranks)} gave up waiting for the others' answers about {about}"
+        got = f"rank {ended} of {len(ranks)} gave up waiting for the others' answers about {about}"
     raise RankError(
-        came + (f": rank {', '.join(silent)} did not come" if silent else ""),
+        got + (f": rank {', '.join(silent)} did not answer" if silent else ""),
         "every rank of the group in ContextParallel.of, as often as the others",
         "look for an error on another rank, and call ContextParallel.of on every rank again",
     )
@@ -140,7 +141,7 @@ def _await(group: ProcessGroup, place: str, about: str, timeout: float) -> list[
 
 @contextlib.contextmanager
 def _reaching_the_store(group: ProcessGroup) -> Iterator[None]:
-    """Say as a `RankError` what the store raises."""
+    """Raise errors of the store as `RankError`."""
     try:
         yield
     except RankError:
@@ -148,13 +149,13 @@ def _reaching_the_store(group: ProcessGroup) -> Iterator[None]:
     except RuntimeError as error:
         raise RankError(
             f"rank {group.rank()} of {group.size()} cannot reach the store of its process group: {_first_line(error)}",
-            "the store that torch.distributed.init_process_group made, as long as ranks meet",
+            "the store that torch.distributed.init_process_group made, as long as ranks use it",
             "look for an error on the rank that serves the store, rank 0 as a rule",
         ) from error
 
 
-def _end(place: str) -> str:
-    return f"{place}/end"
+def _end(key: str) -> str:
+    return f"{key}/end"
 
 
 def _first_line(error: Exception) -> str:
