@@ -137,7 +137,7 @@ def random_paged_batch(
     rng = torch.Generator().manual_seed(seed)
     keys, values, scales = _keys_and_values(config, seq_lens, rng)
     masks = _mask_inputs(config, seq_lens, num_padding_reqs, rng)
-    held = seq_lens if config.stripe is None else [config.stripe.count(length) for length in seq_lens]
+    held = seq_lens if config.dcp_shard is None else [config.dcp_shard.count(length) for length in seq_lens]
     needed = [-(-length // config.block_size) for length in held]
     num_blocks = sum(needed) + 3
     width = max([1, *needed]) + 1 if table_width is None else table_width
@@ -149,7 +149,7 @@ def random_paged_batch(
     for request, count in enumerate(needed):
         blocks, free = torch.tensor(free[:count], dtype=torch.long), free[count:]
         table[request, :count] = blocks[:width].int()
-        places = held_positions(config.stripe, held[request], torch.device("cpu"))
+        places = held_positions(config.dcp_shard, held[request], torch.device("cpu"))
         own = slice(None) if places is None else places
         _store(kv_cache, blocks, keys[request][own], values[request][own], scales, config)
         if poison:
@@ -170,7 +170,7 @@ def random_paged_batch(
         v_scale=scales[1],
         **masks,
         local_seq_lens=None
-        if config.stripe is None
+        if config.dcp_shard is None
         else torch.tensor([*held, *[0] * num_padding_reqs], dtype=torch.int32),
         plan=[],
         workspace=None,
@@ -288,8 +288,8 @@ def _hidden_blocks(
         causal=None if flags is None else bool(flags[request] != 0),
         mm_ranges=None if ranges is None else ranges[request],
     )
-    count = seq_len if config.stripe is None else config.stripe.count(seq_len)
-    places = held_positions(config.stripe, count, torch.device("cpu"))
+    count = seq_len if config.dcp_shard is None else config.dcp_shard.count(seq_len)
+    places = held_positions(config.dcp_shard, count, torch.device("cpu"))
     seen = torch.zeros(-(-count // config.block_size) * config.block_size, dtype=torch.bool)
     seen[:count] = visible.any(dim=0)[slice(None) if places is None else places]
     return (~seen.view(-1, config.block_size).any(dim=1)).nonzero().flatten()

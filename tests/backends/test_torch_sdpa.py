@@ -81,7 +81,7 @@ SHAPES = {
     "narrow_value": {"head_size": 40, "head_size_v": 8},
     "narrow_value_hnd": {"head_size": 40, "head_size_v": 8, "kv_cache_layout": "HND", "dtype": "bfloat16"},
     "hnd": {"kv_cache_layout": "HND"},
-    "stripe": {
+    "dcp": {
         "context_parallel": True,
         "context_rank": 1,
         "context_world": 2,

@@ -134,7 +134,7 @@ def check(request: MLARequest) -> bool:
     args = request.arguments()
     got, lse = run_mla(args, config)
     expected, expected_lse = exact(args, config)
-    rounded = relative_l2(rounded_formula(args, config), expected) if config.stripe is None else 0.0
+    rounded = relative_l2(rounded_formula(args, config), expected) if config.dcp_shard is None else 0.0
     # One value of a few may be unlucky: a step of the dtype at most.
     limit = max(2 * rounded, 3e-6, 2 * torch.finfo(MODEL_DTYPES[config.dtype]).eps)
     if config.query_format != "none":

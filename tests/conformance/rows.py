@@ -265,20 +265,20 @@ def _packed_formats() -> dict[str, Row]:
     return rows
 
 
-_STRIPE: dict[str, Any] = {
+_DCP: dict[str, Any] = {
     "context_parallel": True, "context_rank": 1, "context_world": 3, "context_interleave": 2, "lse": True,
 }  # fmt: skip
 
-_STRIPES: dict[str, Row] = {
-    "stripe-of-one": Row({"context_parallel": True}, MIXED),
-    "stripe-alibi-window": Row({**_STRIPE, "alibi": "linear", "sliding_window": 9}, MIXED),
-    "stripe-tree-fp8": Row({**_STRIPE, "tree_bias": True, "kv_cache_dtype": "fp8_e4m3", "kv_scale": "head"}, MIXED),
-    "stripe-images": Row({**_STRIPE, "mm_prefix": "full", "sliding_window": 5, "causality": "bidirectional"}, IMAGES),
-    "stripe-chunks-flags": Row(
-        {**_STRIPE, "sliding_window": 12, "chunk_lookback": 1, "causality": "per_request", "sinks": True}, MIXED
+_DCP_ROWS: dict[str, Row] = {
+    "dcp-of-one": Row({"context_parallel": True}, MIXED),
+    "dcp-alibi-window": Row({**_DCP, "alibi": "linear", "sliding_window": 9}, MIXED),
+    "dcp-tree-fp8": Row({**_DCP, "tree_bias": True, "kv_cache_dtype": "fp8_e4m3", "kv_scale": "head"}, MIXED),
+    "dcp-images": Row({**_DCP, "mm_prefix": "full", "sliding_window": 5, "causality": "bidirectional"}, IMAGES),
+    "dcp-chunks-flags": Row(
+        {**_DCP, "sliding_window": 12, "chunk_lookback": 1, "causality": "per_request", "sinks": True}, MIXED
     ),
-    "stripe-packed": Row({**_STRIPE, "kv_cache_dtype": "int8_per_token_head"}, MIXED),
-    "stripe-without-cache": Row({**_STRIPE, **PACKED}, MIXED),
+    "dcp-packed": Row({**_DCP, "kv_cache_dtype": "int8_per_token_head"}, MIXED),
+    "dcp-without-cache": Row({**_DCP, **PACKED}, MIXED),
 }
 
 _REFUSED: dict[str, Row] = {
@@ -292,4 +292,4 @@ _REFUSED: dict[str, Row] = {
 
 FORMATS: dict[str, Row] = {**_formats(), **_packed_formats()}
 
-ROWS: dict[str, Row] = {**_SINGLE, **_PAIRS, **_SIZES, **FORMATS, **_STRIPES, **_REFUSED}
+ROWS: dict[str, Row] = {**_SINGLE, **_PAIRS, **_SIZES, **FORMATS, **_DCP_ROWS, **_REFUSED}

@@ -12,32 +12,32 @@ from tests.support import poisoned_empty
 from vattn.cache.layout import row_view
 from vattn.cache.stored_rows import stored_views
 from vattn.config.attention import AttentionConfig
-from vattn.config.dcp import Stripe
+from vattn.config.dcp import DCPShard
 from vattn.config.mla import MLAConfig
 from vattn.ops.arguments import AttentionArgs
 
 
-def striped(config: Any, stripe: Stripe, **changes: Any) -> Any:
+def sharded(config: Any, shard: DCPShard, **changes: Any) -> Any:
     """Return a config over one rank's share, which writes its log-sum-exp and leaves the sinks to the combine."""
     if isinstance(config, AttentionConfig):
         changes.setdefault("sinks", False)
     return config.replace(
         context_parallel=True,
-        context_rank=stripe.rank,
-        context_world=stripe.world_size,
-        context_interleave=stripe.interleave,
+        context_rank=shard.rank,
+        context_world=shard.world_size,
+        context_interleave=shard.interleave,
         **{"lse": True, "output_format": "none", **changes},
     )
 
 
-def share(args: Any, config: Any, stripe: Stripe, seed: int = 0, **changes: Any) -> Any:
+def share(args: Any, config: Any, shard: DCPShard, seed: int = 0, **changes: Any) -> Any:
     """Return the arguments of one rank: its tokens, byte for byte, in a cache of its own full of NaN elsewhere.
 
     Blocks lie in another order than in the whole cache, and unused entries of the table hold garbage.
     """
-    size, rng = config.block_size, torch.Generator().manual_seed(seed + 7 * stripe.rank)
+    size, rng = config.block_size, torch.Generator().manual_seed(seed + 7 * shard.rank)
     lengths = [max(0, length) for length in args.seq_lens.tolist()]
-    held = [stripe.count(length) for length in lengths]
+    held = [shard.count(length) for length in lengths]
     needed = [-(-count // size) for count in held]
     blocks = sum(needed) + 2
     free = torch.randperm(blocks, generator=rng).tolist()
@@ -46,12 +46,12 @@ def share(args: Any, config: Any, stripe: Stripe, seed: int = 0, **changes: Any)
     shape = list(args.kv_cache.shape)
     shape[first] = blocks
     cache = poisoned_empty(shape, args.kv_cache.dtype)
-    own = striped(config, stripe, **changes)
+    own = sharded(config, shard, **changes)
     for request, count in enumerate(held):
         taken, free = free[: needed[request]], free[needed[request] :]
         table[request, : needed[request]] = torch.tensor(taken, dtype=torch.int32)
         local = torch.arange(count)
-        position = stripe.position(local)
+        position = shard.position(local)
         source = args.block_table[request].long()[position // size], position % size
         target = table[request].long()[local // size], local % size
         for old, new in zip(_rows(args.kv_cache, config), _rows(cache, own), strict=True):
@@ -81,6 +81,6 @@ def _rows(cache: Tensor, config: Any) -> Sequence[Tensor]:
     return [part.view(torch.uint8) if part.dtype.itemsize == 1 else part for part in parts]
 
 
-def ranks(world_size: int, interleave: int) -> list[Stripe]:
+def ranks(world_size: int, interleave: int) -> list[DCPShard]:
     """Return the shares of all ranks."""
-    return [Stripe(rank, world_size, interleave) for rank in range(world_size)]
+    return [DCPShard(rank, world_size, interleave) for rank in range(world_size)]

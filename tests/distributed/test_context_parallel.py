@@ -1,4 +1,4 @@
-"""Context parallelism in one process: stripes, steps of every rank, and all ranks' parts against one rank."""
+"""Context parallelism in one process: shards, steps of every rank, and all ranks' parts against one rank."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import vattn
-from tests.distributed.context_parallel_support import ranks, share, striped
+from tests.distributed.context_parallel_support import ranks, sharded, share
 from tests.layers.mla_support import exact, make_mla_config, random_mla_batch
 from tests.support import make_config, random_paged_batch, relative_l2
-from vattn.distributed import ContextParallel, Stripe
+from vattn.distributed import ContextParallel, DCPShard
 from vattn.distributed.combine import combine_parts, joint_lse
 from vattn.distributed.rendezvous import confirm, meet, refuse
 from vattn.errors import (
@@ -38,19 +38,19 @@ INTERLEAVES = st.sampled_from([1, 2, 3, 7, 16])
 
 
 @given(WORLDS, INTERLEAVES, st.integers(0, 200))
-def test_stripes_deal_out_every_token_once(world: int, interleave: int, length: int) -> None:
+def test_shards_deal_out_every_token_once(world: int, interleave: int, length: int) -> None:
     """Against counting: owners, counts, positions and local indices, on ints and on tensors."""
     held: list[list[int]] = [[] for _ in range(world)]
     for token in range(length):
         held[token // interleave % world].append(token)
     tokens = torch.arange(length, dtype=torch.int32)
-    for stripe, own in zip(ranks(world, interleave), held, strict=True):
-        assert stripe.count(length) == len(own) == int(stripe.count(torch.tensor(length)))
-        assert [stripe.position(index) for index in range(len(own))] == own
-        assert stripe.position(torch.arange(len(own))).tolist() == own
-        assert stripe.owns(tokens).tolist() == [token in own for token in range(length)]
-        assert stripe.local_indices(tokens).tolist() == [own.index(t) if t in own else -1 for t in range(length)]
-        assert stripe.count(-3) == 0 == int(stripe.count(torch.tensor(-3)))
+    for shard, own in zip(ranks(world, interleave), held, strict=True):
+        assert shard.count(length) == len(own) == int(shard.count(torch.tensor(length)))
+        assert [shard.position(index) for index in range(len(own))] == own
+        assert shard.position(torch.arange(len(own))).tolist() == own
+        assert shard.owns(tokens).tolist() == [token in own for token in range(length)]
+        assert shard.local_indices(tokens).tolist() == [own.index(t) if t in own else -1 for t in range(length)]
+        assert shard.count(-3) == 0 == int(shard.count(torch.tensor(-3)))
 
 
 MASKS = {
@@ -78,9 +78,9 @@ def test_parts_combined_are_one_rank(data: st.DataObject, world: int, interleave
     full = random_paged_batch(config, queries, lengths, seed=seed, num_padding_tokens=1, num_padding_reqs=1)
     expected, expected_lse = reference.paged_attention(full.args, config)
     outputs, logs = [], []
-    for stripe in ranks(world, interleave):
-        own = striped(config, stripe)
-        args = share(full.args, config, stripe, seed)
+    for shard in ranks(world, interleave):
+        own = sharded(config, shard)
+        args = share(full.args, config, shard, seed)
         part, lse = reference.paged_attention(args, own)
         torch.ops.vattn.attention(*args._replace(config=own.replace(backend="TORCH_SDPA").encode()))
         assert relative_l2(args.output, part) < 1e-5 and torch.allclose(args.lse, lse, atol=1e-5)
@@ -106,8 +106,8 @@ def test_latent_parts_combined_are_one_rank(
     full = random_mla_batch(config, queries, lengths, seed=seed, padding_tokens=1, padding_reqs=1, topk=5)
     expected, expected_lse = exact(full, config)
     outputs, logs = [], []
-    for stripe in ranks(world, interleave):
-        own, args = striped(config, stripe), share(full, config, stripe, seed)
+    for shard in ranks(world, interleave):
+        own, args = sharded(config, shard), share(full, config, shard, seed)
         part, lse = exact(args, own)
         torch.ops.vattn.mla_attention(*args._replace(config=own.replace(backend="TORCH_MLA").encode()))
         assert relative_l2(args.output, part) < 1e-5 and torch.allclose(args.lse.double(), lse, atol=1e-5)
@@ -135,10 +135,10 @@ def test_combine_of_empty_and_extreme_parts() -> None:
 
 @given(st.data(), WORLDS, INTERLEAVES)
 def test_builders_of_all_ranks_share_the_tokens(data: st.DataObject, world: int, interleave: int) -> None:
-    """Each token has one slot on one rank, where its stripe says; lengths add up; metadata passes its own check."""
+    """Each token has one slot on one rank, where its shard says; lengths add up; metadata passes its own check."""
     queries = data.draw(st.lists(st.integers(0, 7), min_size=1, max_size=3))
     lengths = [query + data.draw(st.integers(0, 50)) for query in queries]
-    most = Stripe(0, world, interleave)
+    most = DCPShard(0, world, interleave)
     needed = [-(-most.count(length) // 8) for length in lengths]
     blocks = iter(random.Random(1).sample(range(1, 64), 3 * 10))
     tables = [[next(blocks) for _ in range(count)] for count in needed]
@@ -153,11 +153,11 @@ def test_builders_of_all_ranks_share_the_tokens(data: st.DataObject, world: int,
         request = torch.repeat_interleave(torch.arange(len(queries)), torch.tensor(queries))
         for token, slot in enumerate(step.slot_mapping[: sum(queries)].tolist()):
             position = int(positions[token])
-            if not parallel.stripe.owns(position):
+            if not parallel.dcp_shard.owns(position):
                 assert slot == -1
                 continue
             owners[token] += 1
-            index = int(parallel.stripe.local_indices(torch.tensor(position)))
+            index = int(parallel.dcp_shard.local_indices(torch.tensor(position)))
             assert slot == tables[int(request[token])][index // 8] * 8 + index % 8
         assert step.slot_mapping[-1] == -1
         held += step.local_seq_lens[: len(queries)]
@@ -234,8 +234,8 @@ REFUSED = {
     "narrow-table": (MetadataError, "seq_len 36 over 2 ranks needs 2 blocks", lambda: build([2], [36], [[1]])),
     "long": (MetadataError, "a step of 80 positions", lambda: build([2], [80], [[1, 2, 3, 4, 5]])),
     "whole-step": (MetadataError, "metadata of whole requests", lambda: call(PAIR, None)),
-    "striped-step": (MetadataError, "whose cache holds all tokens", lambda: call(None, PAIR)),
-    "other-stripe": (MetadataError, "interleave=4", lambda: call(ContextParallel(1, 2, 4), PAIR)),
+    "sharded-step": (MetadataError, "whose cache holds all tokens", lambda: call(None, PAIR)),
+    "other-shard": (MetadataError, "interleave=4", lambda: call(ContextParallel(1, 2, 4), PAIR)),
     "no-group-in-call": (MetadataError, "without a process group", lambda: call(PAIR, PAIR)),
 }
 SIZES = {"max_num_reqs": 2, "max_num_tokens": 16, "max_seq_len": 64}
@@ -260,7 +260,7 @@ def test_what_cannot_be_is_refused_by_name(name: str) -> None:
     assert text in str(raised.value)
 
 
-def test_other_layers_and_transfers_refuse_stripes() -> None:
+def test_other_layers_and_transfers_refuse_shards() -> None:
     from vattn import KVTransfer
     from vattn.errors import CacheError
 

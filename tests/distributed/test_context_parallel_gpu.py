@@ -16,10 +16,10 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 
 import vattn
-from tests.distributed.context_parallel_support import ranks, share, striped
+from tests.distributed.context_parallel_support import ranks, sharded, share
 from tests.layers.mla_support import exact, make_mla_config, random_mla_batch
 from tests.support import make_config, random_paged_batch, relative_l2
-from vattn.distributed import ContextParallel, Stripe
+from vattn.distributed import ContextParallel, DCPShard
 from vattn.distributed.combine import combine_parts
 from vattn.ops.reference import attention as reference
 
@@ -63,8 +63,8 @@ def test_parts_of_attention(queries: list[int], mask: str, world: int, interleav
     full = random_paged_batch(config, queries, LENGTHS, num_padding_tokens=sum(queries) % 2)
     expected, expected_lse = reference.paged_attention(full.args, config)
     outputs, logs = [], []
-    for stripe in ranks(world, interleave):
-        own, args = striped(config, stripe, backend="TRITON_ATTN"), share(full.args, config, stripe)
+    for shard in ranks(world, interleave):
+        own, args = sharded(config, shard, backend="TRITON_ATTN"), share(full.args, config, shard)
         part, lse = reference.paged_attention(args, own)
         args = to_gpu(args._replace(config=own.encode()))
         torch.ops.vattn.attention(*args)
@@ -85,8 +85,8 @@ def test_parts_of_latent_attention(queries: list[int], latent: int, sparse: bool
     full = random_mla_batch(config, queries, LENGTHS, topk=48)
     expected, _ = exact(full, config)
     outputs, logs = [], []
-    for stripe in ranks(2, 16):
-        own, args = striped(config, stripe, backend="TRITON_MLA"), share(full, config, stripe)
+    for shard in ranks(2, 16):
+        own, args = sharded(config, shard, backend="TRITON_MLA"), share(full, config, shard)
         part, lse = exact(args, own)
         args = to_gpu(args._replace(config=own.encode()))
         torch.ops.vattn.mla_attention(*args)
@@ -103,17 +103,17 @@ def test_rows_as_requests_are_what_torch_says() -> None:
     starts = torch.tensor([0, *SEVERAL]).cumsum(0).int()
     lengths, table = torch.tensor(LENGTHS).int(), torch.arange(8 * 70).int().view(8, 70)
     rows = int(starts[-1]) + 3
-    for stripe in (Stripe(0, 2, 1), Stripe(2, 3, 16), Stripe(1, 4, 5)):
-        held = stripe.count(lengths)
+    for shard in (DCPShard(0, 2, 1), DCPShard(2, 3, 16), DCPShard(1, 4, 5)):
+        held = shard.count(lengths)
         moved = [tensor.cuda() for tensor in (starts, lengths, held, table)]
-        got_starts, got_lengths, got_table = write_rows(rows, *moved, stripe, 16)
+        got_starts, got_lengths, got_table = write_rows(rows, *moved, shard, 16)
         assert got_starts.tolist() == list(range(rows + 1))
         for row in range(rows):
             request = int((starts[1:] <= row).sum())
             if request == 8:
                 assert got_lengths[row] == 0
                 continue
-            count = stripe.count(int(lengths[request]) - (int(starts[request + 1]) - 1 - row))
+            count = shard.count(int(lengths[request]) - (int(starts[request + 1]) - 1 - row))
             used = -(-count // 16)
             assert got_lengths[row] == count
             assert torch.equal(got_table[row, :used].cpu(), table[request, :used])
@@ -141,10 +141,10 @@ def nccl_rank(rank: int, folder: str) -> None:
         os._exit(1)
 
 
-def check_layers(striped_layer: nn.Module, whole: nn.Module, parallel: ContextParallel, make_inputs: Any) -> None:
+def check_layers(sharded_layer: nn.Module, whole: nn.Module, parallel: ContextParallel, make_inputs: Any) -> None:
     """Compare two layers over steps, and a captured decode with other lengths than it was captured with."""
     builders = []
-    for layer, more in ((striped_layer, {"context_parallel": parallel}), (whole, {})):
+    for layer, more in ((sharded_layer, {"context_parallel": parallel}), (whole, {})):
         vattn.allocate_kv_cache(layer, num_blocks=40, dtype=torch.bfloat16, device="cuda")
         builders.append(
             vattn.AttentionMetadataBuilder(2, 256, 1024, block_size=64, device="cuda", layers=layer, **more)
@@ -154,7 +154,7 @@ def check_layers(striped_layer: nn.Module, whole: nn.Module, parallel: ContextPa
         local, full = make_inputs(sum(queries), sum(lengths))
         steps = [builder.build(queries, lengths, tables) for builder in builders]
         with torch.no_grad():
-            got, expected = striped_layer(*local, metadata=steps[0]), whole(*full, metadata=steps[1])
+            got, expected = sharded_layer(*local, metadata=steps[0]), whole(*full, metadata=steps[1])
         own = expected.view(len(expected), 2, -1)[:, parallel.rank]
         assert relative_l2(got, own) < 2 * ROUNDED
     local, full = make_inputs(2, 1)
@@ -164,10 +164,10 @@ def check_layers(striped_layer: nn.Module, whole: nn.Module, parallel: ContextPa
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for _ in range(2):
-                striped_layer(*local, metadata=step)
+                sharded_layer(*local, metadata=step)
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
-            output = striped_layer(*local, metadata=step)
+            output = sharded_layer(*local, metadata=step)
         for position in range(135, 140):
             fresh_local, fresh_full = make_inputs(2, position)
             for old, new in zip(local, fresh_local, strict=True):

@@ -31,7 +31,7 @@ CUTS: dict[str, Tiles] = {
     "column-steps": replace(PLAIN, d_step=8),
 }
 
-STRIPE: dict[str, Any] = {
+DCP: dict[str, Any] = {
     "context_parallel": True, "context_rank": 1, "context_world": 3, "context_interleave": 4,
 }  # fmt: skip
 
@@ -42,10 +42,10 @@ FEATURES: dict[str, dict[str, Any]] = {
     "chunks-flags": {"sliding_window": 24, "chunk_lookback": 1, "causality": "per_request"},
     "context": {"context_only": True, "sliding_window": 21, "sinks": True},
     "ranges": {"mm_prefix": "full", "sliding_window": 4},
-    "stripe": STRIPE,
-    "stripe-window-alibi": {**STRIPE, "sliding_window": 21, "alibi": "linear", "logits_soft_cap": 2.5},
-    "stripe-bidirectional-ranges": {**STRIPE, "causality": "bidirectional", "sliding_window": 9, "mm_prefix": "full"},
-    "stripe-chunks-flags": {**STRIPE, "sliding_window": 24, "chunk_lookback": 1, "causality": "per_request"},
+    "dcp": DCP,
+    "dcp-window-alibi": {**DCP, "sliding_window": 21, "alibi": "linear", "logits_soft_cap": 2.5},
+    "dcp-bidirectional-ranges": {**DCP, "causality": "bidirectional", "sliding_window": 9, "mm_prefix": "full"},
+    "dcp-chunks-flags": {**DCP, "sliding_window": 24, "chunk_lookback": 1, "causality": "per_request"},
     "fp8": {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head", "query_format": "fp8_e4m3", "query_scale": "head"},
 }
 

@@ -54,7 +54,7 @@ def random_mla_batch(
     rng = torch.Generator().manual_seed(seed)
     dtype = MODEL_DTYPES[config.dtype]
     size, reqs = config.block_size, len(query_lens) + padding_reqs
-    held = seq_lens if config.stripe is None else [config.stripe.count(length) for length in seq_lens]
+    held = seq_lens if config.dcp_shard is None else [config.dcp_shard.count(length) for length in seq_lens]
     needed = [-(-length // size) for length in held]
     blocks = sum(needed) + 3
     table = torch.randint(-9, 3 * blocks, (reqs, max([1, *needed]) + 1), generator=rng, dtype=torch.int32)
@@ -63,7 +63,7 @@ def random_mla_batch(
     for request, count in enumerate(needed):
         own, free = free[:count], free[count:]
         table[request, :count] = torch.tensor(own, dtype=torch.int32)
-        places = {at if config.stripe is None else config.stripe.position(at): at for at in range(held[request])}
+        places = {at if config.dcp_shard is None else config.dcp_shard.position(at): at for at in range(held[request])}
         local = [places.get(position, -1) for position in range(seq_lens[request])]
         slots += [-1 if at < 0 else own[at // size] * size + at % size for at in local]
     cache = poisoned_empty(mla_cache_shape(config, blocks), mla_cache_dtype(config))
@@ -97,7 +97,7 @@ def random_mla_batch(
         q_scale=torch.tensor([0.021]) if config.query_format != "none" else None,
         k_scale=k_scale,
         topk_indices=random_topk(query_lens, seq_lens, tokens, topk, rng) if config.sparse else None,
-        local_seq_lens=None if config.stripe is None else torch.tensor([*held, *[0] * padding_reqs], dtype=torch.int32),
+        local_seq_lens=None if config.dcp_shard is None else torch.tensor([*held, *[0] * padding_reqs], dtype=torch.int32),
         plan=[],
         workspace=None,
         config=config.encode(),

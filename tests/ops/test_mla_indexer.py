@@ -162,7 +162,7 @@ def test_wrong_indexers_and_calls() -> None:
     indexer.allocate(4)
     indexer.topk_indices.fill_(7)
     parallel = ContextParallel(0, 2)
-    striped = vattn.AttentionMetadataBuilder(2, 8, 64, 8, context_parallel=parallel).build([3], [3], [[1]])
+    sharded = vattn.AttentionMetadataBuilder(2, 8, 64, 8, context_parallel=parallel).build([3], [3], [[1]])
     other_blocks = vattn.AttentionMetadataBuilder(2, 8, 64, 16).build([3], [3], [[1]])
     wrong_calls: list[tuple[type[VattnError], tuple[Any, ...], Any]] = [
         (ShapeError, (torch.randn(5, 2, 8), *given[1:]), step),
@@ -175,7 +175,7 @@ def test_wrong_indexers_and_calls() -> None:
         (GradientError, (given[0].clone().requires_grad_(), *given[1:]), step),
         (MetadataError, given, "step"),
         (MetadataError, given, other_blocks),
-        (UnsupportedRequestError, given, striped),
+        (UnsupportedRequestError, given, sharded),
     ]
     for error, rows, metadata in wrong_calls:
         with pytest.raises(error):

@@ -21,7 +21,7 @@ from tools.compile_kernels.launches import (
 )
 from vattn.cache.layout import kv_cache_dtype, kv_cache_shape
 from vattn.config.attention import AttentionConfig
-from vattn.config.dcp import Stripe
+from vattn.config.dcp import DCPShard
 from vattn.config.rope import RopeConfig
 from vattn.kernels.triton.attention import (
     advance_step,
@@ -164,9 +164,9 @@ def _small_kernels(target: str) -> Iterator[Launch]:
     yield from _external_rows(target)
     yield from _planned_rows(target)
     # Shards of few rows and of many, interleaved by one token and by blocks.
-    for count, reqs, width, stripe in ((2, 2, 5, Stripe(0, 2, 1)), (300, 200, 2000, Stripe(3, 4, 16))):
+    for count, reqs, width, shard in ((2, 2, 5, DCPShard(0, 2, 1)), (300, 200, 2000, DCPShard(3, 4, 16))):
         starts, lengths, table = integers(reqs + 1), integers(reqs), integers(reqs, width)
-        call = partial(dcp_rows.write_rows, count, starts, lengths, lengths, table, stripe, 16)
+        call = partial(dcp_rows.write_rows, count, starts, lengths, lengths, table, shard, 16)
         yield from record(f"{count} x {width}", target, call)
     for name, dtype in MODEL_DTYPES.items():
         out, lse = meta(64, 8, 128, dtype=dtype), meta(64, 8)

@@ -55,7 +55,7 @@ class Exclusion:
     why: str
 
 
-PACKED_STRIPES = Exclusion(
+PACKED_DCP = Exclusion(
     frozenset({"context_parallel", "contiguous_kv"}),
     "context_parallel without a paged cache (it is a rank's cache that holds a share of the keys)",
 )

@@ -9,9 +9,9 @@ from functools import lru_cache
 
 import torch
 
-from vattn.backends.base import PACKED_STRIPES, Backend, Capabilities, Package
+from vattn.backends.base import PACKED_DCP, Backend, Capabilities, Package
 from vattn.config.attention import AttentionConfig
-from vattn.config.dcp import without_stripe
+from vattn.config.dcp import without_dcp
 from vattn.config.device import DeviceInfo, Sizes
 from vattn.config.features import FEATURES, requested_features
 from vattn.config.rope import RopeConfig
@@ -33,7 +33,7 @@ class TritonAttentionBackend(Backend):
         head_sizes=Sizes(8, 8, 512),
         block_sizes=Sizes(8, 8, 256),
         features=frozenset(FEATURES),
-        exclusions=(PACKED_STRIPES,),
+        exclusions=(PACKED_DCP,),
         # FP8 is decoded and encoded in software where the hardware has none.
         minimum_capability=(8, 0),
         package=Package(module="triton", distribution="triton", minimum=(3, 6), extra="triton"),
@@ -122,7 +122,7 @@ class TritonAttentionBackend(Backend):
 
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::attention`."""
-        run_fast = run_fast_stripe if config.context_parallel else run_fast_path
+        run_fast = run_fast_dcp if config.context_parallel else run_fast_path
         if args.query.is_cuda and run_fast(args, config):
             return
         from vattn.kernels.triton.attention.launch import paged_attention
@@ -217,7 +217,7 @@ def _missed_paths(config: AttentionConfig, device: DeviceInfo) -> dict[str, list
 
     packed = KV_FORMATS[config.kv_cache_dtype].packed
     path = decode_packed if packed else decode_fast
-    whole = without_stripe(config) if config.context_parallel else config
+    whole = without_dcp(config) if config.context_parallel else config
     # Where the kernel does not round the query, it is rounded first.
     plain = whole if packed else after_rounding(whole)
     decodes = path.refusals(plain, device)
@@ -235,7 +235,7 @@ _ORDER_FREE = frozenset(
 """Features of a single causal row that do not ask where its keys sit."""
 
 
-def run_fast_stripe(args: AttentionArgs, config: AttentionConfig) -> bool:
+def run_fast_dcp(args: AttentionArgs, config: AttentionConfig) -> bool:
     """Run a decode step over a rank's share of the keys by a path made for Hopper; return whether one takes it.
 
     A row that sees all keys up to its own sees all that this rank holds of them, in whatever order they lie.
@@ -244,7 +244,7 @@ def run_fast_stripe(args: AttentionArgs, config: AttentionConfig) -> bool:
     from vattn.kernels.hopper.decode_packed import launch as decode_packed
     from vattn.kernels.triton.attention.dcp_rows import attention_rows
 
-    rows, whole = args.query.shape[0], without_stripe(config)
+    rows, whole = args.query.shape[0], without_dcp(config)
     path = decode_packed if KV_FORMATS[config.kv_cache_dtype].packed else decode_fast
     if rows != args.seq_lens.shape[0] or requested_features(config) - _ORDER_FREE or not path.accepts(args, whole):
         return False

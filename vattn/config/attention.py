@@ -14,7 +14,7 @@ from functools import lru_cache
 
 from vattn.config import encoding as canonical
 from vattn.config.arguments import integer
-from vattn.config.dcp import Stripe, check_stripe, stripe_of
+from vattn.config.dcp import DCPShard, check_shard, shard_of
 from vattn.config.encoding import check as _check
 from vattn.quantization.formats import (
     KV_FORMATS,
@@ -106,7 +106,7 @@ class AttentionConfig:
         lse: the op also writes the log-sum-exp.
         context_parallel: the cache holds one rank's share of each request's tokens, and `local_seq_lens` applies.
         context_rank, context_world, context_interleave: which share: token i lies on rank
-            `i // context_interleave % context_world` (`vattn.distributed.Stripe`).
+            `i // context_interleave % context_world` (`vattn.distributed.DCPShard`).
         context_only: rows see keys before their request's first row alone, `k < seq_len - query_len`; those of the step
             are attended apart, as they are given, and the two results merged (`CacheConfig.exact_prefill`).
         batch_invariant: results must not depend, bitwise, on the other requests of the batch.
@@ -153,7 +153,7 @@ class AttentionConfig:
         self._check_sizes()
         self._check_names()
         self._check_mask()
-        check_stripe(self)
+        check_shard(self)
 
     def _check_sizes(self) -> None:
         for name in ("num_heads", "num_kv_heads", "head_size", "head_size_v"):
@@ -315,9 +315,9 @@ class AttentionConfig:
         return self.replace(output_format="none", output_arithmetic="divide", output_min_scale=None)
 
     @property
-    def stripe(self) -> Stripe | None:
+    def dcp_shard(self) -> DCPShard | None:
         """The share of each request's tokens that the cache holds; `None`: all."""
-        return stripe_of(self)
+        return shard_of(self)
 
     @property
     def chunk_size(self) -> int | None:

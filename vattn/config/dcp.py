@@ -1,4 +1,4 @@
-"""Which tokens of a request lie on which rank: the arithmetic of striped caches, stated once.
+"""Which tokens of a request lie on which rank: the arithmetic of sharded caches, stated once.
 
 Tokens are dealt out in runs of `interleave`, rank by rank: token i lies on rank `i // interleave % world_size`. A rank
 keeps its tokens in order, so the local index of a token counts the tokens of the same rank before it.
@@ -25,7 +25,7 @@ MAX_PERIOD = 1 << 30
 
 
 @dataclass(frozen=True)
-class Stripe:
+class DCPShard:
     """One rank's share of the tokens of every request.
 
     Attributes:
@@ -34,8 +34,8 @@ class Stripe:
         interleave: neighbouring tokens that lie on one rank.
 
     Example:
-        >>> stripe = Stripe(rank=1, world_size=2, interleave=2)
-        >>> [stripe.position(index) for index in range(4)], stripe.count(7)
+        >>> shard = DCPShard(rank=1, world_size=2, interleave=2)
+        >>> [shard.position(index) for index in range(4)], shard.count(7)
         ([2, 3, 6, 7], 3)
     """
 
@@ -70,12 +70,12 @@ class Stripe:
         """Return the local indices of the tokens at some positions, -1 for those of other ranks and below 0."""
         return torch.where((positions >= 0) & self.owns(positions), self.count(positions), -1)
 
-    def of_rank(self, rank: int) -> Stripe:
+    def of_rank(self, rank: int) -> DCPShard:
         """Return another rank's share."""
-        return Stripe(rank, self.world_size, self.interleave)
+        return DCPShard(rank, self.world_size, self.interleave)
 
 
-def check_stripe(config: Any) -> None:
+def check_shard(config: Any) -> None:
     """Refuse a share that cannot be, in a config with `context_rank`, `context_world` and `context_interleave`."""
     rank, world, interleave = config.context_rank, config.context_world, config.context_interleave
     check(
@@ -98,13 +98,13 @@ def check_stripe(config: Any) -> None:
     )
 
 
-def stripe_of(config: Any) -> Stripe | None:
+def shard_of(config: Any) -> DCPShard | None:
     """Return the share that a config names, `None` without context parallelism."""
     if not config.context_parallel:
         return None
-    return Stripe(config.context_rank, config.context_world, config.context_interleave)
+    return DCPShard(config.context_rank, config.context_world, config.context_interleave)
 
 
-def without_stripe(config: Config) -> Config:
+def without_dcp(config: Config) -> Config:
     """Return what a config asks for of a cache that holds all tokens."""
     return config.replace(context_parallel=False, context_rank=0, context_world=1, context_interleave=1)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from vattn.config import encoding as canonical
-from vattn.config.dcp import Stripe, check_stripe, stripe_of
+from vattn.config.dcp import DCPShard, check_shard, shard_of
 from vattn.config.encoding import check as _check
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_ARITHMETICS, OUTPUT_FORMATS, QUERY_FORMATS
 from vattn.quantization.mla_formats import MLA_FORMATS
@@ -108,7 +108,7 @@ class MLAConfig:
             _check(value in allowed, f"{name}={value!r}", ", ".join(allowed), "choose one of these names")
         _check(abs(self.scale) <= _MOST_SCALE, f"scale={self.scale!r}", "a factor that fp32 holds", "check the scale")
         self._check_formats()
-        check_stripe(self)
+        check_shard(self)
 
     def _check_formats(self) -> None:
         row = MLA_FORMATS[self.kv_cache_dtype]
@@ -159,9 +159,9 @@ class MLAConfig:
         )
 
     @property
-    def stripe(self) -> Stripe | None:
+    def dcp_shard(self) -> DCPShard | None:
         """The share of each request's tokens that the cache holds; `None`: all."""
-        return stripe_of(self)
+        return shard_of(self)
 
     @property
     def num_kv_heads(self) -> int:

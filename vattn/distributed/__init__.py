@@ -3,7 +3,7 @@
 `vattn.config.dcp` maps tokens to ranks, `group` holds the ranks, `combine` combines their results.
 """
 
-from vattn.config.dcp import Stripe
+from vattn.config.dcp import DCPShard
 from vattn.distributed.group import COMBINES, ContextParallel
 
-__all__ = ["COMBINES", "ContextParallel", "Stripe"]
+__all__ = ["COMBINES", "ContextParallel", "DCPShard"]

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from vattn.config.arguments import check_seconds
-from vattn.config.dcp import MAX_PERIOD, Stripe
+from vattn.config.dcp import MAX_PERIOD, DCPShard
 from vattn.distributed.rendezvous import confirm, meet, refuse
 from vattn.errors import ConfigError, RankError, UnknownOptionError, VattnError
 
@@ -54,7 +54,7 @@ class ContextParallel:
     Example:
         >>> from vattn.distributed import ContextParallel
         >>> parallel = ContextParallel(rank=1, world_size=2, interleave=16)
-        >>> parallel.stripe.count(40)
+        >>> parallel.dcp_shard.count(40)
         16
     """
 
@@ -135,9 +135,9 @@ class ContextParallel:
         return parallel
 
     @property
-    def stripe(self) -> Stripe:
+    def dcp_shard(self) -> DCPShard:
         """This rank's share of the tokens of every request."""
-        return Stripe(self.rank, self.world_size, self.interleave)
+        return DCPShard(self.rank, self.world_size, self.interleave)
 
     def agree(self, facts: Mapping[str, object]) -> None:
         """Compare some facts with the other ranks; every rank must call it with facts of the same names.

@@ -145,10 +145,10 @@ class KVTransfer:
                 "the model's current allocation",
                 "pass what the last allocate_kv_cache returned",
             )
-        striped = [entry.name for entry in owners if getattr(modules[entry.name], "context_parallel", None) is not None]
-        if striped:
+        sharded = [entry.name for entry in owners if getattr(modules[entry.name], "context_parallel", None) is not None]
+        if sharded:
             raise CacheError(
-                f"KV transfer for layer {striped[0]!r}, whose cache holds one rank's share of the tokens",
+                f"KV transfer for layer {sharded[0]!r}, whose cache holds one rank's share of the tokens",
                 "layers without context parallelism: the keys of blocks do not tell ranks apart",
                 "recompute prompts instead",
             )

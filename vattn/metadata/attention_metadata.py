@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from vattn.config.arguments import read_count
-from vattn.config.dcp import Stripe
+from vattn.config.dcp import DCPShard
 from vattn.errors import GraphContractError, MetadataError
 from vattn.metadata.checks import (
     check_block_table,
@@ -153,7 +153,7 @@ class AttentionMetadata:
         num_prefills, num_prefill_tokens, num_decodes, num_decode_tokens: the split; a decode has one new token (or up
             to the builder's `decode_threshold`) and some cached ones.
         block_size: tokens per block that tables and slots count in; 0: unknown. Eager layers compare it with theirs.
-        stripe: which share of the tokens that is; eager layers compare it with theirs.
+        dcp_shard: which share of the tokens that is; eager layers compare it with theirs.
     """
 
     query_start_loc: Tensor
@@ -186,7 +186,7 @@ class AttentionMetadata:
     num_decodes: int = 0
     num_decode_tokens: int = 0
     block_size: int = 0
-    stripe: Stripe | None = None
+    dcp_shard: DCPShard | None = None
     _built: BuiltStep | None = field(default=None, repr=False)
     """Which step of its builder this is; `None` for tensors that no builder rewrites."""
 

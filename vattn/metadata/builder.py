@@ -28,7 +28,7 @@ from vattn.metadata.attention_metadata import (
 from vattn.metadata.block_conflicts import BlockConflicts
 from vattn.metadata.cascade import read_shared_prefix, write_shared_prefix
 from vattn.metadata.cross_attention import read_cross_step, write_cross_slots
-from vattn.metadata.dcp import builder_facts, check_striped_step, step_facts, telling_others
+from vattn.metadata.dcp import builder_facts, check_dcp_step, step_facts, telling_others
 from vattn.metadata.fast_prefill import read_num_logits, write_logits_indices
 from vattn.metadata.inputs import Lengths, read_positions, read_step
 from vattn.metadata.lineage import Lineage
@@ -149,7 +149,7 @@ class AttentionMetadataBuilder:
             tree_size=max_tree_size,
             encoder_len=max_encoder_len,
             encoder_tokens=_capacity("max_encoder_tokens", max_encoder_tokens, 0),
-            stripe=None if context_parallel is None else context_parallel.stripe,
+            dcp_shard=None if context_parallel is None else context_parallel.dcp_shard,
         )
         self.table_width = limits.table_width
         with telling_others(context_parallel):
@@ -257,7 +257,7 @@ class AttentionMetadataBuilder:
             )  # fmt: skip
             num_reqs, num_tokens = step.query_lens.shape[0], step.num_tokens
             if parallel is not None:
-                check_striped_step(step, slot_mapping, encoder_lens, shared_prefix_len)
+                check_dcp_step(step, slot_mapping, encoder_lens, shared_prefix_len)
             if positions is not None:
                 step.positions = read_positions(positions, num_tokens)
             step.given_places = positions is not None or slot_mapping is not None
@@ -481,7 +481,7 @@ class AttentionMetadataBuilder:
             num_decode_tokens=decode_tokens,
             block_size=self.block_size,
             local_seq_lens=None if step.held is None else to.local_seq_lens[:num_reqs].data,
-            stripe=self._limits.stripe,
+            dcp_shard=self._limits.dcp_shard,
         )
 
     def _write(self, step: Step, num_reqs: int, num_tokens: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vattn.config.dcp import stripe_of
+from vattn.config.dcp import shard_of
 from vattn.distributed.group import ContextParallel
 from vattn.errors import ConfigError, MetadataError
 from vattn.metadata.attention_metadata import AttentionMetadata
@@ -25,9 +25,9 @@ def check_ranks(layer: object, config: Any, parallel: ContextParallel | None) ->
     """
     # A config says which share, not how results are combined.
     theirs = getattr(layer, "context_parallel", parallel) if isinstance(layer, nn.Module) else parallel
-    stripe = None if parallel is None else parallel.stripe
-    if stripe_of(config) != stripe or theirs != parallel:
-        given = stripe_of(config) if stripe_of(config) != stripe else theirs
+    shard = None if parallel is None else parallel.dcp_shard
+    if shard_of(config) != shard or theirs != parallel:
+        given = shard_of(config) if shard_of(config) != shard else theirs
         raise ConfigError(
             f"a layer with {given or 'no context parallelism'}, the builder with {parallel or 'none'}",
             "the same ContextParallel for layers and builder",
@@ -36,7 +36,7 @@ def check_ranks(layer: object, config: Any, parallel: ContextParallel | None) ->
     return config.encode() if parallel is None else config.replace(context_rank=0).encode()
 
 
-def check_striped_step(step: Step, slot_mapping: object, encoder_lens: object, shared_prefix_len: object) -> None:
+def check_dcp_step(step: Step, slot_mapping: object, encoder_lens: object, shared_prefix_len: object) -> None:
     """Refuse what has no meaning over a sharded cache.
 
     Raises:
@@ -70,7 +70,7 @@ def telling_others(parallel: ContextParallel | None) -> Iterator[None]:
 
 def builder_facts(limits: Limits, layers: Sequence[str]) -> dict[str, object]:
     """Return what the builders of all ranks must have in common."""
-    sizes = dataclasses.replace(limits, stripe=None if limits.stripe is None else limits.stripe.of_rank(0))
+    sizes = dataclasses.replace(limits, dcp_shard=None if limits.dcp_shard is None else limits.dcp_shard.of_rank(0))
     return {"capacity of the builder": sizes, "layers": list(layers)}
 
 
@@ -90,4 +90,4 @@ def step_facts(step: Step, metadata: AttentionMetadata, number: int) -> dict[str
 
 
 def _most(metadata: AttentionMetadata, lengths: Tensor) -> Tensor:
-    return lengths if metadata.stripe is None else metadata.stripe.of_rank(0).count(lengths)
+    return lengths if metadata.dcp_shard is None else metadata.dcp_shard.of_rank(0).count(lengths)

@@ -160,7 +160,7 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
             for cluster in self._clusters:
                 self._check_written(cluster, [steps[index] for index in cluster])
         elif self._own:
-            held = torch.as_tensor(most_held(self._limits.stripe, steps[0].seq_lens))
+            held = torch.as_tensor(most_held(self._limits.dcp_shard, steps[0].seq_lens))
             check_block_table(steps[0].table, held, self.block_size, self.num_blocks)
         self._others = steps[1:]
         return steps[0]
@@ -198,22 +198,22 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         table = torch.cat(tables) if len(tables) > 1 else tables[0]
         slots = torch.cat([step.slots for step in steps])
         longest = steps[0].max_seq_len
-        stripe = self._limits.stripe
-        if stripe is None and self._conflicts.absent(table, slots, size, longest):
+        shard = self._limits.dcp_shard
+        if shard is None and self._conflicts.absent(table, slots, size, longest):
             return
-        held = torch.as_tensor(most_held(stripe, steps[0].seq_lens))
+        held = torch.as_tensor(most_held(shard, steps[0].seq_lens))
         for step in steps:
             check_block_table(step.table, held, size, self.num_blocks)
             check_slots(step.slots, size, self.num_blocks)
         places, used, num_reqs = [], [], steps[0].seq_lens.shape[0]
         for order, (index, step) in enumerate(zip(cluster, steps, strict=True)):
             request = torch.repeat_interleave(torch.arange(num_reqs), step.query_lens) + order * num_reqs
-            local = step.positions if stripe is None else stripe.local_indices(step.positions).clamp(min=0)
+            local = step.positions if shard is None else shard.local_indices(step.positions).clamp(min=0)
             places.append(request * width + local // size)
             reach = _reach(self._own[index].spec)
             used.append(used_entries([reach], width, -(-held // size), step.seq_lens - step.query_lens, size))
         stored, one = slots >= 0, steps[0]
-        contexts = one.seq_lens - one.query_lens if stripe is None else torch.full_like(one.seq_lens, -1)
+        contexts = one.seq_lens - one.query_lens if shard is None else torch.full_like(one.seq_lens, -1)
         groups = torch.arange(len(steps)).repeat_interleave(num_reqs)
         refuse_conflicts(
             table,

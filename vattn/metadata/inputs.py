@@ -80,9 +80,9 @@ def read_step(
         slots = torch.full_like(positions, -1)
     else:
         # Every rank checks what the first one needs, so that all refuse the same tables.
-        held = lengths if limits.stripe is None else most_held(limits.stripe, lengths)
-        if limits.stripe is not None:
-            _check_striped_tables(block_tables, lengths, limits)
+        held = lengths if limits.dcp_shard is None else most_held(limits.dcp_shard, lengths)
+        if limits.dcp_shard is not None:
+            _check_dcp_tables(block_tables, lengths, limits)
         needed = (held + (limits.block_size - 1)) // limits.block_size
         table = read_table("block_tables", block_tables, held, needed, limits.block_size)
         slots, places = _slots(table, request, positions, limits)
@@ -90,7 +90,7 @@ def read_step(
         if slot_mapping is not None:
             slots = _given_slots(slot_mapping, num_tokens)
             check_slots(slots, limits.block_size, limits.num_blocks)
-        if slot_mapping is not None or limits.stripe is not None:
+        if slot_mapping is not None or limits.dcp_shard is not None:
             stored = slots >= 0
             places, own, kept = places[stored], own[stored], slots[stored]
         else:
@@ -99,7 +99,7 @@ def read_step(
         if conflicts is not None and not (as_told and conflicts.absent(table, kept, limits.block_size, longest)):
             check_ids(table, needed, limits.num_blocks)
             check_slots(slots, limits.block_size, limits.num_blocks)
-            contexts = cached if limits.stripe is None else torch.full_like(lengths, -1)
+            contexts = cached if limits.dcp_shard is None else torch.full_like(lengths, -1)
             conflicts.refuse(table, places, kept, needed, contexts, limits.block_size)
         if limits.reserved_blocks:
             _check_reserved(table, lengths, slots, limits)
@@ -118,28 +118,28 @@ def read_step(
         tree_id,
         None if mm_ranges is None else _ranges(limits, mm_ranges, num_reqs),
         packed,
-        held=None if limits.stripe is None else limits.stripe.count(lengths),
+        held=None if limits.dcp_shard is None else limits.dcp_shard.count(lengths),
         num_tokens=num_tokens,
         max_query_len=longest_query,
         max_seq_len=longest,
     )
 
 
-def _check_striped_tables(tables: Sequence[Sequence[int]] | Tensor, lengths: Tensor, limits: Limits) -> None:
+def _check_dcp_tables(tables: Sequence[Sequence[int]] | Tensor, lengths: Tensor, limits: Limits) -> None:
     """Refuse tables that are too narrow for what the first rank holds, in the numbers of whole requests."""
-    stripe, size = limits.stripe, limits.block_size
-    assert stripe is not None
+    shard, size = limits.dcp_shard, limits.block_size
+    assert shard is not None
     for row, length in enumerate(lengths.tolist()):
         if isinstance(tables, Tensor):
             width = tables.shape[-1] if tables.dim() else 0
         else:
             own = tables[row]
             width = len(own) if hasattr(own, "__len__") else 1 << 30  # no table at all: refused later
-        held = stripe.of_rank(0).count(length)
+        held = shard.of_rank(0).count(length)
         needed = -(-held // size)
         if width < needed:
             raise MetadataError(
-                f"request {row}: seq_len {length} over {stripe.world_size} ranks needs {needed} blocks of {size} "
+                f"request {row}: seq_len {length} over {shard.world_size} ranks needs {needed} blocks of {size} "
                 f"tokens on each, its block table has {width}",
                 f"at least {needed} blocks, for the {held} tokens that the first rank holds",
                 "allocate the missing blocks before building the step",
@@ -148,12 +148,12 @@ def _check_striped_tables(tables: Sequence[Sequence[int]] | Tensor, lengths: Ten
 
 def _slots(table: Tensor, request: Tensor, positions: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
     """Return the slot of each new token, -1 on another rank, and the entry of the flat table that holds it."""
-    size, stripe = limits.block_size, limits.stripe
-    index = positions if stripe is None else stripe.local_indices(positions)
-    column = index // size if stripe is None else index.clamp(min=0) // size
+    size, shard = limits.block_size, limits.dcp_shard
+    index = positions if shard is None else shard.local_indices(positions)
+    column = index // size if shard is None else index.clamp(min=0) // size
     places = request * table.shape[1] + column
     slots = table.reshape(-1).index_select(0, places) * size + index % size
-    return (slots if stripe is None else torch.where(index < 0, -1, slots)), places
+    return (slots if shard is None else torch.where(index < 0, -1, slots)), places
 
 
 def _check_packed(queries: Tensor, lengths: Tensor, slot_mapping: Lengths | None) -> None:

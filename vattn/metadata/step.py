@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vattn.config.dcp import Number, Stripe
+from vattn.config.dcp import DCPShard, Number
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,13 @@ class Limits:
     encoder_tokens: int = 0
     reserved_blocks: int = 0
     """Blocks from block 1 on that hold sinks."""
-    stripe: Stripe | None = None
+    dcp_shard: DCPShard | None = None
     """The share of each request's tokens that this rank's cache holds; `None`: all."""
 
     @property
     def table_width(self) -> int:
         """Columns of the block table, the same on every rank."""
-        return -(-most_held(self.stripe, self.seq_len) // self.block_size)
+        return -(-most_held(self.dcp_shard, self.seq_len) // self.block_size)
 
     @property
     def cross_table_width(self) -> int:
@@ -68,9 +68,9 @@ class Step:
     max_seq_len: int = 0
 
 
-def most_held(stripe: Stripe | None, length: Number) -> Number:
+def most_held(shard: DCPShard | None, length: Number) -> Number:
     """Return how many of a request's tokens the first rank holds; no other holds more."""
-    return length if stripe is None else stripe.of_rank(0).count(length)
+    return length if shard is None else shard.of_rank(0).count(length)
 
 
 @dataclass(frozen=True)

@@ -123,7 +123,7 @@ def _attend_all(args: MLAAttentionArgs, config: MLAConfig, result: Tensor) -> No
 def _requests(args: MLAAttentionArgs, config: MLAConfig) -> Iterator[_Request]:
     """Yield the requests that have query rows."""
     lengths = args.seq_lens.tolist()
-    held = held_lengths(config.stripe, args.seq_lens, args.local_seq_lens)
+    held = held_lengths(config.dcp_shard, args.seq_lens, args.local_seq_lens)
     for index, (start, end) in enumerate(pairwise(args.query_start_loc.tolist())):
         if end > start:
             yield _Request(index, start, end - start, max(0, lengths[index]), held[index])
@@ -180,20 +180,20 @@ def _keys(
     args: MLAAttentionArgs, request: _Request, step: int, config: MLAConfig
 ) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield fp32 latents and rotated keys of each chunk of keys that are held, and which row sees which of them."""
-    rows, size, stripe = row_view(args.kv_cache, config), config.block_size, config.stripe
+    rows, size, shard = row_view(args.kv_cache, config), config.block_size, config.dcp_shard
     num_keys = min(request.held, args.block_table.shape[1] * size)
     if not num_keys:
         return
     start, device = request.first_row, args.query.device
     topk = None if args.topk_indices is None else args.topk_indices[start : start + request.query_len]
-    if topk is not None and stripe is not None:
-        topk = stripe.local_indices(topk)
+    if topk is not None and shard is not None:
+        topk = shard.local_indices(topk)
     for first in range(0, num_keys, step):
         end = min(first + step, num_keys)
         position = torch.arange(first, end, device=device)
         blocks = args.block_table[request.index, position // size].long()
         known = (blocks >= 0) & (blocks < rows.shape[0])
-        visible = mla_reference.visible_keys(request.query_len, request.seq_len, topk, device, first, end, stripe)
+        visible = mla_reference.visible_keys(request.query_len, request.seq_len, topk, device, first, end, shard)
         visible = visible & known
         stored = rows[torch.where(known, blocks, 0), position % size]
         latent, rotated = mla_reference.read_rows(stored, args.k_scale, config)

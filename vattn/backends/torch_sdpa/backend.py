@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from vattn.backends.base import PACKED_STRIPES, Backend, Capabilities, refuse_capture
+from vattn.backends.base import PACKED_DCP, Backend, Capabilities, refuse_capture
 from vattn.backends.torch_sdpa.chunked import Args, Chunk, Request, chunks
 from vattn.cache.layout import PackedRows
 from vattn.cache.stored_rows import decode_stored, stored_views
@@ -54,7 +54,7 @@ class TorchSDPABackend(Backend):
         head_sizes=Sizes(8, 8, 1024),
         block_sizes=Sizes(8, 8, 256),
         features=frozenset(FEATURES) - {"batch_invariant"},
-        exclusions=(PACKED_STRIPES,),
+        exclusions=(PACKED_DCP,),
         query_loads=("plain", "divide", "multiply"),
         output_variants=True,
         rope_update=True,
@@ -70,7 +70,7 @@ class TorchSDPABackend(Backend):
         decodes = _even_decodes(starts, lengths, capacity) if _is_plain(config) else []
         requests: list[Request] = []
         if len(decodes) < len(lengths):
-            held = reference.held_lengths(config.stripe, args.seq_lens, args.local_seq_lens)
+            held = reference.held_lengths(config.dcp_shard, args.seq_lens, args.local_seq_lens)
             readable = [min(length, capacity) for length in held]
             keys_of = lengths if config.context_parallel else readable
             requests = list(_requests(args, config, starts, lengths, keys_of, readable, set(decodes)))

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vattn.config.attention import AttentionConfig
-from vattn.config.dcp import Stripe
+from vattn.config.dcp import DCPShard
 from vattn.ops.arguments import AttentionArgs, VarlenAttentionArgs
 
 Args = AttentionArgs | VarlenAttentionArgs
@@ -54,21 +54,21 @@ class Request:
 class Chunk:
     """Query rows `[first_row, end_row)` of a request, and the keys `[first_key, end_key)` that they can see at most.
 
-    Keys are counted as they are held: under context parallelism `stripe` tells their positions.
+    Keys are counted as they are held: under context parallelism `shard` tells their positions.
     """
 
     first_row: int
     end_row: int
     first_key: int
     end_key: int
-    stripe: Stripe | None
+    shard: DCPShard | None
 
     def rows_and_keys(self, request: Request, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the positions of the rows `[rows, 1]` and of the keys `[1, keys]`."""
         start = request.context_len
         q = torch.arange(start + self.first_row, start + self.end_row, device=device)
         k = torch.arange(self.first_key, self.end_key, device=device)
-        return q[:, None], (k if self.stripe is None else self.stripe.position(k))[None, :]
+        return q[:, None], (k if self.shard is None else self.shard.position(k))[None, :]
 
 
 def chunks(request: Request, config: AttentionConfig, plain: bool) -> Iterator[Chunk]:
@@ -76,14 +76,14 @@ def chunks(request: Request, config: AttentionConfig, plain: bool) -> Iterator[C
     if request.num_keys == 0:
         return
     budget = _MASK_PER_CHUNK if plain else _SCORES_PER_CHUNK // config.num_heads
-    step, stripe = max(1, budget // request.num_keys), config.stripe
+    step, shard = max(1, budget // request.num_keys), config.dcp_shard
     for first in range(max(0, -request.context_len), request.query_len, step):
         end = min(first + step, request.query_len)
         first_key, end_key = _key_range(request, request.context_len + first, request.context_len + end, config)
-        if stripe is not None:
-            first_key, end_key = stripe.count(first_key), min(stripe.count(end_key), request.held)
+        if shard is not None:
+            first_key, end_key = shard.count(first_key), min(shard.count(end_key), request.held)
         if first_key < end_key:
-            yield Chunk(first, end, first_key, end_key, stripe)
+            yield Chunk(first, end, first_key, end_key, shard)
 
 
 def _key_range(request: Request, first: int, end: int, config: AttentionConfig) -> tuple[int, int]:

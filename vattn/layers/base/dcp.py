@@ -87,11 +87,11 @@ def check_step_ranks(prefix: str, parallel: ContextParallel | None, metadata: At
     Raises:
         MetadataError: another share, or a layer without a process group.
     """
-    stripe = None if parallel is None else parallel.stripe
-    if metadata.stripe != stripe or (metadata.local_seq_lens is None) != (stripe is None):
+    shard = None if parallel is None else parallel.dcp_shard
+    if metadata.dcp_shard != shard or (metadata.local_seq_lens is None) != (shard is None):
         raise MetadataError(
-            f"metadata of {metadata.stripe or 'whole requests'} in layer {prefix!r}, whose cache holds "
-            f"{stripe or 'all tokens'}",
+            f"metadata of {metadata.dcp_shard or 'whole requests'} in layer {prefix!r}, whose cache holds "
+            f"{shard or 'all tokens'}",
             "the same ContextParallel for layers and builder",
             "pass context_parallel= to AttentionMetadataBuilder and to the layers, or to neither",
         )

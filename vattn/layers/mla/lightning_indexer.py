@@ -135,9 +135,9 @@ class LightningIndexer(nn.Module):
         metadata, tokens = plain_step(self, metadata), self._check_rows(query, weights, key)
         if metadata is None:
             return self.topk_indices[:tokens]
-        if metadata.stripe is not None:
+        if metadata.dcp_shard is not None:
             raise UnsupportedRequestError(
-                f"a step of {metadata.stripe} in {_NAME}",
+                f"a step of {metadata.dcp_shard} in {_NAME}",
                 "steps over a cache that no ranks share: a row's positions are chosen among all tokens",
                 "leave context_parallel out, or give the layer an indexer of your own",
             )

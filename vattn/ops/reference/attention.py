@@ -17,7 +17,7 @@ from torch import Tensor
 
 from vattn.cache.stored_rows import decode_stored, encode_stored, stored_views, take
 from vattn.config.attention import AttentionConfig
-from vattn.config.dcp import Stripe
+from vattn.config.dcp import DCPShard
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, VarlenAttentionArgs
 from vattn.ops.reference.mask import alibi_bias, is_causal, positions, tree_bias, visible_mask
 from vattn.quantization.codecs import decode_kv, load_query, quantise_output
@@ -90,7 +90,7 @@ def paged_attention(args: AttentionArgs, config: AttentionConfig) -> tuple[Tenso
     """Return what `vattn::attention` computes, before any rounding: fp32 `[T, H, V]` and LSE fp32 `[T, H]`."""
     keys, values = stored_views(args.kv_cache, config)
     seq_lens = held_lengths(None, args.seq_lens, None)
-    stored = held_lengths(config.stripe, args.seq_lens, args.local_seq_lens)
+    stored = held_lengths(config.dcp_shard, args.seq_lens, args.local_seq_lens)
 
     def keys_of_request(request: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         entries, offsets, exists = locate_keys(
@@ -98,24 +98,24 @@ def paged_attention(args: AttentionArgs, config: AttentionConfig) -> tuple[Tenso
         )
         key = decode_stored(take(keys, entries, offsets), config, False, args.k_scale)
         value = decode_stored(take(values, entries, offsets), config, True, args.v_scale)
-        return key, value, exists, held_positions(config.stripe, stored[request], args.query.device)
+        return key, value, exists, held_positions(config.dcp_shard, stored[request], args.query.device)
 
     return _attend_requests(args, config, keys_of_request, seq_lens)
 
 
-def held_lengths(stripe: Stripe | None, seq_lens: Tensor, local_seq_lens: Tensor | None) -> list[int]:
+def held_lengths(shard: DCPShard | None, seq_lens: Tensor, local_seq_lens: Tensor | None) -> list[int]:
     """Return how many keys of each request can be read: those of its length that this rank holds."""
     lengths = [max(0, length) for length in seq_lens.tolist()]
-    if stripe is None or local_seq_lens is None:
+    if shard is None or local_seq_lens is None:
         return lengths
     return [
-        max(0, min(stripe.count(length), held)) for length, held in zip(lengths, local_seq_lens.tolist(), strict=True)
+        max(0, min(shard.count(length), held)) for length, held in zip(lengths, local_seq_lens.tolist(), strict=True)
     ]
 
 
-def held_positions(stripe: Stripe | None, count: int, device: torch.device) -> Tensor | None:
+def held_positions(shard: DCPShard | None, count: int, device: torch.device) -> Tensor | None:
     """Return the positions of a request's first `count` keys on this rank; `None`: all from 0 on."""
-    return None if stripe is None else stripe.position(torch.arange(count, device=device))
+    return None if shard is None else shard.position(torch.arange(count, device=device))
 
 
 def locate_keys(block_row: Tensor, seq_len: int, block_size: int, num_blocks: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vattn.cache.layout import row_view
-from vattn.config.dcp import Stripe
+from vattn.config.dcp import DCPShard
 from vattn.config.mla import MLAConfig
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.reference.attention import held_lengths, held_positions, locate_keys, softmax, write_slots
@@ -54,7 +54,7 @@ def attend_latents(
     out = torch.zeros((num_tokens, config.num_heads, config.v_head_dim), dtype=dtype, device=args.query.device)
     lse = out.new_full((num_tokens, config.num_heads), -torch.inf)
     starts, seq_lens = args.query_start_loc.tolist(), held_lengths(None, args.seq_lens, None)
-    stored = held_lengths(config.stripe, args.seq_lens, args.local_seq_lens)
+    stored = held_lengths(config.dcp_shard, args.seq_lens, args.local_seq_lens)
     for request, (start, end) in enumerate(itertools.pairwise(starts)):
         if end <= start:
             continue
@@ -63,7 +63,7 @@ def attend_latents(
         latent, rope = read_rows(rows[blocks, offsets], args.k_scale, config)
         topk = None if args.topk_indices is None else args.topk_indices[start:end]
         visible = visible_keys(end - start, seq_lens[request], topk, device)
-        held = held_positions(config.stripe, stored[request], device)
+        held = held_positions(config.dcp_shard, stored[request], device)
         visible = (visible if held is None else visible[:, held]) & exists
         q_scale = args.q_scale if end - start <= config.decode_threshold else None
         out[start:end], lse[start:end] = attend_expanded(
@@ -84,17 +84,17 @@ def visible_keys(
     device: torch.device,
     first: int = 0,
     end: int | None = None,
-    stripe: Stripe | None = None,
+    shard: DCPShard | None = None,
 ) -> Tensor:
     """Return bool `[q, end - first]` for keys `[first, end)`, by default all `seq_len` of them.
 
-    A row sees the keys up to its own position, and with `topk` `[q, K]` only those that it lists. With `stripe`, keys
+    A row sees the keys up to its own position, and with `topk` `[q, K]` only those that it lists. With `shard`, keys
     are counted as a rank holds them, those that `topk` lists too.
     """
     end = seq_len if end is None else end
     position = seq_len - query_len + torch.arange(query_len, device=device)[:, None]
     key = torch.arange(first, end, device=device)
-    visible = (key if stripe is None else stripe.position(key))[None, :] <= position
+    visible = (key if shard is None else shard.position(key))[None, :] <= position
     if topk is not None:
         listed = visible.new_zeros((query_len, end - first + 1))
         inside = (topk >= first) & (topk < end)

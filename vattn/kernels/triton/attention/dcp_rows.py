@@ -1,4 +1,4 @@
-"""Rows of a step over striped caches as requests of their own, one launch: what a rank holds of the keys they see.
+"""Rows of a step over sharded caches as requests of their own, one launch: what a rank holds of the keys they see.
 
 A causal row without a window sees the first tokens of its request up to its own. Of these a rank holds a run from the
 start of its share, in order, so that the row is a decode of that many keys to any kernel.
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from vattn.config.attention import AttentionConfig
-from vattn.config.dcp import Stripe, without_stripe
+from vattn.config.dcp import DCPShard, without_dcp
 from vattn.config.mla import MLAConfig
 from vattn.kernels.triton.common.mask import count_held
 from vattn.ops.arguments import AttentionArgs
@@ -27,7 +27,7 @@ _COLUMNS = 1024
     do_not_specialize=["num_rows", "num_reqs", "width", "stride_table"],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "local_seq_lens", "block_table"],
 )
-def striped_rows_kernel(
+def dcp_rows_kernel(
     query_start_loc, seq_lens, local_seq_lens, block_table, starts_out, lengths_out, table_out,
     num_rows, num_reqs, width, stride_table,
     RANK: tl.constexpr, WORLD: tl.constexpr, INTERLEAVE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
@@ -64,7 +64,7 @@ def write_rows(
     seq_lens: Tensor,
     local_seq_lens: Tensor,
     block_table: Tensor,
-    stripe: Stripe,
+    shard: DCPShard,
     block_size: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return `query_start_loc` `[rows + 1]`, `seq_lens` `[rows]` and `block_table` of a step's rows as requests."""
@@ -72,10 +72,10 @@ def write_rows(
     starts, lengths = (seq_lens.new_empty(size) for size in (rows + 1, rows))
     table = torch.empty((rows, width), dtype=torch.int32, device=block_table.device)
     block = min(_COLUMNS, triton.next_power_of_2(width))
-    striped_rows_kernel[(rows,)](
+    dcp_rows_kernel[(rows,)](
         query_start_loc, seq_lens, local_seq_lens, block_table, starts, lengths, table,
         rows, seq_lens.shape[0], width, block_table.stride(0),
-        RANK=stripe.rank, WORLD=stripe.world_size, INTERLEAVE=stripe.interleave, BLOCK_SIZE=block_size, BLOCK=block,
+        RANK=shard.rank, WORLD=shard.world_size, INTERLEAVE=shard.interleave, BLOCK_SIZE=block_size, BLOCK=block,
         num_warps=1 if block <= 256 else 4, enable_fp_fusion=True,
     )  # fmt: skip
     return starts, lengths, table
@@ -88,7 +88,7 @@ def _as_requests(args: Any, config: Any) -> Any:
         args.seq_lens,
         args.local_seq_lens,
         args.block_table,
-        config.stripe,
+        config.dcp_shard,
         config.block_size,
     )
     return args._replace(
@@ -97,7 +97,7 @@ def _as_requests(args: Any, config: Any) -> Any:
         block_table=table,
         local_seq_lens=None,
         plan=[],
-        config=without_stripe(config).encode(),
+        config=without_dcp(config).encode(),
     )
 
 
@@ -108,9 +108,9 @@ def attention_rows(args: AttentionArgs, config: AttentionConfig) -> AttentionArg
 
 def latent_rows(args: MLAAttentionArgs, config: MLAConfig) -> tuple[MLAAttentionArgs, MLAConfig]:
     """Return `vattn::mla_attention` of a step's rows as decodes, and its config."""
-    stripe, whole = config.stripe, without_stripe(config)
-    if args.query.shape[0] == 0 or stripe is None:
+    shard, whole = config.dcp_shard, without_dcp(config)
+    if args.query.shape[0] == 0 or shard is None:
         return args._replace(local_seq_lens=None), whole
     if args.topk_indices is not None:
-        args = args._replace(topk_indices=stripe.local_indices(args.topk_indices))
+        args = args._replace(topk_indices=shard.local_indices(args.topk_indices))
     return _as_requests(args, config), whole

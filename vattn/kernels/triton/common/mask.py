@@ -15,7 +15,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def count_held(length, RANK: tl.constexpr, WORLD: tl.constexpr, INTERLEAVE: tl.constexpr):
-    """Return how many of the first `length` keys of a request this rank holds (`vattn.distributed.Stripe`)."""
+    """Return how many of the first `length` keys of a request this rank holds (`vattn.distributed.DCPShard`)."""
     PERIOD: tl.constexpr = WORLD * INTERLEAVE
     length = tl.maximum(length, 0)
     rest = tl.minimum(tl.maximum(length % PERIOD - RANK * INTERLEAVE, 0), INTERLEAVE)

@@ -1,4 +1,4 @@
-"""Rows of a step over striped caches as requests of their own, and who may take them."""
+"""Rows of a step over sharded caches as requests of their own, and who may take them."""
 
 from __future__ import annotations
 
@@ -7,41 +7,41 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.context_parallel_support import share, striped
+from tests.distributed.context_parallel_support import sharded, share
 from tests.layers.mla_support import exact, make_mla_config, random_mla_batch
 from tests.support import make_config, random_paged_batch, relative_l2
 from vattn.backends import triton_attn
-from vattn.backends.triton_attn import run_fast_stripe
-from vattn.config.dcp import Stripe, without_stripe
+from vattn.backends.triton_attn import run_fast_dcp
+from vattn.config.dcp import DCPShard, without_dcp
 from vattn.kernels.hopper.decode import launch as decode_fast
 from vattn.kernels.hopper.decode_packed import launch as decode_packed
 from vattn.kernels.triton.attention.dcp_rows import attention_rows, latent_rows
 from vattn.ops.reference import attention as reference
 
 QUERIES, LENGTHS = [1, 0, 5, 1, 2], [40, 7, 23, 1, 2]
-STRIPES = (Stripe(0, 1, 1), Stripe(0, 2, 1), Stripe(1, 3, 4), Stripe(3, 4, 16))
+SHARDS = (DCPShard(0, 1, 1), DCPShard(0, 2, 1), DCPShard(1, 3, 4), DCPShard(3, 4, 16))
 
 
-@pytest.mark.parametrize("stripe", STRIPES, ids=str)
-def test_rows_as_requests_attend_what_the_stripe_shows(stripe: Stripe) -> None:
+@pytest.mark.parametrize("shard", SHARDS, ids=str)
+def test_rows_as_requests_attend_what_the_shard_shows(shard: DCPShard) -> None:
     """The reference of the rows as decodes against the reference by true positions, with and without padding."""
     config = make_config(block_size=8, lse=True)
     for padding in (0, 2):
         full = random_paged_batch(config, QUERIES, LENGTHS, num_padding_tokens=padding, num_padding_reqs=padding)
-        own, args = striped(config, stripe), share(full.args, config, stripe)
+        own, args = sharded(config, shard), share(full.args, config, shard)
         expected, expected_lse = reference.paged_attention(args, own)
         rows = attention_rows(args, own)
         assert rows.query_start_loc.tolist() == list(range(len(args.query) + 1))
-        out, lse = reference.paged_attention(rows, without_stripe(own))
+        out, lse = reference.paged_attention(rows, without_dcp(own))
         assert relative_l2(out, expected) < 1e-6 and torch.allclose(lse, expected_lse, atol=1e-6)
 
 
-@pytest.mark.parametrize("stripe", STRIPES, ids=str)
+@pytest.mark.parametrize("shard", SHARDS, ids=str)
 @pytest.mark.parametrize("sparse", [False, True])
-def test_rows_of_latent_attention(stripe: Stripe, sparse: bool) -> None:
+def test_rows_of_latent_attention(shard: DCPShard, sparse: bool) -> None:
     config = make_mla_config(lse=True, sparse=sparse)
     full = random_mla_batch(config, QUERIES, LENGTHS, padding_tokens=1, padding_reqs=1, topk=6)
-    own, args = striped(config, stripe), share(full, config, stripe)
+    own, args = sharded(config, shard), share(full, config, shard)
     expected, expected_lse = exact(args, own)
     rows, whole = latent_rows(args, own)
     out, lse = exact(rows, whole)
@@ -74,12 +74,12 @@ def test_fast_decode_takes_rows_whose_keys_have_no_order(
     """With fast paths that would take anything: they get decodes of what the rank holds, and nothing with positions."""
     config = make_config(block_size=8, lse=True, **changes)
     full = random_paged_batch(config, queries, [30, 9, 17])
-    own, args = striped(config, Stripe(1, 2, 3)), share(full.args, config, Stripe(1, 2, 3))
+    own, args = sharded(config, DCPShard(1, 2, 3)), share(full.args, config, DCPShard(1, 2, 3))
     calls = []
     for path in (decode_fast, decode_packed):
         monkeypatch.setattr(path, "accepts", lambda args, config: not config.context_parallel)
     monkeypatch.setattr(triton_attn, "run_fast_path", lambda *call: calls.append(call) or True)
-    assert run_fast_stripe(args, own) is taken
+    assert run_fast_dcp(args, own) is taken
     if taken:
         ((rows, whole),) = calls
         assert rows.local_seq_lens is None and rows.plan == [] and not whole.context_parallel
