@@ -136,7 +136,9 @@ def key_value_views(kv_cache: Tensor, config: CacheGeometry) -> tuple[Tensor, Te
         return keys[:, :, first::2], values.unflatten(2, (config.num_kv_heads, 2)).flatten(3)
     if config.head_size == config.head_size_v:
         typed = kv_cache.view(fmt.value_dtype)
-        return _logical(typed[0], config), _logical(typed[1], config)
+        if config.kv_cache_layout == "HND":
+            typed = typed.transpose(2, 3)
+        return typed[0], typed[1]
     key_bytes = config.block_size * config.num_kv_heads * config.head_size * fmt.element_size
     key = _part(kv_cache[:, :key_bytes], config.head_size, config, fmt)
     value = _part(kv_cache[:, key_bytes : block_bytes(config)], config.head_size_v, config, fmt)

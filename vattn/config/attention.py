@@ -311,8 +311,8 @@ class AttentionConfig:
         )
 
     def with_plain_output(self) -> AttentionConfig:
-        """Return the same request with results in the model dtype."""
-        return self.replace(output_format="none", output_arithmetic="divide", output_min_scale=None)
+        """Return the same request with results in the model dtype. Kernels ask at each launch, so it is made once."""
+        return _with_plain_output(self)
 
     @property
     def dcp_shard(self) -> DCPShard | None:
@@ -353,6 +353,11 @@ class AttentionConfig:
             ConfigError: another version, an unknown field or a value out of range.
         """
         return canonical.parse(_HEAD, AttentionConfig, text)
+
+
+@lru_cache(maxsize=4096)
+def _with_plain_output(config: AttentionConfig) -> AttentionConfig:
+    return config.replace(output_format="none", output_arithmetic="divide", output_min_scale=None)
 
 
 @dataclass(frozen=True)

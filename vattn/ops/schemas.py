@@ -150,12 +150,8 @@ def _autograd_guard(name: str) -> Callable[..., Any]:
 
 def implement(name: str, kernel: Callable[..., Any]) -> None:
     """Register what runs when an op is called on a CPU or a GPU."""
-
-    def run(*args: Any) -> Any:
-        return kernel(*args)
-
     for key in _DEVICE_KEYS:
-        library.impl(name, _keep_out_of_dynamo(run), key)
+        library.impl(name, _keep_out_of_dynamo(kernel), key)
 
 
 def _keep_out_of_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -80,7 +80,9 @@ class TorchSDPABackend(Backend):
             if decodes:
                 longest = max([lengths[request] for request in decodes])
                 _plain_decodes(args, config, decodes, longest, keys, values, result)
-            _run(args, config, requests, _paged_reader(args, config, keys, values), result)
+            if requests:
+                _run(args, config, requests, _paged_reader(args, config, keys, values), result)
+            _quantise(result, args, config)
 
     def varlen_attention(self, args: VarlenAttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::varlen_attention`."""
@@ -95,7 +97,9 @@ class TorchSDPABackend(Backend):
             return key, _decode(PackedRows(args.value[rows], None), config, True, args.v_scale), None
 
         with torch.autocast(args.query.device.type, enabled=False):
-            _run(args, config, requests, read, _start_result(args, requests, config))
+            result = _start_result(args, requests, config)
+            _run(args, config, requests, read, result)
+            _quantise(result, args, config)
 
     def kv_cache_update(self, args: CacheUpdateArgs, config: AttentionConfig) -> None:
         """Run `vattn::kv_cache_update`, without a sync. Which of two tokens with the same slot wins is undefined."""
@@ -186,7 +190,7 @@ def _start_result(args: Args, requests: list[Request], config: AttentionConfig) 
 
 
 def _run(args: Args, config: AttentionConfig, requests: list[Request], read: Read, result: Tensor) -> None:
-    plain = bool(requests) and _is_plain(config)
+    plain = _is_plain(config)
     for request in requests:
         query = _load_query(args.query[request.rows], args, config)
         ranges = None if args.mm_ranges is None or config.mm_prefix == "none" else args.mm_ranges[request.index]
@@ -209,6 +213,10 @@ def _run(args: Args, config: AttentionConfig, requests: list[Request], read: Rea
             result[place] = kv_formats.rotate_back(out, config.kv_cache_dtype).to(result.dtype)
             if args.lse is not None:
                 args.lse[place] = lse
+
+
+def _quantise(result: Tensor, args: Args, config: AttentionConfig) -> None:
+    """Write the output of a quantised format; otherwise `result` is the output."""
     if config.output_format != "none":
         quantization.quantise_output(
             result,

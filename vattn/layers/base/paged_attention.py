@@ -176,7 +176,17 @@ class CachedAttention(BoundCache):
         parts: tuple[Part, ...],
     ) -> None:
         """Refuse what any of the ops would refuse, before the first one writes. Compiled code leaves it to the ops."""
-        self._check_inputs(query, key, value, step)
+        for target in self._target:
+            if target.kv_cache is not self.kv_cache:
+                raise CacheError(
+                    f"the KV sharing target of layer {self.prefix!r} has another cache by now",
+                    "the cache that both were bound to",
+                    "bind the sharing layer again, or use vattn.allocate_kv_cache for the whole model",
+                )
+        inputs = {"query": query, "key": key, "value": value}
+        fix = "pass vattn.kept_rows of the queries, or of what they are projected from" if self.fast_prefill else ""
+        check_inputs(self, inputs, step.query_slots, step.block_size, fix)
+        check_no_gradients(self, (query, key, value, *self._learned()))
         if update is not None:
             checks.check_kv_cache_update(update)
         if self.context_parallel is not None:
@@ -190,25 +200,6 @@ class CachedAttention(BoundCache):
                 checks.check_attention(part)
             else:
                 checks.check_varlen_attention(part)
-
-    def _check_inputs(self, query: Tensor, key: Tensor | None, value: Tensor | None, step: LayerStep) -> None:
-        """Refuse tensors that do not go with the step or the layer, whatever the op."""
-        assert self.config is not None and self.kv_cache is not None
-        for target in self._target:
-            if target.kv_cache is not self.kv_cache:
-                raise CacheError(
-                    f"the KV sharing target of layer {self.prefix!r} has another cache by now",
-                    "the cache that both were bound to",
-                    "bind the sharing layer again, or use vattn.allocate_kv_cache for the whole model",
-                )
-        check_inputs(
-            self,
-            {"query": query, "key": key, "value": value},
-            step.query_slots,
-            step.block_size,
-            "pass vattn.kept_rows of the queries, or of what they are projected from" if self.fast_prefill else "",
-        )
-        check_no_gradients(self, (query, key, value, *self._learned()))
 
     def _learned(self) -> tuple[Tensor | None, ...]:
         """Return the layer's own tensors that could ask for a gradient."""

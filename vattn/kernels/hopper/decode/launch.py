@@ -96,6 +96,7 @@ class Tuning:
     whole: bool = False
 
 
+@lru_cache(maxsize=4096)
 def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1, chunked: bool = False) -> Tuning:
     """Return the tuning of a layer for this many requests: what was best on an H200.
 
@@ -357,7 +358,10 @@ def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None =
     tuning = tuning or choose_tuning(config, num_reqs, tokens, num_tokens > tokens * num_reqs)
     sizes = sizing(config, num_reqs, tuning, device, tokens, num_tokens)
     shape = plan_shape(config, num_tokens, num_reqs, device)
-    schedule = next((s for s in args.plan if tuple(s.shape) == shape), None)
+    schedule = None
+    for plan_of_step in args.plan:
+        if plan_of_step.shape == shape:
+            schedule = plan_of_step
     if schedule is None and not tuning.whole:
         schedule = torch.empty(shape, dtype=torch.int32, device=device)
         plan(args.query_start_loc, args.seq_lens, schedule, config, tuning, tokens, num_tokens=num_tokens)
