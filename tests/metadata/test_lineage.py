@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import threading
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -84,21 +83,6 @@ def test_a_step_stays_the_newest_where_the_next_one_is_refused() -> None:
         layer(*make_inputs(2), metadata=step)
 
 
-def test_advancing_leaves_the_step_before_behind() -> None:
-    layer, builder = zeroed(make_layer()), make_builder()
-    steps = [builder.build([1, 1], [5, 9], TABLES)]
-    for _ in range(3):
-        steps.append(builder.advance(steps[-1], []))
-        with torch.no_grad():
-            layer(*make_inputs(2), metadata=steps[-1])
-            for older in steps[:-1]:
-                with refused():
-                    layer(*make_inputs(2), metadata=older)
-    builder.build([1, 1], [5, 9], TABLES)
-    with torch.no_grad(), refused():
-        layer(*make_inputs(2), metadata=steps[-1])
-
-
 def test_tensors_that_no_build_rewrites_last() -> None:
     """Copies of a step's tensors, those of other builders, and metadata made by hand."""
     layer, builder, other = zeroed(make_layer()), make_builder(), make_builder()
@@ -116,16 +100,6 @@ def test_tensors_that_no_build_rewrites_last() -> None:
         for copied in (dataclasses.replace(step, num_reqs=2), copy.copy(step), copy.deepcopy(step)):
             with refused():
                 layer(*inputs, metadata=copied)
-
-
-def test_a_build_in_another_thread_counts() -> None:
-    layer, builder = zeroed(make_layer()), make_builder()
-    step = builder.build([2, 3], [2, 3], TABLES)
-    thread = threading.Thread(target=lambda: builder.build([3, 2], [3, 2], TABLES))
-    thread.start()
-    thread.join()
-    with torch.no_grad(), refused():
-        layer(*make_inputs(5), metadata=step)
 
 
 def entrances() -> dict[str, Callable[[AttentionMetadata], object]]:
@@ -362,28 +336,6 @@ def test_a_copy_of_a_step_that_was_moved_on_does_not_follow() -> None:
         copied.advance_step(inputs, tokens, 16, 2, 2)
     assert step.seq_lens_tensor.tolist() == [6, 10] == step.seq_lens
     step.advance_step(inputs, tokens, 16, 2, 2)
-
-
-def test_draft_steps_go_with_the_step_that_they_are_of() -> None:
-    builder = vattn.TreeAttentionMetadataBuilder(3, 24, 32, BLOCK, tree_choices=[(0,), (1,), (0, 0)])
-    layer = zeroed(make_layer())
-    step = builder.build([2, 2], [7, 9], TABLES)
-    drafts = builder.build_for_drafting(step, 1)
-    with torch.no_grad():
-        layer(*make_inputs(4), metadata=drafts)
-        layer(*make_inputs(4), metadata=step)
-        builder.build([2, 2], [7, 9], TABLES)
-        for older in (drafts, step):
-            with refused():
-                layer(*make_inputs(4), metadata=older)
-
-
-def test_the_error_is_ours_and_a_value_error() -> None:
-    builder = make_builder()
-    older, _ = builder.build([1, 1], [3, 4], TABLES), builder.build([1, 1], [3, 4], TABLES)
-    with pytest.raises(VattnError, match=OLDER) as found, vattn.forward_context(older):
-        pass
-    assert isinstance(found.value, ValueError)
 
 
 @given(st.lists(st.sampled_from(["build", "advance", "refused", "copy"]), max_size=12), st.randoms())

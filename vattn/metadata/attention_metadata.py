@@ -314,9 +314,7 @@ def _check_shapes(host: dict[str, Tensor]) -> None:
     for pair in _PAIRS:
         missing = [name for name in pair if name not in host]
         if len(missing) == 1:
-            raise MetadataError(
-                f"{pair[0]} or {pair[1]} without the other", "both or neither", f"give {missing[0]} too"
-            )
+            raise MetadataError(f"only one of {pair[0]} and {pair[1]}", "both or neither", f"give {missing[0]} too")
     offsets = dict.fromkeys(("query_start_loc", "logits_start_loc"), num_reqs + 1)
     first = {**offsets, "slot_mapping": num_tokens, "positions": num_tokens, "prefix_lens": 2, "prefix_start_loc": 3}
     dims = {"block_table": 2, "tree_bias": 3, "mm_ranges": 3, "cross_block_table": 2, "suffix_block_table": 2}

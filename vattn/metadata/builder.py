@@ -283,7 +283,10 @@ class AttentionMetadataBuilder:
                 padded_reqs = _padded("requests", num_reqs, num_reqs_padded, self.max_num_reqs)
             if num_tokens_padded is not None:
                 padded_tokens = _padded("tokens", num_tokens, num_tokens_padded, self.max_num_tokens)
-            metadata = self._views(step, padded_reqs, padded_tokens)
+            metadata = self._buffers.describe(step, padded_reqs, padded_tokens, self.decode_threshold)
+            metadata.block_size, metadata.dcp_shard = self.block_size, self._limits.dcp_shard
+            if not step.packed:
+                metadata.plans = self._plans.views(padded_tokens, padded_reqs)
             if step.cross is not None or num_encoder_tokens_padded is not None:
                 self._add_cross(metadata, step, padded_reqs, num_encoder_tokens_padded)
             if step.num_logits is not None or num_logits_padded is not None:
@@ -448,41 +451,6 @@ class AttentionMetadataBuilder:
     def check(self, metadata: AttentionMetadata) -> None:
         """Run `AttentionMetadata.check` with this builder's block size and number of blocks; synchronises."""
         step_of(metadata, "check()").check(self.block_size, self.num_blocks)
-
-    def _views(self, step: Step, num_reqs: int, num_tokens: int) -> AttentionMetadata:
-        """Describe the step by views of the device buffers; writes nothing."""
-        to, bias = self._buffers, step.tree_bias
-        queries, lengths = step.query_lens, step.seq_lens
-        decodes, decode_tokens = queries.shape[0], step.num_tokens
-        if step.max_query_len > self.decode_threshold or bool((queries == lengths).any()):
-            decode = (queries <= self.decode_threshold) & ((lengths > queries) | (queries == 0))
-            decodes, decode_tokens = int(decode.sum()), int(queries[decode].sum())
-        given_end = int(step.positions.max()) if step.given_places and step.num_tokens else step.max_seq_len - 1
-        # `.data`: plain tensors over the memory of the views, whose bases Dynamo would trace and guard too.
-        return AttentionMetadata(
-            query_start_loc=to.query_start_loc[: num_reqs + 1].data,
-            seq_lens=to.seq_lens[:num_reqs].data,
-            block_table=to.block_table[:num_reqs, : 0 if step.packed else None].data,
-            slot_mapping=to.slot_mapping[:num_tokens].data,
-            positions=to.positions[:num_tokens].data,
-            causal=step.causal if isinstance(step.causal, bool) else to.causal_flags[:num_reqs].data,
-            tree_bias=None if bias is None else to.tree_bias[: bias.numel()].view(bias.shape).data,
-            tree_id=None if bias is None else to.tree_id[:num_reqs].data,
-            mm_ranges=None if step.mm_ranges is None else to.mm_ranges[:num_reqs].data,
-            plans={} if step.packed else self._plans.views(num_tokens, num_reqs),
-            num_reqs=queries.shape[0],
-            num_actual_tokens=step.num_tokens,
-            max_query_len=step.max_query_len,
-            max_seq_len=step.max_seq_len,
-            max_position=given_end,
-            num_prefills=queries.shape[0] - decodes,
-            num_prefill_tokens=step.num_tokens - decode_tokens,
-            num_decodes=decodes,
-            num_decode_tokens=decode_tokens,
-            block_size=self.block_size,
-            local_seq_lens=None if step.held is None else to.local_seq_lens[:num_reqs].data,
-            dcp_shard=self._limits.dcp_shard,
-        )
 
     def _write(self, step: Step, num_reqs: int, num_tokens: int) -> None:
         """Fill a staging set and enqueue its copies; on CPU the staging set is the buffers themselves."""

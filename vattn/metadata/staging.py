@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.step import Limits, Step
 
 _ALIGNMENT = 64
@@ -86,6 +87,43 @@ class StepBuffers:
             yield self.tree_bias[:size], to.tree_bias[:size]
         if step.cross is not None:
             yield self.cross_block_table[:num_reqs], to.cross_block_table[:num_reqs]
+
+    def describe(self, step: Step, num_reqs: int, num_tokens: int, decode_threshold: int) -> AttentionMetadata:
+        """Return a step's metadata as views of these buffers; writes nothing.
+
+        Args:
+            num_reqs, num_tokens: padded sizes.
+            decode_threshold: longest query that still counts as a decode.
+        """
+        bias = step.tree_bias
+        queries, lengths = step.query_lens, step.seq_lens
+        decodes, decode_tokens = queries.shape[0], step.num_tokens
+        if step.max_query_len > decode_threshold or bool((queries == lengths).any()):
+            decode = (queries <= decode_threshold) & ((lengths > queries) | (queries == 0))
+            decodes, decode_tokens = int(decode.sum()), int(queries[decode].sum())
+        given_end = int(step.positions.max()) if step.given_places and step.num_tokens else step.max_seq_len - 1
+        # `.data`: plain tensors over the memory of the views, whose bases Dynamo would trace and guard too.
+        return AttentionMetadata(
+            query_start_loc=self.query_start_loc[: num_reqs + 1].data,
+            seq_lens=self.seq_lens[:num_reqs].data,
+            block_table=self.block_table[:num_reqs, : 0 if step.packed else None].data,
+            slot_mapping=self.slot_mapping[:num_tokens].data,
+            positions=self.positions[:num_tokens].data,
+            causal=step.causal if isinstance(step.causal, bool) else self.causal_flags[:num_reqs].data,
+            tree_bias=None if bias is None else self.tree_bias[: bias.numel()].view(bias.shape).data,
+            tree_id=None if bias is None else self.tree_id[:num_reqs].data,
+            mm_ranges=None if step.mm_ranges is None else self.mm_ranges[:num_reqs].data,
+            num_reqs=queries.shape[0],
+            num_actual_tokens=step.num_tokens,
+            max_query_len=step.max_query_len,
+            max_seq_len=step.max_seq_len,
+            max_position=given_end,
+            num_prefills=queries.shape[0] - decodes,
+            num_prefill_tokens=step.num_tokens - decode_tokens,
+            num_decodes=decodes,
+            num_decode_tokens=decode_tokens,
+            local_seq_lens=None if step.held is None else self.local_seq_lens[:num_reqs].data,
+        )
 
 
 class Staging(Generic[Buffers]):
