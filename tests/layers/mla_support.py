@@ -97,7 +97,9 @@ def random_mla_batch(
         q_scale=torch.tensor([0.021]) if config.query_format != "none" else None,
         k_scale=k_scale,
         topk_indices=random_topk(query_lens, seq_lens, tokens, topk, rng) if config.sparse else None,
-        local_seq_lens=None if config.dcp_shard is None else torch.tensor([*held, *[0] * padding_reqs], dtype=torch.int32),
+        local_seq_lens=None
+        if config.dcp_shard is None
+        else torch.tensor([*held, *[0] * padding_reqs], dtype=torch.int32),
         plan=[],
         workspace=None,
         config=config.encode(),
