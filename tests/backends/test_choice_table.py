@@ -68,7 +68,7 @@ def test_the_fastest_is_asked_first_if_it_gains_enough(use) -> None:
     use(table(TRITON_ATTN=10.0, FLASHINFER=8.0, FLASH_ATTN=9.9))
     names, why = choice_table.order(NAMES, CONFIG, H200)
     assert names == ("FLASHINFER", "TRITON_ATTN", "FLASH_ATTN", "TORCH_SDPA")
-    assert why.startswith("measured: FLASHINFER is asked first") and "1.25" in why and "2026-01-02" in why
+    assert why.startswith("measured: FLASHINFER is tried first") and "1.25" in why and "2026-01-02" in why
     use(table(TRITON_ATTN=10.0, FLASHINFER=9.8))
     names, why = choice_table.order(NAMES, CONFIG, H200)
     assert names == NAMES and "TRITON_ATTN stays first" in why
@@ -115,7 +115,7 @@ def test_explain_says_why(use, monkeypatch) -> None:
     use(table(TRITON_ATTN=10.0, FLASHINFER=5.0))
     explanation = selector.explain(CONFIG, H200)
     assert explanation.chosen == "FLASHINFER"
-    assert "measured: FLASHINFER is asked first" in str(explanation)
+    assert "measured: FLASHINFER is tried first" in str(explanation)
     assert selector.explain(CONFIG.replace(backend="TRITON_ATTN"), H200).chosen == "TRITON_ATTN"
     assert selector.explain(CONFIG.replace(batch_invariant=True), H200).chosen == "TRITON_ATTN"
 

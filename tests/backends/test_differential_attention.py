@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import vattn
 from vattn.backends import selector
-from vattn.backends.differential_flash_attn import DifferentialFlashAttentionBackend, beneath
+from vattn.backends.differential_flash_attn import DifferentialFlashAttentionBackend, underlying
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
 from vattn.errors import (
@@ -391,7 +391,7 @@ def test_the_named_backend_runs_on_the_one_beneath() -> None:
     assert "no head_pairs" in str(selector.explain(plain, "cpu"))
     hopper = DeviceInfo("cuda", (9, 0), "H")
     if selector.get_backend("TRITON_ATTN").problem() is None:
-        assert beneath(half, hopper) == "TRITON_ATTN"
+        assert underlying(half, hopper) == "TRITON_ATTN"
 
 
 def test_a_backend_without_pairs_is_refused_by_name() -> None:

@@ -126,7 +126,7 @@ def test_what_flash_attention_3_refuses(changes, why, monkeypatch) -> None:
 def test_a_library_by_path_is_refused_on_gpus_that_it_has_no_kernels_for(monkeypatch) -> None:
     reasons(FA3, monkeypatch)
     backend = selector.get_backend("FLASH_ATTN")
-    assert "sm_90 alone" in backend.reasons(PLAIN, DeviceInfo("cuda", (10, 0), "B"))[0]
+    assert "only for sm_90" in backend.reasons(PLAIN, DeviceInfo("cuda", (10, 0), "B"))[0]
     assert "needs sm_90 or newer" in backend.reasons(PLAIN, DeviceInfo("cuda", (8, 0), "A"))[0]
 
 

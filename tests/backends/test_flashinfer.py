@@ -56,7 +56,7 @@ def test_accepts(changes, monkeypatch) -> None:
     ("changes", "why"),
     [
         ({"head_size": 80, "head_size_v": 80}, "head_size 80 (runs 64, 128, 256)"),
-        ({"causality": "bidirectional", "sliding_window": 9}, "windows reach to the left alone"),
+        ({"causality": "bidirectional", "sliding_window": 9}, "windows reach only to the left"),
         ({**FP8, "block_size": 0}, "outside a paged cache"),
         ({"alibi": "linear"}, "alibi is not implemented"),
         ({"tree_bias": True, "block_size": 0}, "trees over keys and values outside a paged cache"),

@@ -215,7 +215,7 @@ def test_the_fused_store_equals_its_steps(kv_cache_dtype: str, style: str, full:
     config = update_config(kv_cache_dtype, "TRITON_MLA")
     args, rope = rope_args(config, style, full)
     expected = args.kv_cache.clone()
-    left = mla_rope.turned_rows(args._replace(kv_cache=expected), rope, config)
+    left = mla_rope.rotated_rows(args._replace(kv_cache=expected), rope, config)
     torch.ops.vattn.mla_kv_cache_update(*left)
     torch.ops.vattn.mla_rope_kv_cache_update(*args)
     rows = [row_view(cache, config) for cache in (args.kv_cache, expected)]

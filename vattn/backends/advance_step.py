@@ -1,4 +1,4 @@
-"""One token on: what follows a decode step whose tokens were sampled on the device.
+"""Advances a batch by one token after a decode step with tokens that were sampled on the device.
 
 Tokens, positions, lengths, offsets and slots move in place, so that several steps fit into one CUDA graph with nothing
 read by the host between them.

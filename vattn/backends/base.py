@@ -37,7 +37,7 @@ def refuse_capture(query: torch.Tensor, backend: str, why: str, instead: str = "
     if query.is_cuda and torch.cuda.is_current_stream_capturing():
         raise GraphContractError(
             f"{backend} was called while a CUDA graph is captured; {why}",
-            "a backend whose capabilities say cuda_graphs='full'",
+            "a backend with cuda_graphs='full' in its capabilities",
             f"{instead}, or run this model without graphs",
         )
 
@@ -99,7 +99,7 @@ class Capabilities:
         query_loads: names of `vattn.quantization.formats.QUERY_LOADS` that the backend has.
         head_sizes, block_sizes: allowed sizes (key and value head sizes alike).
         features: allowed names of `FEATURES`.
-        required_features: names of `FEATURES` that every request must ask for; the backend is for nothing else.
+        required_features: names of `FEATURES` that every request must have; the backend runs nothing else.
         exclusions: combinations that are refused.
         minimum_capability: lowest compute capability on CUDA.
         format_capability: lowest compute capability for a KV, query or output format by name.
@@ -210,7 +210,7 @@ class Capabilities:
 
 
 def not_allowed(config: Any, allowed: Mapping[str, Sequence[str] | Sizes]) -> list[str]:
-    """Return a reason for every field of a request whose value is not among those that are allowed."""
+    """Return a reason for every field of a request with a value that is not allowed."""
 
     def text(of: Sequence[str] | Sizes) -> str:
         return str(of) if isinstance(of, Sizes) else ", ".join(of)
@@ -256,11 +256,11 @@ class Backend:
         return self.capabilities.refusals(config, device)
 
     def parts(self, config: AttentionConfig) -> frozenset[str]:
-        """Return what a request consists of, by the names that recorded runs have for it."""
+        """Return the parts of a request, by the names that recorded runs use."""
         return request_parts(config)
 
     def runs_on(self, config: AttentionConfig, device: DeviceInfo) -> str:
-        """Return the name of the backend whose kernels run a request: this one, unless it hands requests on."""
+        """Return the name of the backend that runs a request: this one, unless it delegates to another."""
         return self.name
 
     def notes(self, config: AttentionConfig) -> list[str]:
@@ -276,7 +276,7 @@ class Backend:
         return ()
 
     def plan_key(self, config: AttentionConfig) -> str:
-        """Return what two layers must have in common to share one schedule."""
+        """Return a key that is equal for layers that can share one schedule."""
         return self.name
 
     def plan(self, args: PlanArgs, config: AttentionConfig) -> None:

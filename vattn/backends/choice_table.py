@@ -1,9 +1,9 @@
-"""Which backend `auto` asks first, by measurement: one small table per GPU architecture, or one that `vattn tune` made.
+"""Which backend `auto` tries first, by measurement: one small table per GPU architecture, or one from `vattn tune`.
 
-A table orders backends for a kind of layer, never for a step: batch sizes and lengths choose nothing, so a layer keeps
-the backend that it was bound with. Tables are about causal attention over a paged cache, with a window or none: what
-asks for anything else, and kinds that no table has, follow `selector.PRIORITY`. A table never makes a backend accept
-anything.
+A table orders backends for a kind of layer, never for a step: batch sizes and lengths do not matter, so a layer keeps
+the backend that it was bound with. Tables cover causal attention over a paged cache, with or without a window. Other
+requests, and kinds that are not in a table, follow `selector.PRIORITY`. A table never makes a backend accept a
+request.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ VARIABLE = "VATTN_CHOICE_TABLE"
 """Environment variable with the path of a table of `python -m vattn tune`, used instead of the shipped one."""
 
 MEASURED_FEATURES = frozenset({"sliding_window"})
-"""What a request may ask for beyond plain attention for a table to count: what tables tell apart."""
+"""Features of requests that tables cover, beyond plain attention."""
 
 LEAST_GAIN = 1.05
-"""How much faster, over all steps of a kind, a backend must be to be asked ahead of the one that priority names."""
+"""How much faster, over all steps of a kind, a backend must be to be tried before the first one by priority."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What a table tells layers apart by.
+    """A kind of layer in a table.
 
     Attributes:
         head_size: of keys and values.
@@ -100,7 +100,7 @@ class ChoiceTable:
     source: str = ""
 
     def cell(self, kind: Kind) -> Measured | None:
-        """Return the cell of a kind; of other group sizes the nearest, `None` if head size, format or window differ."""
+        """Return the cell of a kind, or of the nearest group size; `None` if head size, format or window differ."""
         alike = [
             cell
             for cell in self.cells
@@ -125,7 +125,7 @@ def read_table(path: Path) -> ChoiceTable:
     """Read and check a table.
 
     Raises:
-        ConfigError: a missing or torn file, or one of another format.
+        ConfigError: the file is missing, incomplete or in another format.
     """
     try:
         data = json.loads(path.read_text(encoding="utf-8"))
@@ -166,11 +166,11 @@ def table_for(device: DeviceInfo) -> ChoiceTable | None:
     """Return the table for a GPU: the one that the environment names, else the shipped one; `None` without.
 
     Raises:
-        ConfigError: the named table is missing or torn, or, on a GPU, of another one.
+        ConfigError: the named table is missing or incomplete, or was measured on another GPU.
     """
     named = os.environ.get(VARIABLE)
     if device.type != "cuda":
-        # No table is for a CPU, but a wrong path is told wherever the variable is set.
+        # No table is for a CPU, but a wrong path is an error wherever the variable is set.
         if named:
             _read(named)
         return None
@@ -193,7 +193,7 @@ def _read(path: str) -> ChoiceTable:
 
 
 def order(names: Sequence[str], config: AttentionConfig, device: DeviceInfo) -> tuple[tuple[str, ...], str | None]:
-    """Return backend names as measured, the fastest of them first, and why, `None` where no measurement counts.
+    """Return backend names with the measured fastest first, and why; `None` if no measurement applies.
 
     Args:
         names: in the order of their priority.
@@ -210,9 +210,9 @@ def order(names: Sequence[str], config: AttentionConfig, device: DeviceInfo) -> 
         return tuple(names), None
     gains = {name: speed for name in measured if name in names and (speed := cell.speed(name, first)) is not None}
     best = max(gains, key=lambda name: gains[name])
-    told = ", ".join(f"{name} {gains[name]:.2f}" for name in sorted(gains, key=lambda name: -gains[name]))
-    where = f"speeds over {first} on {table.gpu}, {table.date}, {cell.kind}: {told}"
+    speeds = ", ".join(f"{name} {gains[name]:.2f}" for name in sorted(gains, key=lambda name: -gains[name]))
+    where = f"speeds over {first} on {table.gpu}, {table.date}, {cell.kind}: {speeds}"
     if best == first or gains[best] < LEAST_GAIN:
         return tuple(names), f"measured: {first} stays first ({where}; {LEAST_GAIN} would change it)"
     moved = (best, *(name for name in names if name != best))
-    return moved, f"measured: {best} is asked first ({where})"
+    return moved, f"measured: {best} is tried first ({where})"

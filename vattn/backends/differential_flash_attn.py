@@ -1,7 +1,7 @@
-"""DIFFERENTIAL_FLASH_ATTN: the halves of differential attention (arXiv 2410.05258) on whatever backend runs them.
+"""DIFFERENTIAL_FLASH_ATTN: the halves of differential attention (arXiv 2410.05258) on another backend.
 
-`vattn.DifferentialAttention` makes the halves and their difference. This backend is for nothing else; it hands each
-half to the first backend of the device that reads pairs of heads, TRITON_ATTN on a GPU and TORCH_SDPA on a CPU.
+`vattn.DifferentialAttention` makes the halves and their difference. This backend runs only those; it delegates each
+half to the first backend of the device that reads pairs of heads: TRITON_ATTN on a GPU, TORCH_SDPA on a CPU.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS,
 
 
 class DifferentialFlashAttentionBackend(Backend):
-    """Run one half of pairs of heads by a backend beneath."""
+    """Run one half of pairs of heads by an underlying backend."""
 
     name = "DIFFERENTIAL_FLASH_ATTN"
     capabilities = Capabilities(
@@ -58,7 +58,7 @@ class DifferentialFlashAttentionBackend(Backend):
         """
         heads, size = integer(num_kv_heads), integer(block_size)
         if heads is None or heads % 2 or heads < 2:
-            raise ConfigError(f"num_kv_heads={num_kv_heads!r:.40}", "a number divisible by 2", "heads come in pairs")
+            raise ConfigError(f"num_kv_heads={num_kv_heads!r:.40}", "a number divisible by 2", "heads are in pairs")
         if size is None or size % 16 or size < 16:
             raise ConfigError(f"block_size={block_size!r:.40}", "a multiple of 16", "block_size=16")
         num_blocks = read_count("num_blocks", num_blocks, 1, "pass the size of the cache")
@@ -88,9 +88,9 @@ class DifferentialFlashAttentionBackend(Backend):
         return kv_cache.unflatten(3, (kv_cache.shape[3] // 2, 2)).permute(4, 0, 1, 2, 3, 5)
 
     def limits(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
-        """Return why no backend beneath runs a half, or why it is none."""
+        """Return why no underlying backend runs a half, or why the request is not a half."""
         found = super().limits(config, device)
-        if found or beneath(config, device) is not None:
+        if found or underlying(config, device) is not None:
             return found
         return [f"{name}: {'; '.join(reasons)}" for name, reasons in _refusals(config, device).items()]
 
@@ -99,8 +99,8 @@ class DifferentialFlashAttentionBackend(Backend):
         return "torch", torch.__version__.split("+")[0]
 
     def runs_on(self, config: AttentionConfig, device: DeviceInfo) -> str:
-        """Return the name of the backend beneath."""
-        return beneath(config, device) or self.name
+        """Return the name of the underlying backend."""
+        return underlying(config, device) or self.name
 
     def notes(self, config: AttentionConfig) -> list[str]:
         """Say what runs the halves."""
@@ -108,24 +108,24 @@ class DifferentialFlashAttentionBackend(Backend):
 
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::attention` of one half."""
-        backend, inner = self._beneath(config, args.query.device)
+        backend, inner = self._underlying(config, args.query.device)
         backend.attention(args._replace(config=inner.encode()), inner)
 
     def kv_cache_update(self, args: CacheUpdateArgs, config: AttentionConfig) -> None:
         """Run `vattn::kv_cache_update` of one half's keys and of the values of both."""
-        backend, inner = self._beneath(config, args.key.device)
+        backend, inner = self._underlying(config, args.key.device)
         backend.kv_cache_update(args._replace(config=inner.encode()), inner)
 
-    def _beneath(self, config: AttentionConfig, device: torch.device) -> tuple[Backend, AttentionConfig]:
+    def _underlying(self, config: AttentionConfig, device: torch.device) -> tuple[Backend, AttentionConfig]:
         from vattn.backends import selector
 
-        name = beneath(config, DeviceInfo.of(device))
+        name = underlying(config, DeviceInfo.of(device))
         assert name is not None  # `reasons` refused the call otherwise
         return selector.get_backend(name), config.replace(backend=name)
 
 
 @lru_cache(maxsize=4096)
-def beneath(config: AttentionConfig, device: DeviceInfo) -> str | None:
+def underlying(config: AttentionConfig, device: DeviceInfo) -> str | None:
     """Return the first backend of a device that runs one half, `None` if there is none."""
     return next((name for name, reasons in _refusals(config, device).items() if not reasons), None)
 

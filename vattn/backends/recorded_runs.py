@@ -1,9 +1,9 @@
-"""What ran where: records of conformance runs on a GPU, one JSON file per backend in `runs/`.
+"""Records of conformance runs on a GPU, one JSON file per backend in `runs/`.
 
-Capabilities say what a backend accepts; a record says what of it was seen to be right, with which version of which
-package, on which GPU. `explain` and the support table call the rest untested. Records choose nothing.
+Capabilities list what a backend accepts; a record lists which of it gave right results, with which version of which
+package, on which GPU. `explain` and the support table call the rest untested. Records do not affect the choice.
 
-`python -m tests.conformance.record --backend NAME` makes one; its file is committed as it comes.
+`python -m tests.conformance.record --backend NAME` writes one; its file is committed unchanged.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RunRecord:
     Attributes:
         package, version: what ran the attention, such as `"flashinfer-python"` and `"0.6.13"`.
         device, capability: the GPU's name and compute capability.
-        torch, triton: versions beside it; `""` where there is none.
+        torch, triton: their versions; `""` if not installed.
         date: day of the run, ISO.
         requests, accepted, failed: how many were tried, how many the backend took, and how many of those were wrong.
         cells: part of a request (a name of `vattn.config.features.FEATURES` or a pair `field=value`) -> largest
@@ -83,7 +83,7 @@ def _short(error: float | None) -> float | None:
 def verdict(
     runs: Iterable[RunRecord], running: tuple[str, str] | None, capability: tuple[int, int], parts: Iterable[str]
 ) -> str:
-    """Say whether a request was seen to be right: `"ran: ..."` or `"untested: ..."`.
+    """Return whether a request ran with right results: `"ran: ..."` or `"untested: ..."`.
 
     Args:
         runs: records of one backend.

@@ -2,7 +2,7 @@
 
 An explicit choice never falls back; an automatic one takes the first backend of the device's priority list that has no
 reason against it, and logs its choice once per distinct request. Where speeds were measured for the kind of layer, the
-fastest backend is asked first (`vattn.backends.choice_table`).
+fastest backend is tried first (`vattn.backends.choice_table`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BUILTIN: dict[str, str] = {
     "XFORMERS": "xformers:XFormersBackend",
     "TREE_ATTN": "tree_attn:TreeAttentionBackend",
 }
-"""Where the backends of vattn are: name -> module under `vattn.backends`, class."""
+"""The backends of vattn: name -> module under `vattn.backends`, class."""
 
 PRIORITY: dict[str, tuple[str, ...]] = {
     "cpu": ("TORCH_SDPA", "TRITON_ATTN", "FLASH_ATTN", "FLASHINFER"),
@@ -44,9 +44,9 @@ PRIORITY: dict[str, tuple[str, ...]] = {
     "sm_90": ("TRITON_ATTN", "FLASH_ATTN", "FLASHINFER", "TORCH_SDPA"),
     "sm_100": ("TRITON_ATTN", "FLASHINFER", "FLASH_ATTN", "TORCH_SDPA"),
 }
-"""Which backend is asked first, by device type and, on CUDA, by the newest architecture that is not newer than the GPU.
+"""Order in which backends are tried, by device type and, on CUDA, by the newest architecture not newer than the GPU.
 
-Backends that no list names come after it, in the order of `BUILTIN`, then of registration.
+Backends that are not in a list follow it, in the order of `BUILTIN`, then of registration.
 """
 
 _BACKENDS: dict[str, Backend] = {}
@@ -56,7 +56,7 @@ def register_backend(backend: Backend) -> None:
     """Add a backend, after those there are, for every device it names.
 
     Raises:
-        ConfigError: the name is taken, or it is no backend.
+        ConfigError: the name is taken, or the object is not a backend.
     """
     _load_builtin()
     if not isinstance(backend, Backend):
@@ -72,7 +72,7 @@ def register_backend(backend: Backend) -> None:
 
 
 def forget_decisions() -> None:
-    """Ask the backends again from now on: one of them has found its library."""
+    """Forget all choices: a backend has found its library."""
     _decide.cache_clear()
 
 
@@ -93,7 +93,7 @@ def get_backend(name: str) -> Backend:
     """Return a backend by name.
 
     Raises:
-        UnknownOptionError: there is none of that name.
+        UnknownOptionError: there is no backend of that name.
     """
     _load_builtin()
     if name not in _BACKENDS:
@@ -102,7 +102,7 @@ def get_backend(name: str) -> Backend:
 
 
 def priority(device: DeviceInfo) -> tuple[str, ...]:
-    """Return the names of all backends in the order in which they are asked on a device."""
+    """Return the names of all backends in the order in which they are tried on a device."""
     names = backend_names()
     first = [name for name in PRIORITY.get(_priority_key(device), ()) if name in names]
     return tuple(first) + tuple(name for name in names if name not in first)
@@ -121,10 +121,10 @@ class Explanation:
     """Why a backend was chosen, or why none was.
 
     Attributes:
-        config: the request, with `backend` as it was asked for.
+        config: the request, with the `backend` that was requested.
         device: where it would run.
         chosen: name of the backend, `None` if every one refuses.
-        refusals: reasons of each backend that was asked, empty for one that accepts.
+        refusals: reasons of each backend that was tried, empty for one that accepts.
         notes: what the chosen backend does to run the request, such as padding, and which steps miss the kernels that
             were made for the device.
         tested: for each backend that accepts on a GPU, the recorded run that covers the request, or that it is
@@ -223,14 +223,14 @@ def choose(config: AttentionConfig | MLAConfig, device: torch.device | str | Dev
     """Return the backend for a request.
 
     Raises:
-        UnsupportedRequestError: no backend, or not the one asked for, accepts it; the text lists every reason.
+        UnsupportedRequestError: no backend, or not the requested one, accepts it; the text lists every reason.
     """
     explanation = explain(config, device)
     if explanation.chosen is None:
-        asked = "no backend" if config.backend == "auto" else f"backend {config.backend}"
+        subject = "no backend" if config.backend == "auto" else f"backend {config.backend}"
         verb = "can" if config.backend == "auto" else "cannot"
         raise UnsupportedRequestError(
-            f"{asked} {verb} run this attention\n{explanation}\n",
+            f"{subject} {verb} run this attention\n{explanation}\n",
             "a request with no reason against it in the table",
             "change what a reason names, or ask for another backend",
         )

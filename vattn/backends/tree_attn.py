@@ -13,10 +13,10 @@ from vattn.config.attention import AttentionConfig
 
 
 class TreeAttentionBackend(TritonAttentionBackend):
-    """Run decoder attention whose requests may be trees of drafts."""
+    """Run decoder attention with requests that may be trees of drafts."""
 
     name = "TREE_ATTN"
-    # A tree lies in a paged cache, behind a causal context.
+    # A tree is in a paged cache, after a causal context.
     capabilities = replace(
         TritonAttentionBackend.capabilities,
         attn_types=("decoder",),
@@ -29,7 +29,7 @@ class TreeAttentionBackend(TritonAttentionBackend):
             "window": config.sliding_window is not None,
             "ALiBi": config.alibi != "none",
         }
-        names = " and ".join(name for name, asked in counted.items() if asked)
+        names = " and ".join(name for name, used in counted.items() if used)
         if not (config.tree_bias and names):
             return super().notes(config)
         return [f"{names} by place in the cache, where drafts lie in the tree's order, not by depth"] + super().notes(

@@ -87,7 +87,7 @@ class TritonAttentionBackend(Backend):
         return decode_fast.plan_shape(config, num_tokens, num_reqs, device)
 
     def plan_key(self, config: AttentionConfig) -> str:
-        """Return what two layers must have in common to share one schedule."""
+        """Return a key that is equal for layers that can share one schedule."""
         names = ("num_heads", "num_kv_heads", "head_size", "dtype", "kv_cache_dtype", "query_format", "sliding_window")
         paths = zip(("decode", "prefill"), _fast_paths(config), strict=True)
         fast = [f"fast_{name}" for name, runs in paths if runs]

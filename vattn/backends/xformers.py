@@ -1,6 +1,6 @@
-"""XFORMERS: xFormers' `memory_efficient_attention_forward` where it has a kernel for the mask, else our own kernels.
+"""XFORMERS: xFormers' `memory_efficient_attention_forward` where it has a kernel for the mask, else vattn's kernels.
 
-Of a paged cache xFormers can read a decode alone: one query row per request, without a window, a soft cap or a scale.
+Over a paged cache xFormers can only run decodes: one query row per request, without a window, a soft cap or a scale.
 Everything else, prefill included, runs in the kernels of TRITON_ATTN, which honour windows, soft caps and scales in
 prefill and decode alike. Which of the two takes a layer follows from its config, and for a step from the shapes alone:
 at most as many tokens as requests is a decode for xFormers, whose rows are then requests of their own, so that nothing
@@ -64,31 +64,31 @@ class XFormersBackend(TritonAttentionBackend):
 
     def notes(self, config: AttentionConfig) -> list[str]:
         """Say which kernel decodes, and why it is not xFormers' if it is not."""
-        missing = own_kernel_reasons(config)
+        missing = missing_in_xformers(config)
         if missing:
-            note = f"prefill and decode by our own kernels; xFormers' paged kernel lacks {', '.join(missing)}"
+            note = f"prefill and decode by vattn's kernels; xFormers' paged kernel lacks {', '.join(missing)}"
         else:
             note = (
                 "steps of at most one new token per request by xFormers' memory_efficient_attention_forward "
-                "(triton_splitKF), all others by our own kernels: its causal mask takes no queries of unequal lengths"
+                "(triton_splitKF), all others by vattn's kernels: its causal mask takes no queries of unequal lengths"
             )
         return [note, *super().notes(config)]
 
     def general_steps(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
-        """Say which steps miss Hopper's kernels, of those that run by our own."""
+        """Return which steps that run by vattn's kernels miss those for Hopper."""
         found = super().general_steps(config, device)
-        return found if own_kernel_reasons(config) else [step for step in found if not step.startswith("decodes ")]
+        return found if missing_in_xformers(config) else [step for step in found if not step.startswith("decodes ")]
 
     def plan_shape(self, config: AttentionConfig, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
-        """Return the shape of our decode kernel's schedule; `()` where xFormers decodes."""
-        if not own_kernel_reasons(config):
+        """Return the shape of the schedule of vattn's decode kernel; `()` if xFormers decodes."""
+        if not missing_in_xformers(config):
             return ()
         return super().plan_shape(config, num_tokens, num_reqs, table_width)
 
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::attention`."""
         num_tokens, num_reqs = args.query.shape[0], args.block_table.shape[0]
-        if num_tokens > num_reqs or own_kernel_reasons(config) or not args.block_table.numel() or not num_tokens:
+        if num_tokens > num_reqs or missing_in_xformers(config) or not args.block_table.numel() or not num_tokens:
             super().attention(args, config)
             return
         _decode(args, config)
@@ -110,7 +110,7 @@ def _library_problem() -> str | None:
     return f"xFormers runs nothing without its compiled half: {' '.join(str(failure).split())[:300]}"
 
 
-def own_kernel_reasons(config: AttentionConfig) -> list[str]:
+def missing_in_xformers(config: AttentionConfig) -> list[str]:
     """Return what of a request xFormers' paged kernel lacks; empty where it can decode."""
     missing = {
         f"head size {config.head_size}": config.head_size not in HEAD_SIZES,

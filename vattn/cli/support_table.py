@@ -86,7 +86,13 @@ def support_table() -> str:
     lines += ["", "## Layers", "", "Devices on which a backend runs a plain bf16 layer with heads of 128.", ""]
     lines += _layers(backends)
     lines += ["", "## Latent attention (`MLAAttention`)", "", *_latent(list(mla_backends().values()))]
-    lines += ["", "## Order", "", "Who is asked first, by architecture; the first that accepts is taken.", ""]
+    lines += [
+        "",
+        "## Order",
+        "",
+        "Backends in the order they are tried, by architecture; the first that accepts is used.",
+        "",
+    ]
     lines += [f"- {key}: {', '.join(f'`{name}`' for name in names)}" for key, names in selector.PRIORITY.items()]
     for backend in backends:
         lines += _limits(backend)

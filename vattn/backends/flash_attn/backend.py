@@ -1,9 +1,9 @@
-"""FLASH_ATTN: attention by a FlashAttention library, the newest that is found; the cache is written by our own kernel.
+"""FLASH_ATTN: attention by a FlashAttention library, the newest that is found; the cache is written by vattn's kernel.
 
-A binary promises less than our kernels: values in memory that no request owns must be finite, block ids that name no
-block are read as the nearest one, and a sequence longer than its row of the block table ends with it. In FP8 it rounds
-the weights of the values to e4m3 too, which costs up to 2^-4 of a result. It has no quantised output, no ALiBi, no tree
-and no chunks.
+Libraries guarantee less than vattn's kernels: values in memory that no request owns must be finite, block ids that
+name no block are read as the nearest one, and a sequence longer than its row of the block table ends with it. In FP8
+the weights of the values are rounded to e4m3 too, which costs up to 2^-4 of a result. There is no quantised output, no
+ALiBi, no tree and no chunks.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
                 "that pages: torch.nn.attention.activate_flash_attention_impl('FA3'), with torch 2.12 or newer"
             )
         if library is not None and library.name == "FlashAttention-3" and device.capability[0] > 9:
-            found.append(f"{device} (FlashAttention-3 has kernels for sm_90 alone)")
+            found.append(f"{device} (FlashAttention-3 has kernels only for sm_90)")
         found += capabilities_of(library, device.capability).refusals(config, device)
         return found if library is None else [f"{reason} [runs on {library}]" for reason in found]
 
@@ -100,7 +100,7 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
         return planning.plan_shape(config, num_tokens)
 
     def plan_key(self, config: AttentionConfig) -> str:
-        """Return what two layers must have in common to share one schedule."""
+        """Return a key that is equal for layers that can share one schedule."""
         return planning.plan_key(self.name, config)
 
     def plan(self, args: PlanArgs, config: AttentionConfig) -> None:
@@ -235,10 +235,10 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
 def _call(args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, key: Tensor, value: Tensor) -> FlashCall:
     """Return a call without keys' lengths; its bound is that of any query.
 
-    The libraries find the largest score before they scale: a scale that turns the order round is the query's.
+    The libraries find the largest score before they scale: a negative or zero scale is applied to the query.
     """
     return FlashCall(
-        query=_turned(args.query, config.scale),
+        query=_with_positive_scale(args.query, config.scale),
         key=key,
         value=value,
         query_start_loc=args.query_start_loc,
@@ -256,8 +256,8 @@ def _call(args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, ke
     )
 
 
-def _turned(query: Tensor, scale: float) -> Tensor:
-    """Return the query that has the same scores under a positive scale: negated, or zeros for a scale of zero."""
+def _with_positive_scale(query: Tensor, scale: float) -> Tensor:
+    """Return the query with the same scores under a positive scale: negated, or zeros for a scale of zero."""
     if scale > 0:
         return query
     if query.dtype != torch.float8_e4m3fn:

@@ -1,6 +1,6 @@
 """One function for each FlashAttention library: run a `FlashCall`, return the log-sum-exp.
 
-Each takes its library's own words; the libraries are found in `vattn.backends.flash_attn.libraries`.
+The libraries are found in `vattn.backends.flash_attn.libraries`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _NO_WINDOW = (-1, -1)
 
 
 def run_flash(library: FlashLibrary, call: FlashCall, output: Tensor) -> Tensor:
-    """Write the output `[T, H, V]`, but no row behind the last request; return the LSE, fp32 `[H, T]`."""
+    """Write the output `[T, H, V]`, but no row after the last request; return the LSE, fp32 `[H, T]`."""
     run = _RUNS.get((library.name, library.module))
     if run is None:
         raise UnknownOptionError(
@@ -103,7 +103,7 @@ def _run_fa3_package(call: FlashCall, output: Tensor) -> Tensor:
 
 
 def _run_fa4(call: FlashCall, output: Tensor) -> Tensor:
-    """FlashAttention-4 says `None` where the others say -1, and splits on request only."""
+    """FlashAttention-4 uses `None` where the others use -1, and splits only on request."""
     package: Any = importlib.import_module("flash_attn.cute")
     result, lse, *_ = package.flash_attn_varlen_func(
         call.query,

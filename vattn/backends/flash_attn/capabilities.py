@@ -56,15 +56,15 @@ def _capabilities(
 _FP8_OF_3 = (
     Exclusion(
         frozenset({"kv_cache_dtype=fp8_e4m3", "query_format=none"}),
-        "FlashAttention-3 multiplies FP8 keys by FP8 queries alone: ask for query_format='fp8_e4m3'",
+        "FlashAttention-3 multiplies FP8 keys only by FP8 queries: use query_format='fp8_e4m3'",
     ),
     Exclusion(
         frozenset({"kv_cache_dtype=float16", "query_format=fp8_e4m3"}),
-        "FlashAttention-3 multiplies FP8 queries by FP8 keys alone: use an FP8 cache",
+        "FlashAttention-3 multiplies FP8 queries only by FP8 keys: use an FP8 cache",
     ),
     Exclusion(
         frozenset({"kv_cache_dtype=bfloat16", "query_format=fp8_e4m3"}),
-        "FlashAttention-3 multiplies FP8 queries by FP8 keys alone: use an FP8 cache",
+        "FlashAttention-3 multiplies FP8 queries only by FP8 keys: use an FP8 cache",
     ),
     Exclusion(
         frozenset({"kv_cache_dtype=fp8_e4m3", "dtype=float16"}),
@@ -108,7 +108,7 @@ FLASH_ATTENTION_2 = _capabilities(frozenset({"logits_soft_cap"}), _PAGES_OF_2, (
 """What the package of FlashAttention-2 does."""
 
 TORCH_VARLEN = _capabilities(frozenset(), _ANY_16, (8, 0))
-"""What torch's own varlen attention does; by the implementation inside of torch, attention without a cache alone."""
+"""What torch's own varlen attention does; torch's built-in implementation only runs attention without a cache."""
 
 
 def capabilities_of(library: FlashLibrary | None, capability: tuple[int, int] | None = None) -> Capabilities:

@@ -1,7 +1,7 @@
-"""The FlashAttention libraries that can be found, newest first, and one call in FlashAttention's words.
+"""Finds FlashAttention libraries, newest first, and defines one call in FlashAttention's terms.
 
-What runs a call is in `vattn.backends.flash_attn.calls`. A binary keeps contracts of its own; what differs from ours is
-put right in `vattn.backends.flash_attn.backend`.
+`vattn.backends.flash_attn.calls` runs a call. Where results differ from vattn's contract,
+`vattn.backends.flash_attn.backend` corrects them.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _loaded: dict[str, str] = {}
 
 
 class FlashCall(NamedTuple):
-    """One attention call in FlashAttention's words.
+    """One attention call in FlashAttention's terms.
 
     Attributes:
         query: `[T, H, D]`; key, value: `[blocks, block_size, K, D]` with a table, `[Tk, K, D]` without.
@@ -121,7 +121,7 @@ def load_flash_attn(path: str | os.PathLike[str]) -> FlashLibrary:
     Raises:
         ConfigError: no such file, or not such a library.
 
-    The environment variable `VATTN_FLASH_ATTN_LIBRARY` names one to load when the backend is first asked.
+    The environment variable `VATTN_FLASH_ATTN_LIBRARY` names one to load when the backend is first used.
     """
     if not isinstance(path, (str, os.PathLike)):
         raise ConfigError(f"path of type {type(path).__name__}", "the path of a file", "pass the path of the library")
@@ -139,7 +139,7 @@ def library_error() -> str | None:
 
 
 def library_digest() -> str:
-    """Return what tells one FlashAttention-3 library given by path from another: the start of its SHA-256."""
+    """Return the start of the SHA-256 of the FlashAttention-3 library given by path."""
     file = _loaded.get("file")
     return "" if file is None else _digest(file)
 
@@ -206,8 +206,8 @@ def find_library(capability: tuple[int, int] | None = None) -> FlashLibrary | No
 def _torchs_own(capability: tuple[int, int] | None) -> FlashLibrary:
     """Return torch's varlen attention.
 
-    Block tables came with torch 2.12. The implementation inside of torch refuses them; one that a user has activated
-    before takes them: FlashAttention-3, or FlashAttention-4 on GPUs newer than sm_90.
+    Block tables need torch 2.12. torch's built-in implementation refuses them; one that the user has activated takes
+    them: FlashAttention-3, or FlashAttention-4 on GPUs newer than sm_90.
     """
     active = getattr(torch.nn.attention, "current_flash_attention_impl", lambda: None)()
     newer = capability is not None and capability >= (10, 0)

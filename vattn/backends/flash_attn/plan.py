@@ -39,7 +39,7 @@ def takes_rows(config: AttentionConfig, num_tokens: int, num_reqs: int) -> bool:
     """Return whether the rows of such a step go as requests of their own.
 
     Not under batch invariance, where the neighbours of a request must not choose how it is computed, nor under a window
-    to both sides, which ends behind the row.
+    to both sides, which ends after the row.
     """
     one_sided = config.causality == "causal" or config.sliding_window is None
     return num_tokens <= 2 * num_reqs and one_sided and not config.batch_invariant
@@ -110,15 +110,15 @@ def _table_of_rows(
 
 
 def plan_shape(config: AttentionConfig, num_tokens: int) -> tuple[int, ...]:
-    """Return the shape of a step's schedule: room for four library words and three of ours for each row.
+    """Return the shape of a step's schedule: room for four words of the library and three of vattn for each row.
 
-    A step may turn causal layers bidirectional: their schedule is then of another shape, and is not used.
+    A step may make causal layers bidirectional: their schedule then has another shape, and is not used.
     """
     return num_tokens + 2, _COLUMNS + (config.causality != "causal")
 
 
 def plan_key(name: str, config: AttentionConfig) -> str:
-    """Return what two layers must have in common to share a schedule."""
+    """Return a key that is equal for layers that can share a schedule."""
     fields = (
         "num_heads", "num_kv_heads", "head_size", "dtype", "query_format", "causality", "sliding_window", "attn_type",
     )  # fmt: skip
@@ -162,7 +162,7 @@ def fill_plan(args: PlanArgs, config: AttentionConfig, window: tuple[int, int]) 
 def num_splits(config: AttentionConfig, num_tokens: int, num_reqs: int, device: torch.device) -> int:
     """Return into how many parts a sequence may be cut: a bound that only the sizes of a step decide.
 
-    The library cuts each sequence as its length asks for, up to this bound, and takes memory for it.
+    The library splits each sequence by its length, up to this bound, and allocates memory for the bound.
     """
     rows = takes_rows(config, num_tokens, num_reqs)
     if config.batch_invariant or (num_tokens if rows else num_reqs) > _MAX_SPLIT_REQUESTS:

@@ -1,4 +1,4 @@
-"""FLASHINFER: attention by FlashInfer's prefill wrappers, decodes too; the cache is written by our own kernel.
+"""FLASHINFER: attention by FlashInfer's prefill wrappers, decodes too; the cache is written by vattn's kernel.
 
 FlashInfer plans on the host. `AttentionMetadataBuilder(layers=...)` plans once a step, without a sync, and the calls
 read the plan: so they are captured in a CUDA graph and replayed with other lengths (`cuda_graphs="manual"`). Calls
@@ -48,7 +48,7 @@ FLASHINFER = Capabilities(
         "query_scale_per_head lse hnd_layout contiguous_kv".split()
     ),
     exclusions=(
-        Exclusion(frozenset({"bidirectional", "sliding_window"}), "FlashInfer's windows reach to the left alone"),
+        Exclusion(frozenset({"bidirectional", "sliding_window"}), "FlashInfer's windows reach only to the left"),
         Exclusion(frozenset({"kv_cache_dtype=fp8_e4m3", "contiguous_kv"}), "FP8 keys and values outside a paged cache"),
         Exclusion(frozenset({"tree_bias", "contiguous_kv"}), "trees over keys and values outside a paged cache"),
     ),
@@ -71,7 +71,7 @@ class FlashInferBackend(TritonCacheUpdate, Backend):
 
     @property
     def capabilities(self) -> Capabilities:  # type: ignore[override]
-        """What FlashInfer can do here: without a compiler, what it came with."""
+        """What FlashInfer can do here: without a compiler, its prebuilt kernels."""
         assert FLASHINFER.package is not None
         return FLASHINFER if can_compile() or FLASHINFER.package.problem() is not None else _of_built_kernels()
 
@@ -91,13 +91,13 @@ class FlashInferBackend(TritonCacheUpdate, Backend):
         return [f"its {family} kernel for this request is not built ({INSTALL})" for family in missing]
 
     def plan_shape(self, config: AttentionConfig, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
-        """Return the size of a schedule; `()` for what is planned by its calls alone."""
+        """Return the size of a schedule; `()` for requests that only their calls plan."""
         if config.block_size == 0 or config.tree_bias or config.causality == "per_request":
             return ()
         return (flashinfer_plan.sections(num_tokens, num_reqs, table_width).size,)
 
     def plan_key(self, config: AttentionConfig) -> str:
-        """Return what two layers must have in common to share one schedule."""
+        """Return a key that is equal for layers that can share one schedule."""
         return f"{self.name} {plan_text(config)}"
 
     def host_plan_size(self, config: AttentionConfig) -> int:
@@ -146,7 +146,7 @@ class FlashInferBackend(TritonCacheUpdate, Backend):
 
 @lru_cache(maxsize=1)
 def _of_built_kernels() -> Capabilities:
-    """Return the capabilities of the kernels that FlashInfer came with; combinations that it lacks have a reason."""
+    """Return the capabilities of FlashInfer's prebuilt kernels; combinations without a kernel have a reason."""
     plain = AttentionConfig(2, 2, 64, 64, 1.0, "bfloat16", "bfloat16", block_size=16)
     requested: dict[str, dict[str, Any]] = {
         "": {},
@@ -196,7 +196,7 @@ def _building(config: AttentionConfig, plan: Any) -> None:
             raise
         raise MissingPackageError(
             f"FlashInfer could not build its kernel for {plan_text(config)}: {str(error).strip().splitlines()[-1]}",
-            "a kernel that came prebuilt, or a working nvcc and ninja",
+            "a prebuilt kernel, or a working nvcc and ninja",
             INSTALL,
         ) from error
 
@@ -321,7 +321,7 @@ def _attend(
     any_keys: bool,
     run: Any,
 ) -> None:
-    """Run a call on the real rows, whose number the host knows."""
+    """Run a call on the rows of requests; their number is known on the host."""
     args.output.zero_()
     if args.lse is not None:
         args.lse.fill_(float("-inf"))
@@ -371,7 +371,7 @@ def _finish(
     real: Tensor,
     valid: Tensor,
 ) -> None:
-    """Apply the value scale and the sinks, and put right rows that see no key.
+    """Apply the value scale and the sinks, and zero rows that see no key.
 
     Args:
         output: the first rows of the output, or all of them.
@@ -387,7 +387,7 @@ def _finish(
     if args.sinks is None:
         return
     sinks = args.sinks.float()
-    # The sink joins the denominator alone: exp(log) / (exp(log) + exp(sink)).
+    # The sink is only in the denominator: exp(log) / (exp(log) + exp(sink)).
     output.mul_(torch.sigmoid(logs - sinks).unsqueeze(2))
     if lse is not None:
         lse.copy_(torch.logaddexp(logs, sinks.expand_as(logs)).masked_fill(~real, float("-inf")))
@@ -396,7 +396,7 @@ def _finish(
 def _scaled_query(query: Tensor, args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig) -> Tensor:
     """Return the query in the model dtype, times its own scales and those of the keys, per KV head: the same scores."""
     if config.scale <= 0:
-        # What the plan was told is the size of the scale.
+        # The plan has the magnitude of the scale.
         query = query.to(MODEL_DTYPES[config.dtype]) * (-1.0 if config.scale < 0 else 0.0)
     scales = [scale for scale in (args.q_scale, args.k_scale) if scale is not None]
     if not scales:

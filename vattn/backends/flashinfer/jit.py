@@ -1,4 +1,4 @@
-"""Which of FlashInfer's kernels are there: it compiles what it came without, where it may and can."""
+"""Finds which of FlashInfer's kernels are prebuilt; it compiles others where it may and can."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def can_compile() -> bool:
 
 
 def compiler_problem() -> str | None:
-    """Return why FlashInfer has no kernels at all, `None` if some came with a package or can be compiled."""
+    """Return why FlashInfer has no kernels at all, `None` if some are prebuilt or can be compiled."""
     if importlib.util.find_spec("flashinfer_jit_cache") or can_compile():
         return None
     return f"FlashInfer compiles its kernels on first use and no nvcc was found ({INSTALL})"
 
 
 def is_built(config: AttentionConfig, family: str, query_dtype: torch.dtype | None = None) -> bool:
-    """Return whether FlashInfer came with a kernel; otherwise it compiles it on first use.
+    """Return whether a kernel of FlashInfer is prebuilt; otherwise it is compiled on first use.
 
     Args:
         family: `"fa2"` or `"fa3"`, FlashInfer's name of the kernels.
@@ -64,7 +64,7 @@ def is_built(config: AttentionConfig, family: str, query_dtype: torch.dtype | No
 
 
 def _packs_masks() -> bool:
-    """Return whether FlashInfer came with the kernel that packs masks."""
+    """Return whether the kernel that packs masks is prebuilt."""
     from flashinfer.jit.quantization import gen_quantization_module
 
     return bool(gen_quantization_module().is_aot)
@@ -93,7 +93,7 @@ def runs_xqa(config: AttentionConfig, device: torch.device) -> bool:
 
 @lru_cache(maxsize=64)
 def xqa_is_built(config: AttentionConfig) -> bool:
-    """Return whether FlashInfer came with the XQA kernel of a config."""
+    """Return whether the XQA kernel of a config is prebuilt."""
     from flashinfer.jit.xqa import gen_xqa_module
 
     dtype, window = MODEL_DTYPES[config.dtype], config.sliding_window is not None

@@ -1,12 +1,12 @@
 """FlashInfer's schedules: planned on the host once a step, outside of CUDA graphs, and read by the calls inside.
 
-A plan belongs to one builder's schedule buffer and one padded size. Its buffers lie in that schedule, so that a
-captured call reads the lengths of the step that is replayed. What FlashInfer bakes into a launch beside them must not
-change between the capture and a replay: `plan` raises where it does.
+A plan belongs to one builder's schedule buffer and one padded size. Its buffers are in that schedule, so that a
+captured call reads the lengths of the step that is replayed. Other arguments of FlashInfer's launch must not change
+between the capture and a replay: `plan` raises if they do.
 
 The schedule is int32: FlashInfer's own workspace, the offsets of queries and pages, the fill of last pages, the kind of
-every row (0 padding, 1 before its sequence, 2 asks), and the ids of the pages, each section aligned to 16 bytes. The
-last request of FlashInfer's batch is none of ours: rows of padding are its query, over no keys.
+every row (0 padding, 1 before its sequence, 2 valid), and the ids of the pages, each section aligned to 16 bytes. The
+last request of FlashInfer's batch is extra: rows of padding are its query, over no keys.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ PLAN_FIELDS = (
     "sinks",
     "lse",
 )
-"""What FlashInfer is told when it plans, and what chooses its kernels."""
+"""Fields of a config that FlashInfer plans by, or that choose its kernels."""
 
 
 class Sections(NamedTuple):
@@ -83,7 +83,7 @@ def sections(num_tokens: int, num_reqs: int, table_width: int) -> Sections:
 
 
 def plan_text(config: AttentionConfig) -> str:
-    """Return what two layers must have in common to share a plan."""
+    """Return a key that is equal for layers that can share a plan."""
     return " ".join(f"{name}={getattr(config, name)}" for name in PLAN_FIELDS)
 
 
@@ -103,7 +103,7 @@ def plan_options(config: AttentionConfig, kv_dtype: torch.dtype) -> dict[str, An
         "num_kv_heads": config.num_kv_heads,
         "head_dim_qk": config.head_size,
         "causal": config.causality == "causal",
-        # Its kernels find the largest score ahead of the scale: a sign goes into the query.
+        # Its kernels find the largest score before they scale: the query takes the sign.
         "sm_scale": abs(config.scale) or 1.0,
         "window_left": -1 if config.sliding_window is None else config.sliding_window - 1,
         "logits_soft_cap": config.logits_soft_cap or 0.0,
@@ -130,7 +130,7 @@ def workspace(device: torch.device, size: int = _FLOAT_BYTES[0]) -> Tensor:
 
 
 def _float_bytes(config: AttentionConfig, num_tokens: int, num_reqs: int) -> int | None:
-    """Return a size that holds the partial results of a captured step, `None` if none of ours does."""
+    """Return a size that holds the partial results of a captured step, `None` if none does."""
     rows = (num_tokens - num_reqs) * config.group_size
     tile = 16 if 0 <= rows <= 16 else 64 if 0 <= rows <= 64 or config.head_size >= 256 else 128
     tiles = -(-num_tokens * config.group_size // tile) + num_reqs + 264 // config.num_kv_heads
@@ -209,7 +209,7 @@ class Plan:
 
     def _plan(self, args: HostPlanArgs, config: AttentionConfig) -> None:
         assert self.wrapper is not None
-        # FlashInfer's own staging memory, and ours, may still be read.
+        # FlashInfer's staging memory, and this one, may still be read.
         if self._copied is not None:
             self._copied.synchronize()
         query, start, last = self._host
@@ -261,7 +261,7 @@ class Plan:
             query: in the model dtype; scaled, but for XQA.
             cache: typed key and value views in the cache's layout.
             output: written.
-            scales: of scores (the layer's and both tensors') and of values, fp32 on the device; for XQA alone.
+            scales: of scores (the layer's and both tensors') and of values, fp32 on the device; only for XQA.
         """
         if self.wrapper is not None:
             result: Tensor = self.wrapper.run(query, cache, out=output, return_lse=True)[1]
@@ -309,7 +309,7 @@ _numbers: dict[int, Plan] = {}
 def plan(args: HostPlanArgs, config: AttentionConfig) -> None:
     """Plan one step for all layers like `config`; writes the schedule, and the plan's number into `args.host_plan`.
 
-    A step of no tokens, or whose partial results need too much memory, gets number 0: its calls plan for themselves.
+    A step of no tokens, or whose partial results need too much memory, gets number 0: its calls plan by themselves.
     """
     num_reqs, width = args.block_table.shape
     family = _family(args, config)
@@ -347,7 +347,7 @@ def _refuse_other_kernels(plan: Plan, family: str) -> None:
         raise GraphContractError(
             f"a step of {plan.num_reqs} requests and {plan.num_tokens} tokens runs on FlashInfer's {family} "
             f"kernels, and {plan.family} was captured",
-            "steps of decodes alone where decodes were captured",
+            "steps of decodes only where decodes were captured",
             "capture again, or run this step without the graph",
         )
 

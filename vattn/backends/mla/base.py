@@ -10,7 +10,7 @@ from vattn.config.device import Sizes
 from vattn.config.mla import WEIGHT_FORMATS, MLAConfig
 from vattn.config.rope import RopeConfig
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
-from vattn.ops.reference.mla_rope import MLARopeUpdateArgs, turned_rows
+from vattn.ops.reference.mla_rope import MLARopeUpdateArgs, rotated_rows
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
 
 MLA_FEATURES: tuple[str, ...] = ("lse", "sparse", "context_parallel")
@@ -74,7 +74,7 @@ class MLABackend(Backend):
     capabilities: MLACapabilities
 
     def parts(self, config: Any) -> frozenset[str]:
-        """Return what a request consists of, by the names that recorded runs have for it."""
+        """Return the parts of a request, by the names that recorded runs use."""
         fields: tuple[str, ...] = ("dtype", "kv_cache_dtype", "weight_format", "output_format")
         if config.query_format != "none":
             fields = (*fields, "query_format")
@@ -99,7 +99,7 @@ class MLABackend(Backend):
 
     def mla_rope_kv_cache_update(self, args: MLARopeUpdateArgs, rope: RopeConfig, config: MLAConfig) -> None:
         """Run `vattn::mla_rope_kv_cache_update`, by default in two steps. Arguments are checked already."""
-        self.mla_kv_cache_update(turned_rows(args, rope, config), config)
+        self.mla_kv_cache_update(rotated_rows(args, rope, config), config)
 
 
 def library_capabilities(package: Package, minimum_capability: tuple[int, int], block_sizes: Sizes) -> MLACapabilities:

@@ -1,4 +1,4 @@
-"""FLASHMLA: absorbed latent attention by DeepSeek's FlashMLA; the cache is written by our own kernel.
+"""FLASHMLA: absorbed latent attention by DeepSeek's FlashMLA; the cache is written by vattn's kernel.
 
 Found as the package `flash_mla`, or as the operator `_flashmla_C.dense_decode_fwd` of a library that was loaded by
 `load_flash_mla(path)`. FlashMLA takes as many tokens of every request; which step is such a one only the device knows.
@@ -81,7 +81,7 @@ class FlashMLABackend(TritonMLAUpdate, MLABackend):
 
     def mla_attention(self, args: MLAAttentionArgs, config: MLAConfig) -> None:
         """Run `vattn::mla_attention`."""
-        refuse_capture(args.query, self.name, "nobody has tried that", "ask for attn_backend='TRITON_MLA'")
+        refuse_capture(args.query, self.name, "that is not tested", "ask for attn_backend='TRITON_MLA'")
         tokens = args.query.shape[0]
         if not tokens:
             return

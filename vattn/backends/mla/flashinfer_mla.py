@@ -1,4 +1,4 @@
-"""FLASHINFER_MLA: absorbed latent attention by FlashInfer's MLA wrapper; the cache is written by our own kernel.
+"""FLASHINFER_MLA: absorbed latent attention by FlashInfer's MLA wrapper; the cache is written by vattn's kernel.
 
 FlashInfer plans on the host: a call reads the lengths, which is one sync, and cannot be captured. Values in memory that
 no request owns must be finite, block ids that name no block are read as the nearest one, and a sequence longer than its

@@ -1,4 +1,4 @@
-"""The backends of latent attention by name, and in which order each device asks them."""
+"""The backends of latent attention by name, and the order in which each device tries them."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 Short requests are absorbed: their queries are projected into the latent space, and the rows of the cache serve as keys
 and values of all heads. Longer ones have keys and values of every head expanded, chunk by chunk through a workspace of
-bounded size, and the parts are merged by their log-sum-exp. Everything is computed in fp32, whatever autocast says.
+bounded size, and the parts are merged by their log-sum-exp. Everything is computed in fp32, even under autocast.
 
 Lengths are read on the host: free on CPU, one sync a call on CUDA, hence no CUDA graphs.
 """
@@ -55,7 +55,7 @@ class _Request:
 
 
 class TorchMLABackend(MLABackend):
-    """Run every latent attention with torch alone."""
+    """Run every latent attention with only torch."""
 
     name = "TORCH_MLA"
     capabilities = MLACapabilities(
@@ -139,7 +139,7 @@ def _merged(parts: Iterator[Part], query: Tensor, columns: int) -> Part:
 def _attend_absorbed(
     query: Tensor, args: MLAAttentionArgs, request: _Request, weight: Tensor, chunk: int, config: MLAConfig
 ) -> Part:
-    """Attend a request whose heads all read the cached rows as they are."""
+    """Attend a request with heads that all read the cached rows as they are."""
     w_uk, w_uv = key_and_value_weights(weight, config)
     absorbed = mla_reference.absorbed_query(query, w_uk, args.q_scale, config)
     step = max(1, min(chunk, _SCORES_PER_CHUNK // (request.query_len * config.num_heads)))

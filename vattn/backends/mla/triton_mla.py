@@ -53,7 +53,7 @@ class TritonMLABackend(TritonMLAUpdate, MLABackend):
         return mla_route.plan_shape(config, num_tokens, num_reqs, device)
 
     def plan_key(self, config: Any) -> str:
-        """Return what two layers must have in common to share one plan."""
+        """Return a key that is equal for layers that can share one plan."""
         from vattn.kernels import mla_route
 
         return f"{self.name} {mla_route.plan_key(config)}"

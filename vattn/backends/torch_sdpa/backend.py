@@ -41,7 +41,7 @@ Read = Callable[[Request, int, int], tuple[Tensor, Tensor, "Tensor | None"]]
 
 
 class TorchSDPABackend(Backend):
-    """Run every feature of decoder attention with torch alone."""
+    """Run every feature of decoder attention with only torch."""
 
     name = "TORCH_SDPA"
     capabilities = Capabilities(
@@ -200,7 +200,7 @@ def _run(args: Args, config: AttentionConfig, requests: list[Request], read: Rea
             place = slice(request.first_row + chunk.first_row, request.first_row + chunk.end_row)
             if plain and (exists is None or bool(exists.all())) and request.num_keys == request.seq_len:
                 out = _plain_rows(rows, key, value, request, chunk, config)
-                # Its kernel for CPUs makes zeros of rows whose keys are all NaN.
+                # Its kernel for CPUs gives zeros for rows with keys that are all NaN.
                 if not bool((out == 0).all(-1).any()):
                     result[place] = out.to(result.dtype)
                     continue

@@ -54,7 +54,7 @@ class Request:
 class Chunk:
     """Query rows `[first_row, end_row)` of a request, and the keys `[first_key, end_key)` that they can see at most.
 
-    Keys are counted as they are held: under context parallelism `shard` tells their positions.
+    Keys are counted as they are held: under context parallelism `shard` gives their positions.
     """
 
     first_row: int
@@ -103,5 +103,5 @@ def _key_range(request: Request, first: int, end: int, config: AttentionConfig) 
 
 
 def _last_key(request: Request, config: AttentionConfig) -> int:
-    """Return behind which position no row of a request sees a key."""
+    """Return the position after the last key that a row of a request can see."""
     return min(request.num_keys, max(0, request.context_len)) if config.context_only else request.num_keys

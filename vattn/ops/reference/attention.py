@@ -60,13 +60,13 @@ def write_slots(held: Tensor, rows: Tensor, slots: Tensor) -> None:
 
 
 def attention(args: AttentionArgs, config: AttentionConfig) -> None:
-    """Run `vattn::attention`: write output, scales and LSE as the config asks."""
+    """Run `vattn::attention`: write output, scales and LSE as requested by the config."""
     out, lse = paged_attention(args, config)
     _write(args, out, lse, config)
 
 
 def varlen_attention(args: VarlenAttentionArgs, config: AttentionConfig) -> None:
-    """Run `vattn::varlen_attention`: write output, scales and LSE as the config asks."""
+    """Run `vattn::varlen_attention`: write output, scales and LSE as requested by the config."""
     out, lse = packed_attention(args, config)
     _write(args, out, lse, config)
 
@@ -212,7 +212,7 @@ def attend(
         query, key, value: fp32 `[q, H, D]`, `[s, K, D]`, `[s, K, V]`.
         visible: bool `[q, s]`. Keys and values that no row sees may hold anything.
         bias: `[H, q, s]`, added to the scores; -inf hides.
-        sinks: `[H]`, one logit per head in the denominator alone.
+        sinks: `[H]`, one logit per head, only in the denominator.
 
     Returns:
         fp32 `[q, H, V]`, zero for rows that see no key, and LSE `[q, H]`: the natural log of the whole denominator.
@@ -235,7 +235,7 @@ def softmax(scores: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor
     """Return the softmax of scores `[H, q, s]` and the natural log of its denominators `[H, q]`.
 
     Args:
-        sinks: `[H]`, one logit per head in the denominator alone.
+        sinks: `[H]`, one logit per head, only in the denominator.
 
     Rows of -inf get weights 0 and LSE -inf.
     """

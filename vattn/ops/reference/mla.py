@@ -29,7 +29,7 @@ def mla_kv_cache_update(args: MLACacheUpdateArgs, config: MLAConfig) -> None:
 
 
 def mla_attention(args: MLAAttentionArgs, config: MLAConfig) -> None:
-    """Run `vattn::mla_attention`: write output, scales and LSE as the config asks."""
+    """Run `vattn::mla_attention`: write output, scales and LSE as requested by the config."""
     out, lse = attend_latents(args, config)
     quantise_output(
         out.to(MODEL_DTYPES[config.dtype]),

@@ -63,7 +63,7 @@ def absorb(query: Tensor, w_uk: Tensor, config: MLAConfig) -> Tensor:
 def take_to_latents(nope: Tensor, w_uk: Tensor, out: Tensor) -> None:
     """Write queries `[T, N, P]` by a head's `[P, L]` to `out` `[T, N, L]`; rows do not reach each other's results."""
     if nope.device.type == "cpu" and nope.dtype != torch.float32:
-        # With an odd P, products in bf16 on AMX multiply zeros by the row behind, which may be padding that holds NaN.
+        # With an odd P, bf16 products on AMX multiply zeros by the next row, which may be padding with NaN.
         out.copy_(torch.bmm(nope.transpose(0, 1).float(), w_uk.float()).transpose(0, 1))
     else:
         torch.bmm(nope.transpose(0, 1), w_uk, out=out.transpose(0, 1))

@@ -22,7 +22,7 @@ from vattn.ops.tensor_checks import check_rows, check_tensor, once_per_signature
 from vattn.quantization.formats import FP8_E4M3_MAX, MODEL_DTYPES
 
 SCALE_BYTES = 4
-"""Bytes of the fp32 scale behind the codes of a key."""
+"""Bytes of the fp32 scale after the codes of a key."""
 
 _LEAST_SCALE = 2.0**-100
 """Scale of a key of zeros."""

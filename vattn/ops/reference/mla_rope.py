@@ -1,6 +1,6 @@
 """Norm, rotation and store of latent rows in one op: its arguments, their checks, and what it means in torch.
 
-The latent goes through an RMSNorm over its columns, the rotated key turns in pairs, both in fp32 without a rounding in
+The latent goes through an RMSNorm over its columns, the key is rotated in pairs, both in fp32 without a rounding
 between; the results are rounded to the model dtype and then stored as `vattn::mla_kv_cache_update` stores them.
 """
 
@@ -25,7 +25,7 @@ TABLE_DTYPES = (*MODEL_DTYPES.values(), torch.float64)
 
 
 class MLARopeUpdateArgs(NamedTuple):
-    """`vattn::mla_rope_kv_cache_update`: norm latents, turn keys, write both into their slots."""
+    """`vattn::mla_rope_kv_cache_update`: norm latents, rotate keys, write both into their slots."""
 
     kv_c: Tensor
     """`[T, L]`, model dtype, ahead of the norm; may be a slice of one projection's result, as `k_pe`."""
@@ -74,12 +74,12 @@ def check_mla_rope_update(args: MLARopeUpdateArgs, rope: RopeConfig, config: MLA
         check_optional("norm_weight", args.norm_weight, rope.norm != "none", (config.kv_lora_rank,), dtypes, device)
 
 
-def turned_rows(args: MLARopeUpdateArgs, rope: RopeConfig, config: MLAConfig) -> MLACacheUpdateArgs:
-    """Return the update that is left: normed latents and turned keys in the model dtype. No sync."""
+def rotated_rows(args: MLARopeUpdateArgs, rope: RopeConfig, config: MLAConfig) -> MLACacheUpdateArgs:
+    """Return the cache update of normed latents and rotated keys in the model dtype. No sync."""
     dtype = MODEL_DTYPES[config.dtype]
     cos, sin = (rows_of(table, args.positions) for table in (args.cos, args.sin))
     latent = normalise(args.kv_c.unsqueeze(1), args.norm_weight, rope).squeeze(1)
-    turned = rotate(args.k_pe.float().unsqueeze(1), cos, sin, rope).squeeze(1)
+    rotated = rotate(args.k_pe.float().unsqueeze(1), cos, sin, rope).squeeze(1)
     return MLACacheUpdateArgs(
-        latent.to(dtype), turned.to(dtype), args.kv_cache, args.slot_mapping, args.k_scale, args.config
+        latent.to(dtype), rotated.to(dtype), args.kv_cache, args.slot_mapping, args.k_scale, args.config
     )

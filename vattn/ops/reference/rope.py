@@ -1,7 +1,7 @@
 """What `vattn::rope_kv_cache_update` means, in fp32 on any device, free of syncs: the executable specification.
 
-A head of D columns goes through an optional RMSNorm over all of them, then its first R turn in pairs, all in fp32
-without a rounding in between. The results are rounded to the model dtype; what is quantised is quantised after that,
+A head of D columns goes through an optional RMSNorm over all of them, then its first R are rotated in pairs, all in
+fp32 without a rounding between. The results are rounded to the model dtype; what is quantised is quantised after that,
 except a query with `round_query=False`.
 
 Letters as in `vattn.ops.arguments`; R columns are rotated, in R / 2 pairs.
@@ -19,7 +19,7 @@ from vattn.quantization.formats import FP8_E4M3_MAX, MODEL_DTYPES
 
 
 def rotate_all(args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig) -> CacheUpdateArgs:
-    """Write `query_out` and return the cache update that is left: rotated keys in the model dtype, and the values."""
+    """Write `query_out` and return the cache update: rotated keys in the model dtype, and the values."""
     dtype = MODEL_DTYPES[config.dtype]
     cos, sin = (rows_of(table, args.positions) for table in (args.cos, args.sin))
     query = rotate(normalise(args.query, args.q_weight, rope), cos, sin, rope)
@@ -45,7 +45,7 @@ def rows_of(table: Tensor, positions: Tensor | None) -> Tensor:
 
 
 def normalise(x: Tensor, weight: Tensor | None, rope: RopeConfig) -> Tensor:
-    """Return heads `[T, heads, D]` in fp32, normalised if the config says so; fp64 stays fp64."""
+    """Return heads `[T, heads, D]` in fp32, normalised if the config has a norm; fp64 stays fp64."""
     x = _wide(x)
     if rope.norm == "none":
         return x
@@ -56,10 +56,10 @@ def normalise(x: Tensor, weight: Tensor | None, rope: RopeConfig) -> Tensor:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, rope: RopeConfig) -> Tensor:
-    """Turn the pairs of the first R columns of `x [T, heads, D]` by cos and sin, `[T, R / 2]` or `[T, R]`."""
+    """Rotate the pairs of the first R columns of `x [T, heads, D]` by cos and sin, `[T, R / 2]` or `[T, R]`."""
     half = rope.rotary_dim // 2
-    turned, passed = x[..., : rope.rotary_dim], x[..., rope.rotary_dim :]
-    pairs = _paired(turned, rope)
+    rotated, passed = x[..., : rope.rotary_dim], x[..., rope.rotary_dim :]
+    pairs = _paired(rotated, rope)
     if cos.shape[-1] == half:
         cos, sin = (table[:, None, None, :] for table in (cos, sin))
     else:
