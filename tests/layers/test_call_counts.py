@@ -52,6 +52,24 @@ def test_an_eager_decode_step_of_one_layer(dtype: torch.dtype) -> None:
     assert 20 < len(calls) <= 100, calls
 
 
+def test_building_and_advancing_a_step() -> None:
+    layer = vattn.Attention(num_heads=4, head_size=16, scale=0.25, num_kv_heads=2)
+    vattn.allocate_kv_cache(layer, num_blocks=4 * REQUESTS, dtype=torch.float32)
+    builder = vattn.AttentionMetadataBuilder(REQUESTS, REQUESTS, max_seq_len=64, layers=layer)
+    tables = [[2 * request + 1, 2 * request + 2] for request in range(REQUESTS)]
+    lengths = [32 - request % 4 for request in range(REQUESTS)]
+    calls = calls_into_vattn(lambda: builder.build([1] * REQUESTS, lengths, tables))
+    assert 10 < len(calls) <= 40, calls
+    step, fresh = builder.build([1] * REQUESTS, lengths, tables), iter(range(2 * REQUESTS + 1, 4 * REQUESTS))
+
+    def advance() -> None:
+        nonlocal step
+        step = builder.advance(step, [next(fresh) for _ in range(REQUESTS // 4)])
+
+    calls = calls_into_vattn(advance)
+    assert 5 < len(calls) <= 15, calls
+
+
 def test_from_the_backend_to_the_launches_of_a_decode_on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     """On tensors without storage that say they are on a GPU, and with kernels that are noted instead of launched."""
     pytest.importorskip("triton")
