@@ -28,12 +28,13 @@ def make_plan(
     longest: int = 0,
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Run the kernel; return items and split requests."""
-    from vattn.kernels.hopper.decode.schedule import WAVE_CHOICES, plan_kernel
+    from vattn.kernels.hopper.decode.schedule import plan_kernel
+    from vattn.kernels.hopper.schedule import WAVES
 
     num_reqs = len(seq_lens)
     waves = -(-num_reqs // ctas)
     whole = tokens == 1 and not longest
-    max_items = (waves + WAVE_CHOICES.value - 1) * ctas if whole else 3 * num_reqs + WAVE_CHOICES.value * ctas
+    max_items = (waves + WAVES.value - 1) * ctas if whole else 3 * num_reqs + WAVES.value * ctas
     starts = torch.tensor([0, *query_lens]).cumsum(0).int()
     schedule = torch.full((1 + max_items + 3 * num_reqs, 8), -99, dtype=torch.int32)
     chunks = torch.full((3 * num_reqs, 4), -99, dtype=torch.int32) if tokens > 1 or longest else None

@@ -15,8 +15,8 @@ if torch.cuda.is_available():
 from vattn.config.mla import MLAConfig
 from vattn.errors import ShapeError
 from vattn.kernels.hopper.mla import launch as mla_launch
-from vattn.kernels.hopper.mla.schedule import WAVES
 from vattn.kernels.hopper.mla.work_items import TILE
+from vattn.kernels.hopper.schedule import WAVES
 
 PROCESSORS = 6
 

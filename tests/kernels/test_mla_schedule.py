@@ -15,7 +15,8 @@ if torch.cuda.is_available():
     pytest.skip("a GPU runs the compiled kernels in tests/layers/test_mla_gpu.py", allow_module_level=True)
 
 from vattn.kernels.hopper.mla.reduce import mla_merge_parts_kernel
-from vattn.kernels.hopper.mla.schedule import FIELDS, WAVES, mla_schedule_kernel
+from vattn.kernels.hopper.mla.schedule import mla_schedule_kernel
+from vattn.kernels.hopper.schedule import FIELDS, WAVES
 
 TILE = 64
 

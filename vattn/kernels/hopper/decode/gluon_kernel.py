@@ -22,8 +22,9 @@ from vattn.kernels.hopper.decode.products import (
     take_scores,
     tile_scores,
 )
-from vattn.kernels.hopper.decode.triton_kernel import ITEM_FIELDS, KEEP, LOWEST_MAXIMUM, TILE_TOKENS
+from vattn.kernels.hopper.decode.triton_kernel import KEEP, LOWEST_MAXIMUM, TILE_TOKENS
 from vattn.kernels.hopper.epilogue import load_scale, store_groups, store_result
+from vattn.kernels.hopper.schedule import FIELDS
 from vattn.kernels.triton.common.mask import LN2, LOG2E
 
 
@@ -33,7 +34,7 @@ def load_item(schedule, cta, item, ctas):
 
     A grid smaller than the schedule was made for takes on the items of the CTAs that it lacks.
     """
-    record = schedule + (item + 1) * ITEM_FIELDS
+    record = schedule + (item + 1) * FIELDS
     active = gl.load(schedule, eviction_policy=KEEP)
     rows = gl.where(cta < active, gl.load(record + 2, eviction_policy=KEEP), 0)
     next_item = gl.where(cta < active, gl.load(record + 7, eviction_policy=KEEP), -1)

@@ -26,16 +26,16 @@ from vattn.config.device import DeviceInfo, Sizes
 from vattn.config.features import requested_features
 from vattn.errors import ShapeError
 from vattn.kernels.hopper import availability as hopper
-from vattn.kernels.hopper.decode.schedule import WAVE_CHOICES, plan_kernel
+from vattn.kernels.hopper.decode.schedule import plan_kernel
 from vattn.kernels.hopper.decode.triton_kernel import (
     FP16_QUERY_SHRINK,
-    ITEM_FIELDS,
     LOG2E,
     QUERY_ROWS,
     TILE_TOKENS,
     decode_kernel,
     reduce_kernel,
 )
+from vattn.kernels.hopper.schedule import FIELDS, WAVES
 from vattn.kernels.triton.common.epilogue import group_constants, groups_fit_heads, row_output
 from vattn.ops.arguments import AttentionArgs
 from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
@@ -271,7 +271,7 @@ def sizing(
     most = most_ctas(config, device)
     ctas = max(1, min(most, int(devices.multiprocessors(device) * tuning.ctas) // groups))
     waves = -(-(num_tokens // tokens or num_reqs) // ctas)
-    return Sizing(ctas, waves, chunks_of(num_reqs, tokens, num_tokens, longest) + WAVE_CHOICES.value * most)
+    return Sizing(ctas, waves, chunks_of(num_reqs, tokens, num_tokens, longest) + WAVES.value * most)
 
 
 def plan_shape(config: AttentionConfig, num_tokens: int, num_reqs: int, device: torch.device) -> tuple[int, int]:
@@ -280,7 +280,7 @@ def plan_shape(config: AttentionConfig, num_tokens: int, num_reqs: int, device: 
     It tells how many query rows the step has. A prefill's schedule fits in as well, and in steps of both kinds of
     requests one after the other.
     """
-    return _plan_rows(config, num_reqs, device) + 4 * max(num_tokens - num_reqs, 0), ITEM_FIELDS.value
+    return _plan_rows(config, num_reqs, device) + 4 * max(num_tokens - num_reqs, 0), FIELDS.value
 
 
 def _plan_rows(config: AttentionConfig, num_reqs: int, device: torch.device) -> int:
@@ -289,7 +289,7 @@ def _plan_rows(config: AttentionConfig, num_reqs: int, device: torch.device) -> 
 
 def rows_of_short_requests(config: AttentionConfig, num_chunks: int, device: torch.device) -> int:
     """Return how many rows a schedule of requests of few rows takes, that have so many chunks between them at most."""
-    return 1 + 2 * num_chunks + WAVE_CHOICES.value * most_ctas(config, device)
+    return 1 + 2 * num_chunks + WAVES.value * most_ctas(config, device)
 
 
 def tokens_of_plan(schedule: Tensor, config: AttentionConfig, num_reqs: int) -> int:
@@ -299,7 +299,7 @@ def tokens_of_plan(schedule: Tensor, config: AttentionConfig, num_reqs: int) -> 
         ShapeError: it is of no such step.
     """
     rows = schedule.shape[0] - _plan_rows(config, num_reqs, schedule.device) if schedule.ndim == 2 else -1
-    if rows < 0 or rows % 4 or schedule.shape[1] != ITEM_FIELDS.value:
+    if rows < 0 or rows % 4 or schedule.shape[1] != FIELDS.value:
         expected = plan_shape(config, num_reqs, num_reqs, schedule.device)
         raise ShapeError(
             f"schedule has shape {tuple(schedule.shape)}",

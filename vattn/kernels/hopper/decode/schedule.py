@@ -1,6 +1,6 @@
 """Device code of the fast decode path's schedule: one small kernel turns a step's lengths into work items.
 
-The schedule is int32 `[1 + max_items + num_reqs, 8]`:
+The schedule is int32 `[1 + max_items + num_reqs, FIELDS]`:
 
 - row 0: number of CTAs with work, number of split requests, first row of padding;
 - rows 1 to max_items, an item each: request (-1 for a padding row of the query), first row, number of rows, seq_len,
@@ -8,17 +8,10 @@ The schedule is int32 `[1 + max_items + num_reqs, 8]`:
   none); CTA c starts at item c;
 - the last rows, a split request each: row, first slot, number of slots, number of rows.
 
-Two ways of sharing the work are estimated, and the cheaper one is taken:
-
-- Even chunks: every request is cut into equal chunks, of which CTAs take turns. Of a few numbers of turns the best is
-  kept. Equal lengths get equal splits this way, and a batch that fills the card gets none.
-- Even shares: the requests are laid end to end and the line is cut into as many equal shares as there are CTAs.
-  Lengths of every mixture are balanced this way, at the price of more splits.
-
-Where one row is attended at a time (no `chunks`), a request of several rows is one item, since its slots would not fit,
-and a request without rows stands for a row of padding. Where several are, requests are cut into chunks of so many rows
-first, which are treated like requests, and the reduction takes care of the padding. With LONGEST, unless 0, requests of
-more rows are left out, and so is the padding: another kernel takes them.
+`vattn.kernels.hopper.schedule` says how the work is shared. Where one row is attended at a time (no `chunks`), a
+request of several rows is one item, since its slots would not fit, and a request without rows stands for a row of
+padding. Where several are, requests are cut into chunks of so many rows first, which are treated like requests, and the
+reduction writes the padding. With LONGEST, unless 0, requests of more rows and padding are left to another kernel.
 """
 
 from __future__ import annotations
@@ -26,16 +19,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vattn.kernels.hopper.decode.triton_kernel import ITEM_FIELDS, SPLIT_FIELDS, TILE_TOKENS
+from vattn.kernels.hopper.decode.triton_kernel import TILE_TOKENS
+from vattn.kernels.hopper.schedule import FIELDS, behind, choose_chunk, count_chunks, cut, items_of
 
-WAVE_CHOICES = tl.constexpr(4)
-
-# Estimates are in tiles. Opening and closing an item costs about as much as four tiles of a full card, and the CTAs
-# that still run when others have ended get about twice their share of the memory bandwidth.
 ITEM_COST = tl.constexpr(4.0)
-TAIL_SPEED = tl.constexpr(2.0)
-SHARES_COST = tl.constexpr(3.0)
-"""Items' worth of time that even shares cost, for most CTAs then write partial results."""
+"""Tiles of a full card that opening and closing an item costs."""
 
 
 @triton.jit
@@ -94,60 +82,11 @@ def request_tiles(query_start_loc, seq_lens, chunks, index, inside, TOKENS: tl.c
 
 
 @triton.jit
-def request_units(
-    query_start_loc, seq_lens, chunks, index, inside, TOKENS: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr
-):
-    """Return the units of UNIT tiles that requests count as, one at least; 0 outside."""
-    _, _, _, _, _, tiles = request_tiles(query_start_loc, seq_lens, chunks, index, inside, TOKENS, WINDOW)
-    return tl.where(inside, tl.maximum((tiles + UNIT - 1) // UNIT, 1), 0)
-
-
-@triton.jit
-def choose_chunk(
-    query_start_loc, seq_lens, chunks, num_reqs, ctas, waves_of_requests, TOKENS: tl.constexpr, WINDOW: tl.constexpr,
-    UNIT: tl.constexpr, REQUESTS: tl.constexpr,
-):  # fmt: skip
-    """Return how many units an item may have, 0 for even shares, and the units of all requests."""
-    longest = 1
-    total = tl.zeros([], tl.int32)
-    for start in range(0, num_reqs, REQUESTS):
-        request = start + tl.arange(0, REQUESTS)
-        units = request_units(query_start_loc, seq_lens, chunks, request, request < num_reqs, TOKENS, WINDOW, UNIT)
-        longest = tl.maximum(longest, tl.max(units, 0))
-        total += tl.sum(units, 0)
-    waves = waves_of_requests + tl.arange(0, WAVE_CHOICES)
-    low = tl.full([WAVE_CHOICES], 1, tl.int32)
-    high = low * longest
-    while tl.max(high - low, 0) > 0:
-        middle = (low + high) // 2
-        items = tl.zeros([WAVE_CHOICES], tl.int32)
-        for start in range(0, num_reqs, REQUESTS):
-            request = start + tl.arange(0, REQUESTS)
-            units = request_units(query_start_loc, seq_lens, chunks, request, request < num_reqs, TOKENS, WINDOW, UNIT)
-            items += tl.sum((units[:, None] + middle[None, :] - 1) // middle[None, :], 0)
-        fits = items <= waves * ctas
-        high = tl.where(fits, middle, high)
-        low = tl.where(fits, low, tl.minimum(middle + 1, high))
-    ideal = total.to(tl.float32) / ctas
-    excess = tl.maximum(waves.to(tl.float32) * low.to(tl.float32) - ideal, 0.0)
-    is_split = (low < longest).to(tl.float32)
-    chunks = ideal + excess / TAIL_SPEED + ITEM_COST / UNIT * (waves.to(tl.float32) + is_split)
-    shares = ideal + ITEM_COST / UNIT * (SHARES_COST + num_reqs.to(tl.float32) / ctas)
-    best = tl.argmin(chunks, 0)
-    chunk = tl.sum(tl.where(tl.arange(0, WAVE_CHOICES) == best, low, 0), 0)
-    return tl.where(shares < tl.min(chunks, 0), 0, chunk), total
-
-
-@triton.jit
-def share_start(share, total, shares):
-    """Return the first unit of a share of the line."""
-    return (share.to(tl.int64) * total // shares).to(tl.int32)
-
-
-@triton.jit
-def share_of(unit, total, shares):
-    """Return the share that a unit of the line belongs to: the last that starts at or before it."""
-    return (((unit.to(tl.int64) + 1) * shares - 1) // total).to(tl.int32)
+def request_units(source, index, inside, RULE: tl.constexpr):
+    """Return the units of UNIT tiles that requests count as, one at least; 0 outside. RULE: TOKENS, WINDOW, UNIT."""
+    query_start_loc, seq_lens, chunks = source
+    _, _, _, _, _, tiles = request_tiles(query_start_loc, seq_lens, chunks, index, inside, RULE[0], RULE[1])
+    return tl.where(inside, tl.maximum((tiles + RULE[2] - 1) // RULE[2], 1), 0)
 
 
 @triton.jit(do_not_specialize=["num_reqs", "ctas", "waves_of_requests"])
@@ -162,18 +101,17 @@ def plan_kernel(
     tl.store(schedule + 2, 0x7FFFFFFF if LONGEST else padding_row)
     if chunks is not None:
         num_reqs = cut_requests(query_start_loc, seq_lens, chunks, num_reqs, TOKENS, LONGEST, REQUESTS)
+    source = (query_start_loc, seq_lens, chunks)
+    RULE: tl.constexpr = (TOKENS, WINDOW, UNIT)
     chunk, total = choose_chunk(
-        query_start_loc, seq_lens, chunks, num_reqs, ctas, waves_of_requests, TOKENS, WINDOW, UNIT, REQUESTS
+        request_units, source, num_reqs, ctas, waves_of_requests, RULE, ITEM_COST / UNIT, 0, REQUESTS
     )
     even_shares = chunk == 0
     chunk = tl.maximum(chunk, 1)
     total = tl.maximum(total, 1)
     shares = tl.minimum(ctas, total)
-    num_chunks = tl.zeros([], tl.int32)
-    for start in range(0, num_reqs, REQUESTS):
-        request = start + tl.arange(0, REQUESTS)
-        units = request_units(query_start_loc, seq_lens, chunks, request, request < num_reqs, TOKENS, WINDOW, UNIT)
-        num_chunks += tl.sum((units + chunk - 1) // chunk, 0)
+    num_chunks = count_chunks(request_units, source, num_reqs, chunk, RULE, REQUESTS)
+    cuts = (ctas, num_chunks, total, shares, even_shares)
     line = 0
     num_items = 0
     num_slots = 0
@@ -199,40 +137,26 @@ def plan_kernel(
         all_tiles = tl.where(many_rows, (seq_len + TILE_TOKENS - 1) // TILE_TOKENS, tiles)
 
         units = tl.where(inside, tl.maximum((tiles + UNIT - 1) // UNIT, 1), 0)
-        on_line = line + tl.cumsum(units, 0) - units
-        first_share = share_of(on_line, total, shares)
-        parts_of_line = share_of(on_line + units - 1, total, shares) - first_share + 1
-        parts = tl.where(even_shares, parts_of_line, (units + chunk - 1) // chunk)
-        parts = tl.where(inside, parts, 0)
-        is_split = (parts > 1).to(tl.int32)
-        item = num_items + tl.cumsum(parts, 0) - parts
-        slot = num_slots + tl.cumsum(parts * is_split, 0) - parts * is_split
-        split = num_splits + tl.cumsum(is_split, 0) - is_split
+        on_line = behind(units, line)
+        first_share, parts, is_split = cut(units, on_line, inside, chunk, total, shares, even_shares)
+        item = behind(parts, num_items)
+        slot = behind(parts * is_split, num_slots)
+        split = behind(is_split, num_splits)
         for first_part in range(0, tl.max(parts, 0), PARTS):
             part = first_part + tl.arange(0, PARTS)[None, :]
-            count, length, place = tl.maximum(parts, 1)[:, None], units[:, None], on_line[:, None]
-            share = first_share[:, None] + part
-            share_begin = share_start(share, total, shares)
-            share_end = share_start(share + 1, total, shares)
-            begin = tl.where(even_shares, tl.maximum(share_begin - place, 0), length * part // count)
-            end = tl.where(even_shares, tl.minimum(share_end - place, length), length * (part + 1) // count)
-            # In even shares the item that opens a share has its number, the others follow by request.
-            of_line = tl.where(place + begin == share_begin, share, shares + index[:, None])
-            next_of_line = tl.where(place + end < share_end, shares + index[:, None] + 1, -1)
-            number = tl.where(even_shares, of_line, item[:, None] + part)
-            next_of_turn = tl.where(number + ctas < num_chunks, number + ctas, -1)
-            record = schedule + (1 + number) * ITEM_FIELDS
+            begin, end, number, following = items_of(part, parts, units, on_line, first_share, item, index, cuts)
+            last = tl.where(part + 1 == parts[:, None], all_tiles[:, None], tl.minimum(end * UNIT, all_tiles[:, None]))
+            record = schedule + (1 + number) * FIELDS
             mask = (part < parts[:, None]) & (number < max_items)
             tl.store(record, tl.where(is_empty, -1, request)[:, None], mask=mask)
             tl.store(record + 1, first_row[:, None], mask=mask)
             tl.store(record + 2, rows[:, None], mask=mask)
             tl.store(record + 3, seq_len[:, None], mask=mask)
             tl.store(record + 4, base_tile[:, None] + tl.minimum(begin * UNIT, all_tiles[:, None]), mask=mask)
-            last = tl.where(part + 1 == count, all_tiles[:, None], tl.minimum(end * UNIT, all_tiles[:, None]))
             tl.store(record + 5, base_tile[:, None] + last, mask=mask)
             tl.store(record + 6, tl.where(is_split[:, None] > 0, slot[:, None] + part, -1), mask=mask)
-            tl.store(record + 7, tl.where(even_shares, next_of_line, next_of_turn), mask=mask)
-        record = schedule + (1 + max_items + split) * SPLIT_FIELDS
+            tl.store(record + 7, following, mask=mask)
+        record = schedule + (1 + max_items + split) * FIELDS
         tl.store(record, first_row, mask=is_split > 0)
         tl.store(record + 1, slot, mask=is_split > 0)
         tl.store(record + 2, parts, mask=is_split > 0)

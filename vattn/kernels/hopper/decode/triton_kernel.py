@@ -17,6 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vattn.kernels.hopper.schedule import FIELDS
 from vattn.kernels.triton.common.codec import INTERPRETED, cast, decode
 from vattn.kernels.triton.common.epilogue import (
     absolute_maximum,
@@ -31,9 +32,6 @@ from vattn.kernels.triton.common.mask import LN2, LOG2E
 
 TILE_TOKENS = tl.constexpr(16)
 QUERY_ROWS = tl.constexpr(8)
-ITEM_FIELDS = tl.constexpr(8)
-SPLIT_FIELDS = tl.constexpr(8)
-
 KEEP = tl.constexpr("evict_last")
 """Eviction policy of what every layer of a step reads: it stays in the L2 cache while weights stream through that."""
 
@@ -388,7 +386,7 @@ def load_item(schedule, cta, item, ctas):
 
     A grid smaller than the schedule was made for takes on the items of the CTAs that it lacks.
     """
-    record = schedule + (item + 1) * ITEM_FIELDS
+    record = schedule + (item + 1) * FIELDS
     request = tl.load(record, eviction_policy=KEEP)
     first_row = tl.load(record + 1, eviction_policy=KEEP)
     active = tl.load(schedule, eviction_policy=KEEP)
@@ -533,7 +531,7 @@ def reduce_kernel(
         tl.extra.cuda.gdc_wait()
     num_splits = tl.load(schedule + 1, eviction_policy=KEEP)
     PARTS: tl.constexpr = HEAD_SIZE // COLUMNS
-    splits = schedule + (max_items + 1) * SPLIT_FIELDS
+    splits = schedule + (max_items + 1) * FIELDS
     split_rows = num_splits * TOKENS
     num_rows = split_rows
     first_padding = 0
@@ -545,7 +543,7 @@ def reduce_kernel(
         head = (work // PARTS) % NUM_HEADS
         index = work // (PARTS * NUM_HEADS)
         is_padding = index >= split_rows
-        record = splits + tl.where(is_padding, 0, index // TOKENS) * SPLIT_FIELDS
+        record = splits + tl.where(is_padding, 0, index // TOKENS) * FIELDS
         first_slot = tl.load(record + 1, eviction_policy=KEEP)
         end_slot = first_slot + tl.where(is_padding, 0, tl.load(record + 2, eviction_policy=KEEP))
         # Past the rows of a request its last one is written again.

@@ -18,7 +18,6 @@ import triton
 import triton.language as tl
 
 from vattn.kernels.hopper.decode.triton_kernel import (
-    ITEM_FIELDS,
     LOWEST_MAXIMUM,
     QUERY_ROWS,
     TILE_TOKENS,
@@ -45,6 +44,7 @@ from vattn.kernels.hopper.decode_packed.codes_3bit import (
     split_short_query,
 )
 from vattn.kernels.hopper.decode_packed.codes_e2m1 import scale_selectors, unpack_e2m1
+from vattn.kernels.hopper.schedule import FIELDS
 from vattn.kernels.triton.common.epilogue import load_scale, store_rows
 from vattn.kernels.triton.common.hadamard import rotate_back, rotate_query
 from vattn.kernels.triton.common.mask import LN2, LOG2E
@@ -415,7 +415,7 @@ def decode_packed_kernel(
     cta = tl.program_id(0) // HEAD_GROUPS
     item = cta
     while item >= 0:
-        record = schedule + (item + 1) * ITEM_FIELDS
+        record = schedule + (item + 1) * FIELDS
         request = tl.load(record)
         first_row = tl.load(record + 1)
         active = tl.load(schedule)

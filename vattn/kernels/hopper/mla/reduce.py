@@ -7,7 +7,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from vattn.kernels.hopper.mla.schedule import FIELDS
+from vattn.kernels.hopper.schedule import FIELDS
 from vattn.kernels.triton.common.codec import INTERPRETED
 from vattn.kernels.triton.common.mask import LN2
 from vattn.kernels.triton.common.tiles import next_power_of_two

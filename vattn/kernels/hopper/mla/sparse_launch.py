@@ -15,9 +15,9 @@ from vattn.kernels.hopper.mla import launch as mla_launch
 from vattn.kernels.hopper.mla.decode_64_gather import mla_decode_wide_kernel
 from vattn.kernels.hopper.mla.decode_fp8 import mla_decode_fp8_kernel
 from vattn.kernels.hopper.mla.reduce import merge_parts
-from vattn.kernels.hopper.mla.schedule import FIELDS
 from vattn.kernels.hopper.mla.sparse_slots import mla_slots_kernel
 from vattn.kernels.hopper.mla.work_items import LATENT, ROPE, TILE
+from vattn.kernels.hopper.schedule import FIELDS
 from vattn.kernels.triton.common.tiles import next_power_of_two
 from vattn.ops.arguments_mla import MLAAttentionArgs
 from vattn.quantization.formats import MODEL_DTYPES

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vattn.kernels.hopper.mla.schedule import FIELDS
+from vattn.kernels.hopper.schedule import FIELDS
 from vattn.kernels.triton.mla.kernels import find_request
 
 

@@ -12,7 +12,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from vattn.kernels.hopper.compat import HAS_REINTERPRET, block_barrier, load_box
-from vattn.kernels.hopper.mla.schedule import FIELDS
+from vattn.kernels.hopper.schedule import FIELDS
 from vattn.kernels.triton.common.mask import LN2
 
 TILE = tl.constexpr(64)
