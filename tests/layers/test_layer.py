@@ -402,7 +402,7 @@ def test_repr_shows_the_request_and_the_backend():
     text = repr(make_layer(head_size_v=24, attn_backend="TORCH_SDPA", quant_config=UNIT, cache={"cache_dtype": "fp8"}))
     for part in ("num_heads=4", "num_kv_heads=2", "head_size_v=24", "kv_cache=fp8_e4m3", "block_size=8"):
         assert part in text
-    assert "backend=TORCH_SDPA (asked for)" in text
+    assert "backend=TORCH_SDPA (requested)" in text
 
 
 @pytest.mark.filterwarnings("ignore:kv_cache_dtype_skip_layers")  # each layer is a model

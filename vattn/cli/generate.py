@@ -31,7 +31,7 @@ UNUSED_SCALES = "the checkpoint has scales of an FP8 cache"
 
 
 class ByteTokenizer:
-    """Tokens are bytes, byte 0 before each text: for models without a tokenizer whose vocabulary is 256."""
+    """Tokens are bytes, byte 0 before each text: for models with a vocabulary of 256 and no tokenizer."""
 
     def encode(self, text: str) -> list[int]:
         """Return byte 0 and the text's bytes."""
@@ -91,7 +91,7 @@ def main(options: argparse.Namespace) -> int:
 
 
 def make_generator(options: argparse.Namespace) -> Generator:
-    """Load the model and put it behind a generator.
+    """Load the model and make its generator.
 
     Raises:
         ConfigError: no checkpoint in the folder, one without a tokenizer, or `--dequantise` and nothing in FP8.
@@ -284,13 +284,13 @@ def _show_text(generator: Generator, requests: list[Request | VattnError]) -> No
         if isinstance(request, VattnError):
             print(f"[{index}] {type(request).__name__}: {request}", file=sys.stderr)
     while generator.busy:
-        for came in generator.step():
+        for one in generator.step():
             if alone:
-                print(came.text, end="", flush=True)
-            elif came.request.done:
-                print(f"[{requests.index(came.request)}] {came.request.text}", flush=True)
-            if came.request.error is not None:
-                print(f"{type(came.request.error).__name__}: {came.request.error}", file=sys.stderr)
+                print(one.text, end="", flush=True)
+            elif one.request.done:
+                print(f"[{requests.index(one.request)}] {one.request.text}", flush=True)
+            if one.request.error is not None:
+                print(f"{type(one.request.error).__name__}: {one.request.error}", file=sys.stderr)
     print(end="\n" if alone else "")
     now = generator.statistics()
     print(
@@ -306,8 +306,8 @@ def _show_json(generator: Generator, requests: list[Request | VattnError]) -> No
         if isinstance(request, VattnError):
             print(json.dumps({"index": index, "error": f"{type(request).__name__}: {request}"}), flush=True)
     while generator.busy:
-        for came in generator.step():
-            request = came.request
+        for one in generator.step():
+            request = one.request
             if not request.done:
                 continue
             row = {"index": requests.index(request), "text": request.text, "tokens": request.output}

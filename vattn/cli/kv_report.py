@@ -40,7 +40,7 @@ class Row:
         bits_per_byte: of the text.
         over_plain: relative to the cache in the model's dtype.
         error: standard error of `over_plain`, from the differences token by token.
-        top1: share of tokens whose likeliest next token is that of the plain cache.
+        top1: share of tokens with the same likeliest next token as with the plain cache.
         worst: largest difference of a logit.
         refused: why the format cannot run, otherwise "".
     """
@@ -325,7 +325,7 @@ def _plant(model: Any, exponent: int) -> None:
 
 
 class _Bar:
-    """Progress on stderr: a bar where tqdm is there and somebody looks, otherwise a line per row."""
+    """Progress on stderr: a bar with tqdm on a terminal, otherwise a line per row."""
 
     def __init__(self, total: int) -> None:
         self.bar: Any = None

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--check", type=Path, metavar="FILE", help="read a table, say what it changes, measure nothing")
     parser.add_argument(
-        "--build-peers", action="store_true", help="let FlashInfer compile kernels that it came without, for minutes"
+        "--build-peers", action="store_true", help="let FlashInfer compile missing kernels, for minutes"
     )
     parser.add_argument("--shapes", default="", help=f"kinds of layers by semicolons: {'; '.join(SHAPES)}")
     parser.add_argument("--steps", default="", help=f"kinds of steps by semicolons: {'; '.join(STEPS)}")
@@ -201,5 +201,5 @@ def _show(table: ChoiceTable) -> None:
     for cell in table.cells:
         names = sorted({name for times in cell.us.values() for name in times})
         speeds = {name: cell.speed(name, BACKENDS[0]) for name in names}
-        told = ", ".join(f"{name} {speed:.2f}" for name, speed in speeds.items() if speed is not None)
-        print(f"  {cell.kind}: speed over {BACKENDS[0]}: {told or 'nothing to compare'}")
+        text = ", ".join(f"{name} {speed:.2f}" for name, speed in speeds.items() if speed is not None)
+        print(f"  {cell.kind}: speed over {BACKENDS[0]}: {text or 'nothing to compare'}")

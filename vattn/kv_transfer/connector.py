@@ -1,4 +1,4 @@
-"""What keeps blocks outside of the cache: the `KVConnector` protocol, and the names that blocks go by."""
+"""`KVConnector`: the protocol of stores for blocks outside the cache, and the content keys of blocks."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ Pieces: TypeAlias = Tensor | Sequence[Tensor]
 
 
 class KVConnector(Protocol):
-    """Where pages are kept. A page is one block of one layer as bytes: all of its keys, then all of its values.
+    """A store of pages. A page is one block of one layer as bytes: all of its keys, then all of its values.
 
     `KVTransfer` calls `wait_for_layer_load`, `save_kv_layer` and `finish` from a thread of the request, in the order of
     the layers, so several requests may call at once; the others from the thread that drives the model, which they must

@@ -15,7 +15,7 @@ from vattn.errors import ConfigError, TransferError
 from vattn.kv_transfer.connector import TransferRequest
 
 _Runs: TypeAlias = list[tuple[int, int]]
-"""First row of each run of rows that lie side by side, and the row behind its last."""
+"""First row of each run of consecutive rows, and the row after its last."""
 
 
 class HostMemoryConnector:

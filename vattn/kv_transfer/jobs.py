@@ -1,4 +1,4 @@
-"""One load or save of one request in a thread of its own, layer by layer; the model's thread meets it at each layer."""
+"""One load or save of one request in its own thread, layer by layer; the model's thread waits for it at each layer."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from vattn.kv_transfer.pages import gather_pages, page_bytes, scatter_pages
 from vattn.ops.kv_transfer_points import TransferPoint
 
 LAYERS_AHEAD = 4
-"""Layers that a load may be ahead of the model, or a save behind it: each takes device memory for one layer's pages."""
+"""Most layers between the model and its load or save: each takes device memory for the pages of one layer."""
 
 
 @dataclass
 class Pages:
-    """Pages of one layer on their way (`None`: to a buffer of the connector), and what says that they have arrived."""
+    """Pages of one layer in transfer (`None`: in a buffer of the connector), and the event of their arrival."""
 
     rows: Tensor | None
     arrived: torch.cuda.Event | None = None
 
 
 class Job:
-    """What load and save have in common: the thread, the error, and the end.
+    """Base of loads and saves: the thread, the error, and the end.
 
     Args:
         connector, request: who keeps the pages, and of what.
@@ -69,7 +69,7 @@ class Job:
             self._changed.notify_all()
 
     def join(self, timeout: float) -> bool:
-        """Wait for the end, `finish` of the connector included; return whether it came."""
+        """Wait for the end, including the connector's `finish`; return whether it was reached."""
         with self._changed:
             return self._changed.wait_for(lambda: self.finished, timeout)
 
@@ -103,11 +103,11 @@ class Job:
         found = [piece for piece in pieces if isinstance(piece, Tensor) and _is_page_rows(piece, width, device)]
         if len(found) == len(pieces) and sum(piece.shape[0] for piece in found) == self.request.num_blocks:
             return found
-        came = ", ".join(
+        got = ", ".join(
             f"{p.dtype} {tuple(p.shape)} on {p.device}" if isinstance(p, Tensor) else repr(p) for p in pieces
         )
         raise TransferError(
-            f"{type(self.connector).__name__} returned {came} for layer {point.layer_name!r}",
+            f"{type(self.connector).__name__} returned {got} for layer {point.layer_name!r}",
             f"torch.uint8 {(self.request.num_blocks, width)} on the host or {device}, whole or in pieces",
             "return one row of page_bytes for each block of the request",
         )
@@ -163,12 +163,12 @@ class LoadJob(Job):
         with self._changed:
             self._awaited = name
             self._changed.notify_all()
-            come = self._changed.wait_for(lambda: self.error or name in self._ready, self.timeout)
+            ready = self._changed.wait_for(lambda: self.error or name in self._ready, self.timeout)
             self._awaited = None
             pages = self._ready.pop(name, None)
             self.layers_left.discard(name)
             self._changed.notify_all()
-        if not come:
+        if not ready:
             self.fail(
                 TransferError(
                     f"layer {name!r} of request {self.request.request_id!r} was not loaded within {self.timeout} s",
@@ -186,7 +186,7 @@ class LoadJob(Job):
 
 
 class SaveJob(Job):
-    """Take pages out of the cache behind the layers that wrote them, and give them to the connector."""
+    """Copy pages out of the cache after the layers that wrote them, and give them to the connector."""
 
     saves = True
 
@@ -244,7 +244,7 @@ class SaveJob(Job):
         return Pages(rows, event)
 
     def _stage(self, storage: Tensor) -> Tensor:
-        """Take a layer's pages out of its blocks; where all staging tensors are full, the stream waits for one."""
+        """Copy a layer's pages out of its blocks; if all staging tensors are full, the stream waits for one."""
         rows = None
         if len(self._staging) == LAYERS_AHEAD:
             oldest = self._staging.pop(0)

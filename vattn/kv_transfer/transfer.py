@@ -1,4 +1,4 @@
-"""`KVTransfer`: drive a connector's loads and saves around the layers of a model."""
+"""`KVTransfer`: run a connector's loads and saves around the layers of a model."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class TransferStep:
 
     Attributes:
         loads, saves: jobs of this step, by request; a save of nothing new has none.
-        failed: by request, why its load failed; complete when the step has ended. Its blocks hold garbage, its output
-            is worth nothing; the other requests of the step are not touched.
+        failed: by request, why its load failed; complete when the step has ended. Its blocks and its output hold
+            garbage; the other requests of the step are not affected.
     """
 
     loads: dict[str, LoadJob] = field(default_factory=dict)
@@ -52,14 +52,14 @@ class TransferStep:
 
 
 class KVTransfer:
-    """Put a connector between the KV caches of a model and where their blocks are kept besides.
+    """Connect the KV caches of a model to a store of blocks.
 
     Args:
         model: its attention layers load before they read their cache, and save after they wrote it.
         allocation: what `vattn.allocate_kv_cache(model, ...)` returned, without groups.
         connector: keeps the pages.
         timeout: seconds to wait for one layer of one request before that request fails.
-        namespace: what tells this model's blocks from those of others in the same place: name and revision.
+        namespace: distinguishes this model's blocks from others in the same store: name and revision.
 
     Attributes:
         page_bytes: bytes of one block, by layer.
@@ -148,7 +148,7 @@ class KVTransfer:
         sharded = [entry.name for entry in owners if getattr(modules[entry.name], "context_parallel", None) is not None]
         if sharded:
             raise CacheError(
-                f"KV transfer for layer {sharded[0]!r}, whose cache holds one rank's share of the tokens",
+                f"KV transfer for layer {sharded[0]!r}, which keeps one rank's tokens only",
                 "layers without context parallelism: the keys of blocks do not tell ranks apart",
                 "recompute prompts instead",
             )

@@ -18,10 +18,10 @@ class Listener(Protocol):
     """Who does the work of the ops."""
 
     def before_layer(self, point: TransferPoint) -> None:
-        """Bring in what was asked for before the layer reads its cache."""
+        """Load the requested pages before the layer reads its cache."""
 
     def after_layer(self, point: TransferPoint) -> None:
-        """Take what was asked for after the layer wrote its cache."""
+        """Save the requested pages after the layer wrote its cache."""
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ class TransferPoint:
         layer_name: its name in the allocation.
         kv_cache: the raw storage.
         token: int64 `[1]` that saving marks as written, so that no compiler drops it.
-        listener: who is told.
+        listener: called before and after the layer.
     """
 
     layer_name: str

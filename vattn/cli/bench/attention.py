@@ -60,7 +60,7 @@ def run_cell(
     settings: Settings,
     ceilings: dict[str, Any],
 ) -> dict[str, Any]:
-    """Check and time every kernel on one cell; what fails is reported, and the rest goes on.
+    """Check and time every kernel on one cell; failures are reported and do not stop the run.
 
     Returns:
         `model, work, cache, bytes, flops`, per kernel `us` and `error` or what kept it from running (`skipped`,
@@ -120,7 +120,7 @@ def _checked(peer: Peer, cells: Sequence[Cell], entry: dict[str, Any]) -> list[C
     except NotThisCellError as reason:
         entry["skipped"] = str(reason)
         return None
-    except Exception as failure:  # a peer that throws is reported, the rest goes on
+    except Exception as failure:  # a failing peer is reported and does not stop the run
         entry["failed"] = _short(failure)
         return None
     entry["error"] = float(f"{error:.2e}")
@@ -154,10 +154,10 @@ def add_ratios(row: dict[str, Any], peers: Sequence[Peer], ceilings: dict[str, A
         tb_s, tflops: rates of `best_own`.
         of_hbm, of_gemm: those rates over the ceilings of the same run.
     """
-    behind = {peer.name for peer in (*BESIDE, STREAM)}
+    beside = {peer.name for peer in (*BESIDE, STREAM)}
     times = {name: entry["us"] for name, entry in row["kernels"].items() if "us" in entry}
-    own = {name: us for name, us in times.items() if name.startswith("vattn") and name not in behind}
-    others = {name: us for name, us in times.items() if not name.startswith("vattn") and name not in behind}
+    own = {name: us for name, us in times.items() if name.startswith("vattn") and name not in beside}
+    others = {name: us for name, us in times.items() if not name.startswith("vattn") and name not in beside}
     if not own:
         return
     row["best_own"] = min(own, key=lambda name: own[name])

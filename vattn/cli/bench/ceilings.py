@@ -43,7 +43,7 @@ def measure() -> dict[str, float | str]:
         try:
             microseconds = interleave({name: Timer([make()])})[name]
             found[name] = round(work / microseconds, 3)
-        except Exception as error:  # without FP8 matrices, say: the rest of the run goes on
+        except Exception as error:  # without FP8 matrices, for example; the run continues
             found[name] = f"failed: {error!r}"[:200]
         torch.cuda.empty_cache()
     return found

@@ -12,7 +12,7 @@ from vattn.cli.bench.shapes import LayerShape, Work
 from vattn.config.attention import AttentionConfig
 
 CHECKED_REQUESTS = 3
-"""Requests of a cell whose first and last rows are compared: the first, the one in the middle and the last."""
+"""Number of requests whose first and last rows are compared: the first, the middle and the last one."""
 
 
 class Cell:

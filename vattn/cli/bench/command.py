@@ -60,7 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seconds", type=float, metavar="N", help="begin no further cell after so long (default: all)")
     parser.add_argument("--fa3", metavar="PATH", help="a FlashAttention-3 library to load")
     parser.add_argument(
-        "--build-peers", action="store_true", help="let FlashInfer compile kernels that it came without, for minutes"
+        "--build-peers", action="store_true", help="let FlashInfer compile missing kernels, for minutes"
     )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: tiny cells by the clock")
     parser.add_argument(
@@ -173,9 +173,9 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         raise ConfigError("--resume without --json", "--json FILE", "name the file to go on with")
     forbid_builds(options.build_peers or cpu)
     only = _names(options.only, ";")
-    asked = _names(options.models), _names(options.work, ";")
-    # Rows may be named that are none of the default ones.
-    cells = shapes.every_cell() if only and not any(asked) else shapes.choose_cells(*asked)
+    names = _names(options.models), _names(options.work, ";")
+    # --only may name rows beyond the default ones.
+    cells = shapes.every_cell() if only and not any(names) else shapes.choose_cells(*names)
     rows = shapes.choose_rows(cells, ("bf16", "fp8") if options.cache == "both" else (options.cache,), only)
     # Refused on a CPU too, where no peer runs.
     others = peers.choose_peers(_names(options.peers))
@@ -246,7 +246,7 @@ def _script(options: argparse.Namespace, rest: Sequence[str]) -> int:
     if not (folder / "benchmarks").is_dir():
         raise ConfigError(
             f"bench {options.what} from an installed package",
-            "a checkout of the repository, whose folder benchmarks/ no wheel has",
+            "a checkout of the repository: no wheel holds benchmarks/",
             "clone the repository and run it there; bench attention needs no checkout",
         )
     from vattn.cli.bench import report

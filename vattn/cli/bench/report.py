@@ -43,7 +43,7 @@ def cells_of(row: dict[str, Any]) -> list[str]:
 
 
 def _plain_time(kernels: dict[str, Any]) -> str:
-    """Return the time of the layer as it is asked for, where one that rounds the query was faster."""
+    """Return the time of the layer as requested, where the one that rounds the query was faster."""
     us = kernels.get("vattn", {}).get("us")
     return "" if us is None else f"; {us} with a query of 16 bits"
 
@@ -65,8 +65,8 @@ def heading(result: dict[str, Any]) -> list[str]:
     versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
     lines = [f"{result['device']}, {result['date']}; {versions}", f"ceilings of this run: {ceilings}"]
     for part in result.get("resumed", ()):
-        told = ", ".join(f"{name} {value}" for name, value in part["ceilings"].items()) or "not measured"
-        lines.append(f"rows from {part['first_row'] + 1} on: {part['date']}, ceilings {told}")
+        text = ", ".join(f"{name} {value}" for name, value in part["ceilings"].items()) or "not measured"
+        lines.append(f"rows from {part['first_row'] + 1} on: {part['date']}, ceilings {text}")
     return lines + [f"{name}: {state}" for name, state in result["peers"].items()]
 
 
@@ -141,7 +141,7 @@ def resumed(path: Path, run: dict[str, Any]) -> dict[str, Any]:
         before = result.get(key, 16 if key == "block_size" else None)
         if before != run[key]:
             raise ConfigError(
-                f"--resume of {path}, whose {key} is {before}, in a run whose {key} is {run[key]}",
+                f"--resume of {path}, with {key} {before}, in a run with {key} {run[key]}",
                 "the same machine, versions, peers and block size",
                 "give another --json, or run as before",
             )

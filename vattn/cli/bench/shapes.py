@@ -169,12 +169,12 @@ def choose_cells(layers: Sequence[str], works: Sequence[str]) -> list[tuple[Laye
     return [(LAYERS[layer], WORKS[work]) for layer in picked_layers for work in picked_works]
 
 
-def _picked(option: str, asked: Sequence[str], names: list[str]) -> list[str]:
-    for name in asked:
+def _picked(option: str, given: Sequence[str], names: list[str]) -> list[str]:
+    for name in given:
         if not any(known.startswith(name) for known in names):
             raise UnknownOptionError(f"{option} {name!r}", "; ".join(names), "give the beginning of one of them")
-    # A name that is one of them exactly stands for itself, not for those that it begins.
-    return [known for known in names if known in asked or any(known.startswith(n) for n in asked if n not in names)]
+    # An exact name picks only itself, not the names that it begins.
+    return [known for known in names if known in given or any(known.startswith(n) for n in given if n not in names)]
 
 
 def choose_rows(
@@ -208,7 +208,7 @@ def choose_rows(
 
 def _begins(row: tuple[str, str, str], parts: Sequence[str], rows: Sequence[tuple[str, str, str]]) -> bool:
     for index, part in enumerate(parts):
-        # A name that is one of them exactly stands for itself.
+        # An exact name picks only itself.
         whole = any(other[index] == part for other in rows)
         if row[index] != part if whole else not row[index].startswith(part):
             return False

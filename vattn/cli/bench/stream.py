@@ -27,7 +27,7 @@ def read_kernel(values, output, BLOCK: tl.constexpr, ROUNDS: tl.constexpr):  # t
 
 
 def read_all(values: Tensor, output: Tensor | None = None) -> Tensor:
-    """Read int32 values, a multiple of `READ`; returns one number per part, which nobody needs."""
+    """Read int32 values, a multiple of `READ`; returns one unused number per part."""
     programs = values.numel() // READ
     if output is None:
         output = torch.empty(programs, dtype=torch.int32, device=values.device)

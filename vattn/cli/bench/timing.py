@@ -47,7 +47,7 @@ class Timer:
         with torch.cuda.graph(self.graph, stream=stream):
             for i in range(self.count):
                 calls[i % len(calls)]()
-        # The graph reads and writes their tensors, and a capture gives memory that nobody holds back to the driver.
+        # The graph reads and writes their tensors: without a reference, the capture would free them.
         self._calls = list(calls)
         self.microseconds: list[float] = []
 

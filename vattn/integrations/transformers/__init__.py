@@ -8,175 +8,34 @@ refused there, before anything is changed.
 
 from __future__ import annotations
 
-import inspect
 import os
-import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from vattn.cache.allocation import KVCacheAllocation, allocate_kv_cache, check_skip_layers
+from vattn.cache.allocation import check_skip_layers
 from vattn.calibration.calibrate import Calibration, as_calibration, check_switches
 from vattn.calibration.fp8_saving import own_config
 from vattn.config.attention import CacheConfig
-from vattn.errors import (
-    ConfigError,
-    MetadataError,
-    MissingPackageError,
-    ScaleError,
-    ShapeError,
-    UnsupportedRequestError,
-)
+from vattn.errors import ConfigError, ScaleError
 from vattn.integrations.transformers import merged_linears
+from vattn.integrations.transformers.attention_interface import NAME, REPLACED, ModelAttention, attend, register
+from vattn.integrations.transformers.available import transformers
 from vattn.integrations.transformers.checkpoint_scales import (
     checkpoint_configs,
     remove_cache_hooks,
     restore_cache_hooks,
 )
-from vattn.integrations.transformers.checks import check_inputs
 from vattn.integrations.transformers.fp8_checkpoint import load_fp8_linears as load_fp8_linears
 from vattn.integrations.transformers.linears import replace_linears, restore_linears
 from vattn.integrations.transformers.observe import AttentionCall, observe, set_attention
+from vattn.integrations.transformers.packed_model import PackedCache, PackedModel
 from vattn.integrations.transformers.replaced_forwards import replace_forwards, replaced_modules, restore_forwards
 from vattn.integrations.transformers.rope_frequencies import fix_frequencies, restore_frequencies
-from vattn.layers import Attention, QuantConfig
-from vattn.metadata import forward_context as context
+from vattn.layers import QuantConfig
 from vattn.quantization.formats import KV_FORMATS, resolve_kv_cache_dtype
-
-try:
-    import transformers
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-except ImportError as error:
-    raise MissingPackageError(
-        "vattn.integrations.transformers without transformers", "transformers >= 5", "pip install 'vattn[transformers]'"
-    ) from error
-
-NAME = "vattn"
-"""Name of our attention and mask functions among those of transformers."""
-
-REPLACED = "vattn_replaced"
-"""Same for models whose attention modules get another forward, and which want a tensor for a mask."""
-
-
-class _NoStates(list[Any]):
-    """The states of layers, of which there are none."""
-
-    def __getitem__(self, index: Any) -> Any:
-        raise UnsupportedRequestError(
-            "layers that keep a state beside keys and values (state-space, linear attention, convolution, an indexer)",
-            "models whose tokens meet in causal attention, full or in a window, and nowhere else",
-            "keep this model on transformers' own attention",
-        )
-
-
-class PackedCache(transformers.Cache):
-    """Stand where transformers expects a cache, and hold nothing: the attention layers own the paged cache.
-
-    Keys and values pass through, so that attention gets those of the step's tokens alone. Masks are not asked for the
-    packing of the step, which its metadata describes.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(layers=_NoStates())
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-        """Return keys and values as they came."""
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0; where tokens sit is in `position_ids`."""
-        return 0
-
-    def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Return 0."""
-        return 0
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Return the size of a mask over the step's tokens."""
-        return query_length, 0
-
-
-class PackedModel(nn.Module):
-    """A causal language model over packed tokens, as `vattn.Generator` and `CUDAGraphRunner` call it.
-
-    Args:
-        model: what `enable` was called with.
-
-    Attributes:
-        kv_cache: what `allocate` returned last; `None` before.
-        rope_length: the longest request, where `enable` was told one; `None`: any.
-
-    Example: see `enable`.
-    """
-
-    def __init__(self, model: nn.Module, rope_length: int | None = None) -> None:
-        super().__init__()
-        self.model, self.rope_length = model, rope_length
-        self.kv_cache: KVCacheAllocation | None = None
-        self.vocab_size: int | None = getattr(model.config.get_text_config(), "vocab_size", None)  # type: ignore[operator,union-attr]
-        self.enabled = True
-        model.__dict__.setdefault("_vattn_packed", []).append(weakref.ref(self))
-        self._packed_cache = PackedCache()
-        # Models with ALiBi know no positions.
-        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
-
-    @property
-    def wrapped(self) -> nn.Module:
-        """The model that `enable` was called with, by whose names checkpoints and calibrations go."""
-        return self.model
-
-    def forward(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor | None = None) -> Tensor:
-        """Return logits; the step's metadata is that of `vattn.forward_context`.
-
-        Args:
-            input_ids, positions: int64 `[T]`; padding rows may hold any valid id and position.
-            logits_indices: int64 `[B]`, the rows that go through the head; `None`: all of them.
-
-        Returns:
-            `[B, vocab_size]`, or `[T, vocab_size]`, in the model's dtype.
-
-        Raises:
-            ConfigError: `disable` took the model off vattn.
-            DtypeError, ShapeError: inputs that are no such tensors.
-            MetadataError: a request longer than `rope_length`, and on the CPU token ids beyond the vocabulary and rows
-                that the step does not have; not told by compiled code.
-        """
-        if not self.enabled:
-            raise ConfigError("a step of a model that disable() took off vattn", "a model on vattn", "enable it again")
-        check_inputs(input_ids, positions, logits_indices, self.model)
-        # Compiled code reads no lengths; a generator refuses longer requests before.
-        if self.rope_length is not None and not torch.compiler.is_compiling():
-            _check_lengths(self.rope_length)
-        options: dict[str, Any] = {"position_ids": positions[None]} if self._takes_positions else {}
-        if logits_indices is not None:
-            options["logits_to_keep"] = logits_indices
-        out = self.model(input_ids=input_ids[None], past_key_values=self._packed_cache, use_cache=False, **options)
-        return out.logits[0]
-
-    def allocate(
-        self,
-        *,
-        num_blocks: int | None = None,
-        memory: int | str | None = None,
-        device: torch.device | str | None = None,
-        hybrid: bool = False,
-        max_seq_len: int = 32768,
-    ) -> KVCacheAllocation:
-        """Allocate the paged cache in the model's dtype and keep it; arguments of `vattn.allocate_kv_cache`."""
-        merged_linears.check_merged(self)
-        self.kv_cache = allocate_kv_cache(
-            self,
-            num_blocks=num_blocks,
-            memory=memory,
-            device=device,
-            dtype=self.model.dtype,  # type: ignore[arg-type]
-            hybrid=hybrid,
-            max_seq_len=max_seq_len,
-        )
-        return self.kv_cache
 
 
 def enable(
@@ -279,7 +138,7 @@ def enable(
             module = calls[name].module
             module.add_module(NAME, layer.to(next(module.parameters()).device))
         replaced = bool(replaced_modules(model))
-        _register()
+        register()
         replace_forwards(model, attend)
         if merge_projections:
             merged_linears.merge_projections(model)
@@ -333,106 +192,6 @@ def disable(model: nn.Module) -> None:
             packed().enabled = False
 
 
-def attend(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
-) -> tuple[Tensor, None]:
-    """Run the layer that `enable` made for a module; transformers' attention interface.
-
-    Args:
-        module: the attention module.
-        query, key, value: `[1, heads, T, head_size]`, of the step's tokens.
-        attention_mask: `None`, or without elements; the layer knows its mask.
-        **options: what the model passes; refused where it differs from what `enable` saw.
-
-    Returns:
-        `[1, T, heads, head_size]`, and no weights.
-    """
-    layer = module._modules.get(NAME)
-    if layer is None:
-        raise ConfigError(
-            f"{type(module).__name__} without a vattn layer",
-            "models that enable() was called with",
-            "call enable(model)",
-        )
-    if context.current is None:
-        raise _no_step()
-    if query.shape[0] != 1:
-        raise ShapeError(
-            f"a batch of {query.shape[0]} rows of tokens",
-            "one row of packed tokens, [1, T]",
-            "put the tokens of all requests behind each other, and build a step for them",
-        )
-    if attention_mask is not None and attention_mask.shape != (0,):
-        raise _masked()
-    layer.check_options(options)  # type: ignore[operator]
-    # Heads of a token lie behind each other; tokens may lie apart, as parts of a merged projection do.
-    rows = [t[0].transpose(0, 1).flatten(1).unflatten(1, (t.shape[1], t.shape[3])) for t in (query, key, value)]
-    out = layer(*rows)
-    return out.view(1, rows[0].shape[0], -1, layer.head_size_v), None  # type: ignore[union-attr]
-
-
-def no_mask(attention_mask: Tensor | None = None, **options: Any) -> None:
-    """Return no mask, since the layers know theirs; transformers' mask interface."""
-    if context.current is None:
-        raise _no_step()
-    if attention_mask is not None:
-        raise _masked()
-
-
-def empty_mask(attention_mask: Tensor | None = None, **options: Any) -> Tensor:
-    """Return a mask without elements, for models that convert it; what they make of packed tokens hides nothing."""
-    no_mask()
-    return torch.empty(0, dtype=torch.bool)
-
-
-def _masked() -> MetadataError:
-    return MetadataError(
-        "an attention_mask in a step of packed tokens",
-        "none: the step's metadata says which tokens see each other",
-        "leave attention_mask out; padding is told by slot_mapping",
-    )
-
-
-def _check_lengths(longest: int) -> None:
-    step = context.current
-    if step is not None and step.max_seq_len > longest:
-        raise MetadataError(
-            f"a request of {step.max_seq_len} tokens for a model with rope_length={longest}",
-            f"requests of up to {longest} tokens",
-            "call disable(model) and enable(model, rope_length=...) with the longest request",
-        )
-
-
-def _no_step() -> MetadataError:
-    return MetadataError(
-        "a call of a model on vattn outside of vattn.forward_context, such as by model.generate()",
-        "steps of packed tokens",
-        "use vattn.Generator(model, ...), run steps under vattn.forward_context(metadata), or disable(model) first",
-    )
-
-
-def _register() -> None:
-    for name, mask in ((NAME, no_mask), (REPLACED, empty_mask)):
-        ALL_ATTENTION_FUNCTIONS.register(name, attend)
-        ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
-
-
-class ModelAttention(Attention):
-    """`Attention` of one module of a transformers model, which knows how the model calls it."""
-
-    _expected: dict[str, Any]
-
-    def check_options(self, options: dict[str, Any]) -> None:
-        """Refuse a call whose arguments differ from those that the layer was made for."""
-        for name, expected in self._expected.items():
-            if options.get(name) != expected:
-                raise UnsupportedRequestError(
-                    f"{name}={options.get(name)!r} in layer {self.prefix!r}",
-                    f"{expected!r}, as the layer was made",
-                    "call disable(model) and enable(model) again after changing the model",
-                )
-
-
 def check_quant_config(quant_config: object) -> None:
     """Refuse what is no `QuantConfig`, and quantised outputs, which the model's own projection would get.
 
@@ -450,7 +209,7 @@ def check_quant_config(quant_config: object) -> None:
 
 
 def _check_heads(found: Calibration, calls: dict[str, AttentionCall]) -> None:
-    """Refuse a calibration of a model with other heads, whose layers may be called the same.
+    """Refuse a calibration of a model with other heads, which may have the same layer names.
 
     Raises:
         ScaleError: a layer has another number of heads than it had.

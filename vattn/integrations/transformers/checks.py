@@ -25,7 +25,7 @@ def check_inputs(input_ids: Any, positions: Any, logits_indices: Any, model: Any
         MetadataError: ids that the model does not know, or rows that the step does not have; on the CPU alone, and not
             in compiled code.
     """
-    _check_line("input_ids", input_ids, "T", "pack the requests of a step one behind the other, without a batch")
+    _check_line("input_ids", input_ids, "T", "concatenate the requests of a step, without a batch dimension")
     _check_line("positions", positions, "T", "pass the positions of the step's metadata")
     if logits_indices is not None:
         _check_line("logits_indices", logits_indices, "B", "pass the rows of the step that go through the head")

@@ -1,6 +1,6 @@
 """Run the projections of one input as one product: query, key and value, and gate and up.
 
-Their weights are put behind each other in one storage; the modules keep them as views, so that names, state dicts and
+Their weights are concatenated in one storage; the modules keep them as views, so that names, state dicts and
 loading stay as they are. The model's own code stays too: it calls one projection after the other with the same input,
 the first call computes all of them, and the others take their part.
 """
@@ -23,7 +23,7 @@ class MergedLinear:
     """One product for several linear layers with the same input.
 
     Attributes:
-        weight, bias: of all parts, behind each other.
+        weight, bias: of all parts, concatenated.
         quantised: the layer that all FP8 parts make together, `None` for plain ones.
         uses_vattn_linear: whether a plain product is `vattn::linear`.
     """

@@ -1,6 +1,6 @@
 """Put a DeepSeek-like model of transformers on `MLAAttention`: one latent row a token in the cache, for all heads.
 
-Such a model caches the latents and expands keys and values of every head behind its cache, in `expand_kv`. Here they
+Such a model caches the latents and expands keys and values of every head after its cache, in `expand_kv`. Here they
 stay as they are: the layer attends in the latent space.
 """
 
@@ -15,21 +15,12 @@ from torch import Tensor, nn
 from vattn.calibration.fp8_saving import own_config
 from vattn.config.attention import CacheConfig
 from vattn.errors import ConfigError, UnsupportedRequestError
-from vattn.integrations.transformers import (
-    ALL_ATTENTION_FUNCTIONS,
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    NAME,
-    PackedCache,
-    PackedModel,
-    attend,
-    check_model,
-    check_quant_config,
-    disable,
-    no_mask,
-    set_attention,
-)
+from vattn.integrations.transformers import check_model, check_quant_config, disable
+from vattn.integrations.transformers.attention_interface import NAME, attend, no_mask
+from vattn.integrations.transformers.available import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
 from vattn.integrations.transformers.checkpoint_scales import remove_cache_hooks
-from vattn.integrations.transformers.observe import AttentionCall, observe
+from vattn.integrations.transformers.observe import AttentionCall, observe, set_attention
+from vattn.integrations.transformers.packed_model import PackedCache, PackedModel
 from vattn.integrations.transformers.rope_frequencies import fix_frequencies
 from vattn.layers import MLAAttention, QuantConfig
 from vattn.metadata import forward_context as context
@@ -152,7 +143,7 @@ def _latent_modules(model: Any) -> dict[str, Any]:
         if missing:
             raise UnsupportedRequestError(
                 f"{type(module).__name__} {name!r} has no {', '.join(missing)}",
-                "latent attention that expands keys and values behind its cache",
+                "latent attention that expands keys and values after its cache",
                 "use a newer transformers, or vattn.integrations.transformers.enable, which caches expanded heads",
             )
     return found

@@ -50,7 +50,7 @@ _NO_MEANING = frozenset(
 
 @dataclass
 class MaskCall:
-    """What a model asked for where it wanted a mask: the rule, and the window that it names."""
+    """The mask that a model requested: its rule, and its window."""
 
     rule: Callable[..., Any]
     local_size: int | None
@@ -170,7 +170,7 @@ def _far(model: Any) -> int:
 
 
 class _Notes:
-    """What attention and masks were asked for during a run."""
+    """The attention calls and masks of one run."""
 
     def __init__(self, replaced: bool) -> None:
         self.calls: dict[nn.Module, AttentionCall] = {}
@@ -223,7 +223,7 @@ class _Notes:
         attention_mask: Tensor | None = None,
         **options: Any,
     ) -> MaskCall:
-        """Note which mask was asked for; modules with a forward of ours have no use for one that the model makes."""
+        """Note which mask was requested; modules with a replaced forward use none of the model's own."""
         if attention_mask is not None and not self.replaced:
             raise _unsupported("a padding mask that the model makes itself")
         return MaskCall(mask_function, local_size)

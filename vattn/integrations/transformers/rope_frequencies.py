@@ -1,4 +1,4 @@
-"""RoPE whose frequencies go by the longest position of a step: fixed to those of one length, or refused.
+"""RoPE frequencies that depend on the longest position of a step: fixed to those of one length, or refused.
 
 transformers recomputes the frequencies of `longrope` and `dynamic` in every call, for all of its tokens. In a step of
 packed tokens a long request would turn the keys of its neighbours, and the keys of a chunk would stay as they were

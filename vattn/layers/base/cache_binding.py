@@ -311,7 +311,7 @@ class BoundCache(CacheScales):
         cache = self._cache_dtype if self.config is None else self.config.kv_cache_dtype
         if self.kv_sharing_target_layer_name is not None:
             cache += f" of {self.kv_sharing_target_layer_name!r}" + (", fast_prefill" if self.fast_prefill else "")
-        asked = "" if self.attn_backend == "auto" else " (asked for)"
+        requested = "" if self.attn_backend == "auto" else " (requested)"
         if self.context_parallel is not None:
-            asked += f", rank {self.context_parallel.rank} of {self.context_parallel.world_size}"
-        return f"{kv}, kv_cache={cache}, block_size={self.cache_config.block_size}, backend={backend}{asked}"
+            requested += f", rank {self.context_parallel.rank} of {self.context_parallel.world_size}"
+        return f"{kv}, kv_cache={cache}, block_size={self.cache_config.block_size}, backend={backend}{requested}"

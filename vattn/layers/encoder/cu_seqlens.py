@@ -33,8 +33,8 @@ def check_cu_seqlens(
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1:
         raise MetadataError(f"cu_seqlens={cu_seqlens!r:.60}", "an int32 tensor [sequences + 1]", "pass the offsets")
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.device.type == "meta":
-        came = f"cu_seqlens is {dtype_name(cu_seqlens.dtype)} on {cu_seqlens.device.type}"
-        raise MetadataError(came, "an int32 tensor [sequences + 1] with numbers in it", "pass cu_seqlens.int()")
+        got = f"cu_seqlens is {dtype_name(cu_seqlens.dtype)} on {cu_seqlens.device.type}"
+        raise MetadataError(got, "an int32 tensor [sequences + 1] with numbers in it", "pass cu_seqlens.int()")
     offsets = cu_seqlens.tolist()
     lengths = [end - start for start, end in itertools.pairwise(offsets)]
     if not lengths or offsets[0] != 0:
@@ -73,7 +73,7 @@ def pad_cu_seqlens(cu_seqlens: Tensor, num_sequences: int) -> Tensor:
         >>> vattn.pad_cu_seqlens(torch.tensor([0, 3, 8], dtype=torch.int32), num_sequences=4).tolist()
         [0, 3, 8, 8, 8]
     """
-    num_sequences = read_count("num_sequences", num_sequences, 0, "pass how many there shall be", ShapeError)
+    num_sequences = read_count("num_sequences", num_sequences, 0, "pass the padded number", ShapeError)
     if not isinstance(cu_seqlens, Tensor):
         raise ShapeError(f"cu_seqlens={cu_seqlens!r:.60}", "an int32 tensor [sequences + 1]", "pass the offsets")
     missing = num_sequences + 1 - cu_seqlens.shape[0]

@@ -27,13 +27,13 @@ from vattn.layers.base.arguments import (
 from vattn.layers.base.checks import check_tokens, given_step
 from vattn.layers.base.scales import QuantConfig, make_scale
 from vattn.layers.base.step import LayerResult, split_heads
-from vattn.layers.encoder.varlen_attention import PackedAttention
+from vattn.layers.encoder.varlen_attention import VarlenAttention
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.quantization.codecs import encode_kv, encode_query
 from vattn.quantization.formats import KV_FORMATS, dtype_name, resolve_kv_cache_dtype
 
 
-class EncoderOnlyAttention(PackedAttention):
+class EncoderOnlyAttention(VarlenAttention):
     """Attend the tokens of each request to all tokens of the same request, both ways.
 
     Args:
@@ -211,7 +211,7 @@ class EncoderOnlyAttention(PackedAttention):
         Raises:
             ShapeError, DtypeError, DeviceError: tensors that contradict the layer or the step.
             MetadataError: a step with cached tokens, per-request causal flags, trees or multimodal ranges.
-            UnsupportedRequestError: no backend, or not the one asked for, runs the layer on this device.
+            UnsupportedRequestError: no backend, or not the requested one, runs the layer on this device.
         """
         metadata = given_step(self, metadata)
         query = split_heads("query", query, self.num_heads, self.head_size)

@@ -1,4 +1,4 @@
-"""Scales of FP8 multimodal encoders: from a file, or from what the last steps held; and the file that keeps them.
+"""Scales of FP8 multimodal encoders: from a file, or from the largest values of the last steps; and that file.
 
 The file is JSON, one entry per layer: `{"layer": {"q": 0.01, "k": 0.02, "v": 0.01}}`. `q_scale` is another spelling of
 `q`, and the entries may lie under a key `"layers"` beside other keys.
@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -101,8 +100,8 @@ def _read_entry(where: str, entry: Any) -> dict[str, float]:
     """Return one layer's scales by the short names."""
     names = [name.removesuffix("_scale") for name in entry] if isinstance(entry, dict) else []
     if sorted(names) != sorted(_TENSORS):
-        came = ", ".join(map(repr, entry)) if isinstance(entry, dict) else repr(entry)
-        raise ScaleError(f"{where} has {came or 'nothing'}", "'q', 'k' and 'v'", "check that it is a file of scales")
+        got = ", ".join(map(repr, entry)) if isinstance(entry, dict) else repr(entry)
+        raise ScaleError(f"{where} has {got or 'nothing'}", "'q', 'k' and 'v'", "check that it is a file of scales")
     for name, scale in entry.items():
         number = isinstance(scale, (int, float)) and not isinstance(scale, bool)
         if not number or not _SMALLEST <= scale <= torch.finfo(torch.float32).max:
@@ -166,8 +165,8 @@ def record_amax(history: Tensor, steps: Tensor, amax: Tensor) -> tuple[Tensor, T
 def save_encoder_scales(model: nn.Module, path: str | os.PathLike[str], *, margin: float = 1.0) -> None:
     """Save the scales of every FP8 encoder layer of a model as a file for `EncoderFP8Config(scale_path=...)`.
 
-    The file appears whole or not at all: it is written beside its place, flushed to the disk and renamed. Reads the
-    histories on the host, so it synchronises. Layers with static scales keep theirs, without the margin.
+    The file appears whole or not at all. Reads the histories on the host, so it synchronises. Layers with static scales
+    keep theirs, without the margin.
 
     Args:
         model: holds `MMEncoderAttention` layers with `quant_config`, each with a `prefix` of its own.
@@ -237,29 +236,12 @@ def _saved_scales(layer: Any, margin: float) -> list[float]:
 
 
 def _write_whole(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
-    """Write JSON into a file that is either the old one or the whole new one, whatever happens in between."""
+    """Write JSON beside a file and rename it, so that the file is either the old one or the whole new one."""
     target = Path(path)
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.tmp")
+    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:
-        # Made with the permissions of any new file: who serves a model is often not who calibrated it.
-        with open(temporary, "x", encoding="utf-8") as file:
-            json.dump(data, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        temporary.write_text(json.dumps(data, indent=1), encoding="utf-8")
         os.replace(temporary, target)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _flush_folder(target.parent)
-
-
-def _flush_folder(folder: Path) -> None:
-    """Put a rename on the disk, where folders can be opened."""
-    try:
-        handle = os.open(folder, os.O_RDONLY)
-    except OSError:
-        return
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -17,14 +17,14 @@ from vattn.layers.encoder.fp8_scales import (
     record_amax,
     scales_of_layer,
 )
-from vattn.layers.encoder.varlen_attention import PackedAttention
+from vattn.layers.encoder.varlen_attention import VarlenAttention
 from vattn.quantization.codecs import encode_kv, encode_query
 from vattn.quantization.formats import OUTPUT_FORMATS, dtype_name
 
 _FP8 = "fp8_e4m3"
 
 
-class MMEncoderAttention(PackedAttention):
+class MMEncoderAttention(VarlenAttention):
     """Attend the tokens of each image (or frame, or clip) to all tokens of the same image.
 
     Args:
@@ -41,7 +41,7 @@ class MMEncoderAttention(PackedAttention):
 
     State: fp32 buffers, saved in the state dict; they keep their dtype under `model.to(dtype)`. Static FP8: `q_scale`,
     `k_scale`, `v_scale`. Dynamic FP8: `amax_history` `[16, 3]` and `amax_steps`, how many steps it has counted, so that
-    a loaded model goes on where the saved one stopped. Forward changes these two and nothing else.
+    a loaded model continues where the saved one stopped. Forward changes these two and nothing else.
 
     Compile: one graph for equal layers; offsets are a tensor, so that neither the number of images nor their lengths
     recompile (pass `max_seqlen` as a tensor, or always the same int). No sync, no loop over images on CUDA.
@@ -129,7 +129,7 @@ class MMEncoderAttention(PackedAttention):
 
         Args:
             query: `[b, s, num_heads * head_size]` or `[b, s, num_heads, head_size]`. Views of one interleaved
-                projection are read where they lie, as long as b and s can be counted through with one stride.
+                projection are read in place, as long as b and s have one common stride.
             key, value: same with KV heads and the same b and s.
             cu_seqlens: int32 `[sequences + 1]`, where each sequence starts in the s rows of b = 1, and where the last
                 one ends. Default: each of the b rows is one sequence. Equal neighbours make an empty sequence.
@@ -137,13 +137,13 @@ class MMEncoderAttention(PackedAttention):
             padded: `cu_seqlens` may end before s: the rows after it are padding, may hold anything and come out zero.
 
         Returns:
-            What was attended to, in the query's dtype and number of dimensions.
+            The output, in the query's dtype and number of dimensions.
 
         Raises:
             ShapeError, DtypeError, DeviceError: tensors that contradict the layer or each other.
             MetadataError: one of `cu_seqlens` and `max_seqlen` alone; offsets on the CPU that fall or do not end at s
                 (compiled code and CUDA leave that to `vattn.check_cu_seqlens`; nothing outside the tensors is read).
-            UnsupportedRequestError: no backend, or not the one asked for, runs the layer on this device.
+            UnsupportedRequestError: no backend, or not the requested one, runs the layer on this device.
         """
         if not isinstance(query, Tensor):
             raise ShapeError(
@@ -156,7 +156,7 @@ class MMEncoderAttention(PackedAttention):
             raise self._shape_error("query", query, self.num_heads)
         batch, tokens = query.shape[:2]
         packed = [
-            self._packed(name, tensor, heads, batch, tokens)
+            self._rows(name, tensor, heads, batch, tokens)
             for name, tensor, heads in (
                 ("query", query, self.num_heads),
                 ("key", key, self.num_kv_heads),
@@ -180,7 +180,7 @@ class MMEncoderAttention(PackedAttention):
         shape = (batch, tokens, self.num_heads, self.head_size)
         return output.view(shape) if query.dim() == 4 else output.view(shape).flatten(2)
 
-    def _packed(self, name: str, tensor: Tensor, heads: int, batch: int, tokens: int) -> Tensor:
+    def _rows(self, name: str, tensor: Tensor, heads: int, batch: int, tokens: int) -> Tensor:
         """Return a view `[b * s, heads, head_size]`."""
         if not isinstance(tensor, Tensor):
             raise ShapeError(
@@ -235,9 +235,9 @@ class MMEncoderAttention(PackedAttention):
     def _check_types(self, cu_seqlens: Tensor, max_seqlen: int | Tensor | None, padded: bool) -> None:
         """Refuse offsets and lengths of other types; a float or a text would be rounded or read as true in silence."""
         if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
-            came = dtype_name(cu_seqlens.dtype) if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+            got = dtype_name(cu_seqlens.dtype) if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
             raise DtypeError(
-                f"cu_seqlens is {came} in layer {self.prefix!r}",
+                f"cu_seqlens is {got} in layer {self.prefix!r}",
                 "an int32 tensor",
                 "make the offsets with dtype=torch.int32, once for all layers",
             )

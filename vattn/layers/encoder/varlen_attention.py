@@ -1,7 +1,7 @@
-"""`PackedAttention`: what attention layers without a cache do, rows of one call among themselves.
+"""`VarlenAttention`: the base of attention layers without a cache, whose keys and values come with the call.
 
-There is nothing to bind: the op finds its backend by the request, the dtype and the device when it is called. The
-request is encoded once per model dtype when a layer is made, so that compiled code looks up a finished string.
+Nothing is bound: the op selects its backend by the request, the dtype and the device when it is called. The request is
+encoded once per model dtype when a layer is made, so that compiled code looks up a finished string.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from vattn.ops.arguments import VarlenAttentionArgs
 from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, dtype_name, resolve_kv_cache_dtype
 
 
-class PackedAttention(OwnBuffers):
-    """Base of the layers whose keys and values are those of the same call.
+class VarlenAttention(OwnBuffers):
+    """Base of the layers that attend the rows of one call to each other.
 
     A subclass registers its buffers, then calls `_set_request`.
     """
@@ -86,7 +86,7 @@ class PackedAttention(OwnBuffers):
 
         Raises:
             DtypeError: no model dtype.
-            UnsupportedRequestError: no backend, or not the one asked for, runs the request there.
+            UnsupportedRequestError: no backend, or not the requested one, runs the request there.
         """
         config = AttentionConfig.parse(self._op_config(dtype))
         return config.replace(backend=selector.choose(config, device).name)
@@ -100,16 +100,16 @@ class PackedAttention(OwnBuffers):
         return self._ops[name]
 
     def _check_same_rows(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Refuse keys and values that are not of the query's rows; all are `[T, heads, width]`.
+        """Refuse keys and values with other rows than the query; all are `[T, heads, width]`.
 
-        Compiled code does this too: the offsets are those of the query, and would reach behind a shorter key.
+        Compiled code checks this too: the offsets of the query would read past the end of a shorter key.
         """
         for name, tensor in (("key", key), ("value", value)):
             if tensor.shape[0] != query.shape[0]:
                 raise ShapeError(
                     f"{name} has {tensor.shape[0]} tokens and query {query.shape[0]} in layer {self.prefix!r}",
                     "the same tokens for query, key and value",
-                    "check what was projected",
+                    "check the projections",
                 )
 
     def _check_dtypes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
@@ -171,4 +171,4 @@ class PackedAttention(OwnBuffers):
         return text
 
     def _backend_repr(self) -> str:
-        return "backend=auto" if self.attn_backend == "auto" else f"backend={self.attn_backend} (asked for)"
+        return "backend=auto" if self.attn_backend == "auto" else f"backend={self.attn_backend} (requested)"

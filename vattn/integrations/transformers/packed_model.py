@@ -1,0 +1,144 @@
+"""`PackedModel`: a causal language model over packed tokens; `PackedCache`: the cache that transformers sees."""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vattn.cache.allocation import KVCacheAllocation, allocate_kv_cache
+from vattn.errors import ConfigError, MetadataError, UnsupportedRequestError
+from vattn.integrations.transformers import merged_linears
+from vattn.integrations.transformers.available import transformers
+from vattn.integrations.transformers.checks import check_inputs
+from vattn.metadata import forward_context as context
+
+
+class _NoStates(list[Any]):
+    """The states of layers, of which there are none."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise UnsupportedRequestError(
+            "layers that keep a state beside keys and values (state-space, linear attention, convolution, an indexer)",
+            "models whose tokens meet in causal attention, full or in a window, and nowhere else",
+            "keep this model on transformers' own attention",
+        )
+
+
+class PackedCache(transformers.Cache):
+    """A cache for transformers that holds nothing: the attention layers own the paged cache.
+
+    Keys and values pass through, so that attention gets those of the step's tokens alone.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(layers=_NoStates())
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        """Return keys and values unchanged."""
+        return key_states, value_states
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Return 0; `position_ids` hold the positions."""
+        return 0
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Return 0."""
+        return 0
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Return the size of a mask over the step's tokens."""
+        return query_length, 0
+
+
+class PackedModel(nn.Module):
+    """A causal language model over packed tokens, as `vattn.Generator` and `CUDAGraphRunner` call it.
+
+    Args:
+        model: what `enable` was called with.
+
+    Attributes:
+        kv_cache: what `allocate` returned last; `None` before.
+        rope_length: the longest request, as given to `enable`; `None`: any.
+
+    Example: see `enable`.
+    """
+
+    def __init__(self, model: nn.Module, rope_length: int | None = None) -> None:
+        super().__init__()
+        self.model, self.rope_length = model, rope_length
+        self.kv_cache: KVCacheAllocation | None = None
+        self.vocab_size: int | None = getattr(model.config.get_text_config(), "vocab_size", None)  # type: ignore[operator,union-attr]
+        self.enabled = True
+        model.__dict__.setdefault("_vattn_packed", []).append(weakref.ref(self))
+        self._packed_cache = PackedCache()
+        # Models with ALiBi know no positions.
+        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
+
+    @property
+    def wrapped(self) -> nn.Module:
+        """The model that `enable` was called with; checkpoints and calibrations use its names."""
+        return self.model
+
+    def forward(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor | None = None) -> Tensor:
+        """Return logits; the step's metadata is that of `vattn.forward_context`.
+
+        Args:
+            input_ids, positions: int64 `[T]`; padding rows may hold any valid id and position.
+            logits_indices: int64 `[B]`, the rows that go through the head; `None`: all of them.
+
+        Returns:
+            `[B, vocab_size]`, or `[T, vocab_size]`, in the model's dtype.
+
+        Raises:
+            ConfigError: `disable` took the model off vattn.
+            DtypeError, ShapeError: inputs that are no such tensors.
+            MetadataError: a request longer than `rope_length`, and on the CPU token ids beyond the vocabulary and rows
+                that the step does not have; compiled code does not check this.
+        """
+        if not self.enabled:
+            raise ConfigError("a step of a model that disable() took off vattn", "a model on vattn", "enable it again")
+        check_inputs(input_ids, positions, logits_indices, self.model)
+        # Compiled code reads no lengths; a generator refuses longer requests before.
+        if self.rope_length is not None and not torch.compiler.is_compiling():
+            _check_lengths(self.rope_length)
+        options: dict[str, Any] = {"position_ids": positions[None]} if self._takes_positions else {}
+        if logits_indices is not None:
+            options["logits_to_keep"] = logits_indices
+        out = self.model(input_ids=input_ids[None], past_key_values=self._packed_cache, use_cache=False, **options)
+        return out.logits[0]
+
+    def allocate(
+        self,
+        *,
+        num_blocks: int | None = None,
+        memory: int | str | None = None,
+        device: torch.device | str | None = None,
+        hybrid: bool = False,
+        max_seq_len: int = 32768,
+    ) -> KVCacheAllocation:
+        """Allocate the paged cache in the model's dtype and keep it; arguments of `vattn.allocate_kv_cache`."""
+        merged_linears.check_merged(self)
+        self.kv_cache = allocate_kv_cache(
+            self,
+            num_blocks=num_blocks,
+            memory=memory,
+            device=device,
+            dtype=self.model.dtype,  # type: ignore[arg-type]
+            hybrid=hybrid,
+            max_seq_len=max_seq_len,
+        )
+        return self.kv_cache
+
+
+def _check_lengths(longest: int) -> None:
+    step = context.current
+    if step is not None and step.max_seq_len > longest:
+        raise MetadataError(
+            f"a request of {step.max_seq_len} tokens for a model with rope_length={longest}",
+            f"requests of up to {longest} tokens",
+            "call disable(model) and enable(model, rope_length=...) with the longest request",
+        )
