@@ -314,6 +314,7 @@ def test_a_step_without_a_cache_has_no_cached_tokens_and_no_slots() -> None:
     "lengths, tables, named",
     [
         (3, [[1]], "query_lens is 3"),
+        ([3], 5, "block_tables=5"),
         ([3], [1], "block_tables has 1 for a request"),
         ([3], [None], "block_tables has None for a request"),
         ([3], ["12"], "block_tables has '12' for a request"),

@@ -52,8 +52,13 @@ def read_step(
     num_reqs = queries.shape[0]
     if lengths.shape[0] != num_reqs:
         raise _other_count("seq_lens", lengths.shape[0], num_reqs)
-    if block_tables is not None and len(block_tables) != num_reqs:
-        raise _other_count("block_tables", len(block_tables), num_reqs)
+    if block_tables is not None:
+        if not hasattr(block_tables, "__len__"):
+            raise MetadataError(
+                f"block_tables={block_tables!r:.60}", "one list of block ids per request", "pass block_tables=[[...]]"
+            )
+        if len(block_tables) != num_reqs:
+            raise _other_count("block_tables", len(block_tables), num_reqs)
     cached = lengths - queries
     query_list, length_list = queries.tolist(), lengths.tolist()
     if min(query_list, default=0) < 0 or min(cached.tolist(), default=0) < 0:
