@@ -1,8 +1,8 @@
 """One class per kind of mistake.
 
-Every message says what came, what is allowed and what to do about it. Each class also derives from the built-in
-exception that a Python user would expect (`ValueError` for values, `TypeError` for dtypes and unknown names, ...),
-so that code which catches the built-in keeps working.
+Every message says what was got, what is allowed and what to do. Each class also derives from the built-in exception
+that a Python user expects (`ValueError` for values, `TypeError` for dtypes and unknown names), so code that catches the
+built-in keeps working.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ class VattnError(Exception):
     """Base of every error that vattn raises.
 
     Args:
-        got: what was asked for or what arrived, with its values.
-        allowed: what would have been accepted.
+        got: what was requested or passed, with its values.
+        allowed: what is accepted.
         fix: one thing to do next.
     """
 
-    # The arguments are kept by Exception, and the text is made in __str__: that way Dynamo can trace an error, and
-    # its report of one that is raised in compiled code shows them.
+    # Exception keeps the arguments and __str__ makes the text: Dynamo can trace that, and its report of an error in
+    # compiled code shows the arguments.
     if TYPE_CHECKING:
 
         def __init__(self, got: str, allowed: str = "", fix: str = "", /) -> None: ...
 
     @property
     def got(self) -> str:
-        """What was asked for or what arrived."""
+        """What was requested or passed."""
         return str(self.args[0]) if self.args else ""
 
     @property
     def allowed(self) -> str:
-        """What would have been accepted; may be empty."""
+        """What is accepted; may be empty."""
         return str(self.args[1]) if len(self.args) > 1 else ""
 
     @property
@@ -41,28 +41,24 @@ class VattnError(Exception):
         return str(self.args[2]) if len(self.args) > 2 else ""
 
     def __str__(self) -> str:
-        # Layers are named by their prefix, which is "" where nobody gave one.
-        text = self._text()
-        return text.replace("layer ''", "layer (no prefix given)")
-
-    def _text(self) -> str:
         text = self.got if self.got.endswith("\n") else self.got.rstrip(".") + ". "
         for title, part in (("Allowed", self.allowed), ("Try", self.fix)):
             if part:
                 text += f"{title}: {part.rstrip('.')}. "
-        return text.rstrip()
+        # Messages name a layer by its prefix, which is "" by default.
+        return text.rstrip().replace("layer ''", "layer (no prefix given)")
 
 
 class ConfigError(VattnError, ValueError):
-    """A layer, cache or builder was described by values that contradict each other or are out of range."""
+    """Values for a layer, cache or builder contradict each other or are out of range."""
 
 
 class UnknownOptionError(VattnError, TypeError):
-    """An option name that vattn does not know; nothing is ever ignored."""
+    """vattn does not know an option name; it never ignores one."""
 
 
 class UnsupportedRequestError(VattnError, NotImplementedError):
-    """No backend, or not the one that was asked for, can run the request. The text lists each backend's reasons."""
+    """No backend, or not the requested one, can run the request. The text lists each backend's reasons."""
 
 
 class ShapeError(VattnError, ValueError):
@@ -74,7 +70,7 @@ class DtypeError(VattnError, TypeError):
 
 
 class DeviceError(VattnError, ValueError):
-    """Tensors live on different devices, or on one that cannot run the request."""
+    """Tensors are on different devices, or on one that cannot run the request."""
 
 
 class StrideError(VattnError, ValueError):
@@ -94,11 +90,11 @@ class CacheError(VattnError, ValueError):
 
 
 class OutOfBlocksError(VattnError, RuntimeError):
-    """The block pool has fewer free blocks than were asked for."""
+    """The block pool has fewer free blocks than requested."""
 
 
 class BlockError(VattnError, ValueError):
-    """A block id that is out of range, not allocated or freed twice."""
+    """A block id is out of range, not allocated or freed twice."""
 
 
 class MetadataError(VattnError, ValueError):
@@ -106,7 +102,7 @@ class MetadataError(VattnError, ValueError):
 
 
 class GraphContractError(VattnError, RuntimeError):
-    """A step contradicts what a captured CUDA graph has baked in."""
+    """A step contradicts the fixed sizes of a captured CUDA graph."""
 
 
 class RecompilationError(VattnError, RuntimeError):
@@ -114,7 +110,7 @@ class RecompilationError(VattnError, RuntimeError):
 
 
 class RankError(VattnError, RuntimeError):
-    """Ranks of a process group that contradict each other, or one that does not come."""
+    """Ranks of a process group disagree, or one does not answer."""
 
 
 class GradientError(VattnError, RuntimeError):
@@ -126,11 +122,11 @@ class MissingPackageError(VattnError, ImportError):
 
 
 class TransferError(VattnError, RuntimeError):
-    """Blocks could not be loaded from, or saved to, where a connector keeps them. One request fails, no other."""
+    """A connector could not load or save blocks. Only that request fails."""
 
 
 class RequestError(VattnError, ValueError):
-    """One request of a generator cannot be served. Only that request fails; the others go on."""
+    """A generator cannot serve a request. Only that request fails."""
 
 
 class QueueFullError(VattnError, RuntimeError):
@@ -138,8 +134,8 @@ class QueueFullError(VattnError, RuntimeError):
 
 
 class SignatureError(VattnError, TypeError):
-    """A function was decorated that lacks a parameter which the decorator needs."""
+    """A decorated function lacks a parameter that the decorator needs."""
 
 
 class FusionError(VattnError, RuntimeError):
-    """Strict fusion was asked for and an attention node is not fused. The text says which, why and where."""
+    """Strict fusion was requested and an attention node is not fused. The text says which, why and where."""

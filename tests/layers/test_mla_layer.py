@@ -513,7 +513,7 @@ def test_messages_say_what_to_do() -> None:
 
 
 def test_formats_of_latents_are_refused_elsewhere() -> None:
-    with pytest.raises(ConfigError, match="is no KV cache format"):
+    with pytest.raises(ConfigError, match="is not a KV cache format"):
         vattn.Attention(2, 16, 0.25, cache_config=vattn.CacheConfig(cache_dtype="fp8_ds_mla"))
 
 

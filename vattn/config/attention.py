@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
 
-from vattn.config import encoding as canonical
+from vattn.config import encoding
 from vattn.config.arguments import integer
 from vattn.config.dcp import DCPShard, check_shard, shard_of
 from vattn.config.encoding import check as _check
@@ -149,7 +149,7 @@ class AttentionConfig:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        canonical.make_canonical(self)
+        encoding.make_canonical(self)
         self._check_sizes()
         self._check_names()
         self._check_mask()
@@ -342,7 +342,7 @@ class AttentionConfig:
 
     def encode(self) -> str:
         """Return the canonical string: version, then `name=value` of every field that differs from its default."""
-        return canonical.encode(_HEAD, self)
+        return encoding.encode(_HEAD, self)
 
     @staticmethod
     @lru_cache(maxsize=4096)
@@ -352,7 +352,7 @@ class AttentionConfig:
         Raises:
             ConfigError: another version, an unknown field or a value out of range.
         """
-        return canonical.parse(_HEAD, AttentionConfig, text)
+        return encoding.parse(_HEAD, AttentionConfig, text)
 
 
 @lru_cache(maxsize=4096)

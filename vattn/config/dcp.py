@@ -1,7 +1,7 @@
-"""Which tokens of a request lie on which rank: the arithmetic of sharded caches, stated once.
+"""Decode context parallelism: which rank holds which token of a request.
 
-Tokens are dealt out in runs of `interleave`, rank by rank: token i lies on rank `i // interleave % world_size`. A rank
-keeps its tokens in order, so the local index of a token counts the tokens of the same rank before it.
+Token i is on rank `i // interleave % world_size`. A rank keeps its tokens in order, so the local index of
+a token counts the tokens of that rank before it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Config = TypeVar("Config", bound=Any)
 """`AttentionConfig` or `MLAConfig`."""
 
 MAX_PERIOD = 1 << 30
-"""Most tokens that are dealt out before it is the first rank's turn again: positions are int32."""
+"""Largest period of a shard: positions are int32."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class DCPShard:
     Attributes:
         rank: this rank, from 0 to `world_size - 1`.
         world_size: ranks that share the cache.
-        interleave: neighbouring tokens that lie on one rank.
+        interleave: consecutive tokens on one rank.
 
     Example:
         >>> shard = DCPShard(rank=1, world_size=2, interleave=2)
@@ -45,11 +45,11 @@ class DCPShard:
 
     @property
     def period(self) -> int:
-        """Tokens that are dealt out before it is the first rank's turn again."""
+        """Tokens after which the assignment to ranks repeats."""
         return self.world_size * self.interleave
 
     def count(self, length: Number) -> Number:
-        """Return how many of the first `length` tokens of a request lie on this rank; 0 below 1."""
+        """Return how many of the first `length` tokens of a request are on this rank; 0 if `length` is below 1."""
         first = self.rank * self.interleave
         if isinstance(length, Tensor):
             length = length.clamp(min=0)
@@ -63,7 +63,7 @@ class DCPShard:
         return index // self.interleave * self.period + self.rank * self.interleave + index % self.interleave
 
     def owns(self, position: Number) -> bool | Tensor:
-        """Return whether the token at a position lies on this rank."""
+        """Return whether the token at a position is on this rank."""
         return position // self.interleave % self.world_size == self.rank
 
     def local_indices(self, positions: Tensor) -> Tensor:
@@ -71,12 +71,12 @@ class DCPShard:
         return torch.where((positions >= 0) & self.owns(positions), self.count(positions), -1)
 
     def of_rank(self, rank: int) -> DCPShard:
-        """Return another rank's share."""
+        """Return the shard of another rank."""
         return DCPShard(rank, self.world_size, self.interleave)
 
 
 def check_shard(config: Any) -> None:
-    """Refuse a share that cannot be, in a config with `context_rank`, `context_world` and `context_interleave`."""
+    """Check `context_rank`, `context_world` and `context_interleave` of a config."""
     rank, world, interleave = config.context_rank, config.context_world, config.context_interleave
     check(
         world >= 1 and 0 <= rank < world,
@@ -99,12 +99,12 @@ def check_shard(config: Any) -> None:
 
 
 def shard_of(config: Any) -> DCPShard | None:
-    """Return the share that a config names, `None` without context parallelism."""
+    """Return the shard of a config, `None` without context parallelism."""
     if not config.context_parallel:
         return None
     return DCPShard(config.context_rank, config.context_world, config.context_interleave)
 
 
 def without_dcp(config: Config) -> Config:
-    """Return what a config asks for of a cache that holds all tokens."""
+    """Return a config for a cache that holds all tokens."""
     return config.replace(context_parallel=False, context_rank=0, context_world=1, context_interleave=1)

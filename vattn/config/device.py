@@ -1,10 +1,11 @@
-"""What a device is, which sizes a kernel takes, and which optional packages are installed."""
+"""Devices, sizes that a kernel takes, and installed packages."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
 import os
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -29,12 +30,12 @@ _ARCHITECTURES = tuple(
     f"sm_{number}"
     for number in (50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121)
 )
-"""Architectures that there are: a request can be explained for a GPU elsewhere, also for one that is too old."""
+"""NVIDIA's architectures, those that are too old included: a request can be explained for any of them."""
 
 
 @dataclass(frozen=True)
 class DeviceInfo:
-    """The device that a request is for.
+    """The device of a request.
 
     Attributes:
         type: `"cpu"` or `"cuda"`.
@@ -53,7 +54,7 @@ class DeviceInfo:
         """Describe a torch device.
 
         Raises:
-            DeviceError: torch knows no such device, or this machine has no such GPU.
+            DeviceError: torch does not know the device, or this machine does not have it.
         """
         try:
             device = torch.device(device)
@@ -63,7 +64,7 @@ class DeviceInfo:
             raise DeviceError(
                 f"device {str(device)!r} on a machine with {torch.cuda.device_count()} usable GPUs",
                 "a device of this machine",
-                "run `python -m vattn doctor`; for a GPU elsewhere, vattn.explain(request, 'sm_90')",
+                "run `python -m vattn doctor`; for another GPU, vattn.explain(request, 'sm_90')",
             )
         interpreter = os.environ.get("TRITON_INTERPRET", "0") == "1"
         if device.type == "cuda":
@@ -73,7 +74,7 @@ class DeviceInfo:
 
     @staticmethod
     def anywhere(device: torch.device | str) -> DeviceInfo:
-        """Describe a torch device, or a GPU elsewhere by its architecture, such as `"sm_90"`.
+        """Describe a torch device, or a GPU of another machine by its architecture, such as `"sm_90"`.
 
         Raises:
             DeviceError: neither; see `of`.
@@ -113,14 +114,5 @@ class Sizes:
 
 def parse_version(text: str) -> tuple[int, ...]:
     """Return the leading numbers of a version, `"2.11.0+cu130"` -> `(2, 11, 0)`."""
-    numbers = []
-    for part in text.split("+")[0].split("."):
-        digits = ""
-        for character in part:
-            if not character.isdigit():
-                break
-            digits += character
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
+    numbers = re.match(r"(\d+(\.\d+)*)?", text)
+    return tuple(map(int, numbers[0].split("."))) if numbers and numbers[0] else ()

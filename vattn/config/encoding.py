@@ -1,4 +1,4 @@
-"""Frozen dataclasses as one canonical string, equal for equal objects: how static settings travel in an op's arguments.
+"""Encode frozen dataclasses as strings, equal for equal objects: the static arguments of ops.
 
 A string is a head with a version, then `name=value` of every field that differs from its default.
 """
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from vattn.errors import ConfigError
 
 NOTE_MARK = " # "
-"""What follows it in a config string is a note of the compiler passes; it asks for nothing and `parse` skips it."""
+"""Starts a note of the compiler passes in a config string; `parse` skips it."""
 
 _T = TypeVar("_T")
 
@@ -26,14 +26,14 @@ def check(condition: bool, got: str, allowed: str, fix: str) -> None:
 
 
 def make_canonical(settings: Any) -> None:
-    """Give every field of a dataclass being made a value of exactly its declared type, or refuse it."""
+    """Convert every field of a dataclass to exactly its declared type, or raise ConfigError."""
     for field in dataclasses.fields(settings):
         value = _canonical(field.name, str(field.type), getattr(settings, field.name))
         object.__setattr__(settings, field.name, value)
 
 
 def encode(head: str, settings: Any) -> str:
-    """Return the canonical string of a dataclass."""
+    """Return the string of a dataclass."""
     parts = [head]
     for field in dataclasses.fields(settings):
         value = getattr(settings, field.name)

@@ -10,7 +10,7 @@ import dataclasses
 from dataclasses import dataclass
 from functools import lru_cache
 
-from vattn.config import encoding as canonical
+from vattn.config import encoding
 from vattn.config.dcp import DCPShard, check_shard, shard_of
 from vattn.config.encoding import check as _check
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_ARITHMETICS, OUTPUT_FORMATS, QUERY_FORMATS
@@ -89,7 +89,7 @@ class MLAConfig:
         for name, names in (("dtype", MODEL_DTYPES), ("kv_cache_dtype", MLA_FORMATS)):
             value = getattr(self, name)
             _check(isinstance(value, str), f"{name}={value!r}", ", ".join(names), "pass one of these names as a string")
-        canonical.make_canonical(self)
+        encoding.make_canonical(self)
         sizes = ("num_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "block_size")
         for name in (*sizes, "decode_threshold"):
             value = getattr(self, name)
@@ -204,7 +204,7 @@ class MLAConfig:
 
     def encode(self) -> str:
         """Return the canonical string: version, then `name=value` of every field that differs from its default."""
-        return canonical.encode(HEAD, self)
+        return encoding.encode(HEAD, self)
 
     @staticmethod
     @lru_cache(maxsize=4096)
@@ -214,4 +214,4 @@ class MLAConfig:
         Raises:
             ConfigError: another version, an unknown field or a value out of range.
         """
-        return canonical.parse(HEAD, MLAConfig, text)
+        return encoding.parse(HEAD, MLAConfig, text)

@@ -1,4 +1,4 @@
-"""What one layer's rotary position embedding asks for: frozen, hashable, and one canonical string.
+"""The request of one layer's rotary position embedding: frozen, hashable, encoded as one string.
 
 `RopeConfig` travels with `vattn::rope_kv_cache_update` as `rope.encode()`, beside the string of the `AttentionConfig`.
 """
@@ -8,18 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from vattn.config import encoding as canonical
-from vattn.config.encoding import check as _check
+from vattn.config import encoding
+from vattn.config.encoding import check
 from vattn.quantization.formats import OUTPUT_ARITHMETICS
 
 ROPE_VERSION = 1
 _HEAD = f"rope{ROPE_VERSION}"
 
 ROPE_STYLES = ("neox", "interleaved")
-"""Which columns turn together: i and i + rotary_dim / 2 (NeoX, Llama), or 2i and 2i + 1 (GPT-J, complex numbers)."""
+"""Which columns are rotated together: i and i + rotary_dim / 2 (NeoX, Llama), or 2i and 2i + 1 (GPT-J)."""
 
 ROPE_NORMS = ("none", "rms", "rms_one_plus")
-"""RMSNorm of every query and key head ahead of the rotation: none, times the weight, or times 1 + weight (Gemma)."""
+"""RMSNorm of every query and key head before the rotation: none, times the weight, or times 1 + weight (Gemma)."""
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,13 @@ class RopeConfig:
     """Describe what happens to queries and keys before they are quantised and cached.
 
     Attributes:
-        rotary_dim: leading columns of each head that are rotated, even; the others pass.
+        rotary_dim: leading columns of each head that are rotated, even; the others are copied.
         style: `"neox"` or `"interleaved"`, see `ROPE_STYLES`.
-        norm: see `ROPE_NORMS`; over the whole head, ahead of the rotation. Weights are tensor arguments and optional.
-        norm_eps: added to the mean square under the root; 0, which a norm has too unless told otherwise, adds nothing.
-        round_query: round a query that is quantised to the model dtype first, as separate steps would. Compiled code
-            that quantises in the kernel of the rotation does not.
-        query_arithmetic: `"divide"` by `q_scale`, or `"multiply"` by it: then it is the reciprocal of the scale that
-            attention gets.
+        norm: see `ROPE_NORMS`; over the whole head, before the rotation. Weights are optional tensor arguments.
+        norm_eps: added to the mean square under the root; default 0, with a norm too.
+        round_query: round a query to the model dtype before quantising it, as separate steps would. Compiled code that
+            quantises in the rotation kernel does not.
+        query_arithmetic: `"divide"` by `q_scale`, or `"multiply"` by it; it is then the reciprocal of the scale.
 
     Example:
         >>> RopeConfig(rotary_dim=64, style="interleaved").encode()
@@ -49,33 +48,33 @@ class RopeConfig:
     query_arithmetic: str = "divide"
 
     def __post_init__(self) -> None:
-        canonical.make_canonical(self)
-        _check(
+        encoding.make_canonical(self)
+        check(
             self.rotary_dim > 0 and self.rotary_dim % 2 == 0,
             f"rotary_dim={self.rotary_dim}",
             "an even number from 2 up",
-            "give the number of columns that turn, not of pairs",
+            "give the number of rotated columns, not of pairs",
         )
         for name, allowed in (("style", ROPE_STYLES), ("norm", ROPE_NORMS), ("query_arithmetic", OUTPUT_ARITHMETICS)):
             value = getattr(self, name)
-            _check(value in allowed, f"{name}={value!r}", ", ".join(allowed), "choose one of these names")
-        _check(
+            check(value in allowed, f"{name}={value!r}", ", ".join(allowed), "choose one of these names")
+        check(
             self.norm_eps >= 0 and (self.norm != "none" or self.norm_eps == 0),
             f"norm_eps={self.norm_eps} with norm={self.norm!r}",
             "a number from 0 up, and 0 without a norm",
-            "name the norm that the epsilon belongs to",
+            "choose a norm",
         )
 
     def encode(self) -> str:
         """Return the canonical string: version, then `name=value` of every field that differs from its default."""
-        return canonical.encode(_HEAD, self)
+        return encoding.encode(_HEAD, self)
 
     @staticmethod
     @lru_cache(maxsize=1024)
     def parse(text: str) -> RopeConfig:
-        """Read what `encode` wrote, without a note behind it.
+        """Parse a string made by `encode`; a note after it is skipped.
 
         Raises:
             ConfigError: another version, an unknown field or a value out of range.
         """
-        return canonical.parse(_HEAD, RopeConfig, text)
+        return encoding.parse(_HEAD, RopeConfig, text)

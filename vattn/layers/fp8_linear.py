@@ -1,4 +1,4 @@
-"""`FP8Linear`: a linear layer of e4m3 weights that quantises its input too (W8A8)."""
+"""`FP8Linear`: a linear layer with e4m3 weights and inputs (W8A8)."""
 
 from __future__ import annotations
 
@@ -12,22 +12,23 @@ from torch import Tensor, nn
 
 from vattn.backends.linear import scaled_product
 from vattn.errors import ConfigError, DtypeError, GradientError, ScaleError, ShapeError, StrideError
-from vattn.quantization.codecs import MIN_ABSMAX, quant_fp8_group, quant_fp8_per_token, quant_fp8_static
+from vattn.quantization.codecs import MIN_ABSMAX, quant_fp8_group, quant_fp8_per_token, quant_fp8_static, to_e4m3
 from vattn.quantization.formats import FP8_E4M3_MAX, MODEL_DTYPES, dtype_name
 
 BLOCK = 128
 """Rows and columns of a block of weights, and columns of a group of inputs."""
 
 ALIGNMENT = 16
-"""Features of a linear layer are a multiple of this: what FP8 products of GPUs take."""
+"""Features must be a multiple of this: FP8 products on GPUs need it."""
 
 INPUT_DTYPES = tuple(MODEL_DTYPES.values())
 
 SCALE_DTYPES = (*INPUT_DTYPES, torch.float64)
-"""Of scales that are given; a layer keeps them in fp32."""
+"""Dtypes of given scales; a layer keeps them in fp32."""
 
 GPU_COLUMNS = 4 * BLOCK
-"""On a GPU the input features of a linear with blocks are a multiple of this: releases of torch differ about others."""
+"""On a GPU the input features of a linear with blocks must be a multiple of this; releases of torch treat others
+differently."""
 
 
 @dataclass(frozen=True)
@@ -36,9 +37,9 @@ class LinearFormat:
 
     Attributes:
         name: of the format.
-        given: whether the input's scale is given; computed from every input otherwise.
-        blocks: whether weights have a scale for each block of 128 x 128; for all or for each row otherwise.
-        rows: whether weights that are quantised here get a scale for each row.
+        given: whether the input's scale is given; otherwise it is computed from every input.
+        blocks: whether weights have a scale per block of 128 x 128; otherwise one for all, or one per row.
+        rows: whether `FP8Linear.of` makes a weight scale per row.
     """
 
     name: str
@@ -71,7 +72,7 @@ def weight_scale(weight: Tensor, fmt: LinearFormat) -> Tensor:
 
 
 def spread(scale: Tensor, rows: int, columns: int) -> Tensor:
-    """Return the scales of a weight so that they broadcast over it."""
+    """Return the scales of a weight, broadcastable over it."""
     if scale.dim() == 2:
         return scale.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
     return scale[:, None]
@@ -79,29 +80,28 @@ def spread(scale: Tensor, rows: int, columns: int) -> Tensor:
 
 def encode_weight(weight: Tensor, scale: Tensor) -> Tensor:
     """Return the e4m3 codes `[N, K]` of a weight; dequantised = codes * scale."""
-    wide = weight.detach().float() / spread(scale, *weight.shape)
-    return wide.clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX).to(torch.float8_e4m3fn)
+    return to_e4m3(weight.detach().float() / spread(scale, *weight.shape))
 
 
 class FP8Linear(nn.Linear):
-    """`nn.Linear` of e4m3 codes, which quantises its input to e4m3 as well.
+    """`nn.Linear` with e4m3 weights that quantises its input to e4m3.
 
-    The input is quantised in plain torch ops, so that a compiler fuses that into whatever made the input, and our
-    passes into attention. On a GPU the product is `torch._scaled_mm`; on a CPU the codes are multiplied in fp32, and
-    blocks are dequantised first. Either way the result is rounded to the input's dtype once, and the bias added then.
+    The input is quantised in plain torch ops: a compiler can fuse them into the producer of the input, and vattn's
+    passes into attention. On a GPU the product is `torch._scaled_mm`; on a CPU codes are multiplied in fp32, and blocks
+    are dequantised first. The result is rounded to the input's dtype once, then the bias is added.
 
     Args:
-        weight: e4m3 `[N, K]`, contiguous; taken as it is. K and N are multiples of 16.
-        weight_scale: fp32 `[1]`, `[N]`, or one for each block of 128 x 128.
+        weight: e4m3 `[N, K]`, contiguous; not copied. K and N are multiples of 16.
+        weight_scale: fp32 `[1]`, `[N]`, or one per block of 128 x 128.
         format: `"fp8_static"`, one given scale for the input; `"fp8_dynamic"`, one computed over all tokens of a call,
             padding included; `"fp8_per_token"`; `"fp8_group128"`, one for every 128 columns of a token, with blocks.
-        input_scale: fp32 `[1]`, for `"fp8_static"` alone.
+        input_scale: fp32 `[1]`, only for `"fp8_static"`.
         bias: `[N]` in the dtype of inputs, or `None`.
 
     Attributes:
         weight: a parameter without gradient. Codes and scales keep their dtype under `model.to(dtype)`.
-        weight_scale, input_scale: buffers, in the state dict; there, scales of rows are `[N, 1]`, as in checkpoints of
-            compressed-tensors, and both shapes load.
+        weight_scale, input_scale: buffers in the state dict. Scales of rows are saved as `[N, 1]`, as
+            compressed-tensors does; both shapes load.
 
     Raises:
         ConfigError, ShapeError, StrideError, ScaleError, DtypeError: at construction. DtypeError,
@@ -141,10 +141,8 @@ class FP8Linear(nn.Linear):
             if not isinstance(x, Tensor) and (x is not None or name.startswith("weight")):
                 raise DtypeError(f"{name} of type {type(x).__name__}", "a tensor", "torch.tensor([...])")
         if weight.dim() != 2 or not weight.is_contiguous():
-            raise StrideError(
-                f"a weight of shape {tuple(weight.shape)} with strides {weight.stride()}", "[N, K], contiguous",
-                "call weight.contiguous()",
-            )  # fmt: skip
+            got = f"a weight of shape {tuple(weight.shape)} with strides {weight.stride()}"
+            raise StrideError(got, "[N, K], contiguous", "call weight.contiguous()")
         self.out_features, self.in_features = weight.shape
         if bias is not None and tuple(bias.shape) != (self.out_features,):
             raise ShapeError(f"a bias of shape {tuple(bias.shape)}", f"({self.out_features},)", "check the bias")
@@ -169,7 +167,7 @@ class FP8Linear(nn.Linear):
         check_scales({"a weight_scale": weight_scale, "an input_scale": input_scale})
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias.detach(), requires_grad=False))
-        # Scales of its own: layers that share one could not be saved by safetensors.
+        # A copy: safetensors cannot save layers that share a scale.
         self.register_buffer("weight_scale", weight_scale.detach().float().clone())
         if input_scale is not None:
             input_scale = input_scale.detach().float().reshape(1).to(weight.device).clone()
@@ -177,13 +175,13 @@ class FP8Linear(nn.Linear):
 
     @classmethod
     def of(cls, linear: nn.Linear, format: str, input_scale: Tensor | None = None) -> FP8Linear:
-        """Return a linear layer quantised; its weight is left as it is, its bias is shared.
+        """Return a quantised copy of a linear layer; it shares the bias.
 
         Raises:
-            ConfigError: it is none, or FP8 already; and what the class raises.
+            ConfigError: not a plain `nn.Linear`; and what the class raises.
         """
         if not isinstance(linear, nn.Linear) or isinstance(linear, FP8Linear):
-            raise ConfigError(f"{type(linear).__name__} to quantise", "a plain nn.Linear", "pass the plain layer")
+            raise ConfigError(f"a layer of type {type(linear).__name__}", "a plain nn.Linear", "pass the plain layer")
         scale = weight_scale(linear.weight, linear_format(format))
         return cls(encode_weight(linear.weight, scale), scale, format, input_scale, linear.bias)
 
@@ -209,7 +207,7 @@ class FP8Linear(nn.Linear):
         return out.view(*x.shape[:-1], self.out_features)
 
     def quantise_input(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the codes of rows `[T, K]`, and their scales: `[1]`, `[T, 1]`, or `[T, K / 128]` column by column."""
+        """Return the codes of rows `[T, K]` and their scales: `[1]`, `[T, 1]`, or column-major `[T, K / 128]`."""
         if self.input_scale is not None:
             return quant_fp8_static(rows, self.input_scale), self.input_scale
         if self.format.blocks:
@@ -240,7 +238,7 @@ class FP8Linear(nn.Linear):
             raise ShapeError(
                 f"fp8_group128 with in_features={self.in_features} on a GPU",
                 f"multiples of {GPU_COLUMNS}",
-                "skip this layer, or take fp8_per_token",
+                "skip this layer, or use fp8_per_token",
             )
         fine = scale.dim() == 2 or other.numel() != 1
         if fine and dtype is not torch.bfloat16:
@@ -254,7 +252,7 @@ class FP8Linear(nn.Linear):
         return scaled_product(codes, self.weight, scale, other, dtype)
 
     def _product_of_blocks(self, codes: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
-        # Scales lie column by column, and every column begins at a multiple of 16 bytes.
+        # Scales are column-major, and every column must start at a multiple of 16 bytes.
         tokens = codes.shape[0]
         more = -tokens % 4
         codes = nn.functional.pad(codes.view(torch.uint8), (0, 0, 0, more)).view(codes.dtype)
@@ -303,16 +301,16 @@ class FP8Linear(nn.Linear):
         return self.weight_scale.dim() == 1 and self.weight_scale.numel() > 1
 
     def extra_repr(self) -> str:
-        """Say the sizes and the format."""
+        """Show the sizes and the format."""
         granularity = {0: "", 1: f", {self.weight_scale.numel()} weight scale(s)", 2: ", blocks of 128 x 128"}
         return f"{super().extra_repr()}, {self.format.name}{granularity[self.weight_scale.dim()]}"
 
 
 def check_scales(scales: dict[str, Tensor | None]) -> None:
-    """Refuse scales that are not positive and finite, and those in dtypes that are no scale's.
+    """Check that scales are positive and finite and in a float dtype.
 
     Raises:
-        ScaleError: so it is.
+        ScaleError: one is not.
     """
     for name, scale in scales.items():
         if scale is not None and scale.dtype not in SCALE_DTYPES:
@@ -327,10 +325,10 @@ def _moved(x: Tensor, fn: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def linear_format(name: Any) -> LinearFormat:
-    """Return the format of a name.
+    """Return a format by its name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: the name is unknown.
     """
     if not isinstance(name, str) or name not in LINEAR_FORMATS:
         raise ConfigError(f"format={name!r} of linear layers", ", ".join(LINEAR_FORMATS), "choose one of these names")
@@ -338,10 +336,10 @@ def linear_format(name: Any) -> LinearFormat:
 
 
 def check_sizes(in_features: int, out_features: int, fmt: LinearFormat) -> None:
-    """Refuse sizes that FP8 products do not take.
+    """Check that FP8 products take these sizes.
 
     Raises:
-        ShapeError: so it is.
+        ShapeError: they do not.
     """
     columns = BLOCK if fmt.blocks else ALIGNMENT
     if in_features % columns or out_features % ALIGNMENT:
@@ -354,7 +352,7 @@ def check_sizes(in_features: int, out_features: int, fmt: LinearFormat) -> None:
 
 @contextmanager
 def exact_inputs(model: nn.Module) -> Iterator[None]:
-    """Let the FP8 linears of a model take inputs as they are while the block runs."""
+    """Do not quantise the inputs of a model's FP8 linears inside the block."""
     linears = [module for module in model.modules() if isinstance(module, FP8Linear)]
     for linear in linears:
         linear.quantises_input = False

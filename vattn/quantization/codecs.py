@@ -5,7 +5,7 @@ Bit-exact to the stated layout, free of syncs and traceable by `torch.compile`. 
 Rules that hold for every format:
 
 - Values are divided by their scale in fp32 and rounded to nearest, ties to even.
-- FP8 casts are clamped first: an eager CUDA cast gives NaN above the range where CPU and compiled casts saturate.
+- FP8 casts clamp first: above the range an eager CUDA cast gives NaN, CPU and compiled casts saturate.
 - NaN stays NaN under a given scale, infinities saturate to the largest finite value.
 - A dynamic FP8 row or group that holds NaN or an infinity has a non-finite scale and dequantises to NaN throughout.
 - Dynamic FP8 scales are at least `MIN_ABSMAX / 448`, so rows of zeros are stored as zeros under a finite scale.
@@ -24,6 +24,7 @@ from vattn.quantization.formats import (
     KV_FORMATS,
     NVFP4_GROUP_SIZE,
     OUTPUT_FORMATS,
+    KVFormat,
     OutputFormat,
 )
 
@@ -33,17 +34,18 @@ MIN_ABSMAX = 1e-10
 _ROW_TILE, _COLUMN_TILE = 128, 4
 
 
-def _to_e4m3(x: Tensor) -> Tensor:
+def to_e4m3(x: Tensor) -> Tensor:
+    """Return e4m3 values: saturating, nearest even, NaN stays NaN."""
     return x.clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX).to(torch.float8_e4m3fn)
 
 
-def _divide(x: Tensor, divisor: float) -> Tensor:
-    # By a tensor: eager CUDA turns division by a number into multiplication by its rounded reciprocal.
+def divide(x: Tensor, divisor: float) -> Tensor:
+    """Divide by a number, correctly rounded: eager CUDA would multiply by its rounded reciprocal."""
     return x / x.new_full((), divisor)
 
 
 def _over_heads(scale: Tensor, num_heads: int) -> Tensor:
-    """Shape one value or one value per head so that it broadcasts over `[..., num_heads, width]`."""
+    """Reshape one value or one per head to broadcast over `[..., num_heads, width]`."""
     if scale.numel() == 1:
         return scale.reshape(())
     if scale.numel() != num_heads:
@@ -55,19 +57,21 @@ def _over_heads(scale: Tensor, num_heads: int) -> Tensor:
     return scale.reshape(num_heads, 1)
 
 
-def _wrong_scale(fmt_name: str, scale: Tensor | None) -> ScaleError:
-    if scale is None:
-        return ScaleError(
-            f"format {fmt_name} without a scale", "1 value or one per KV head", "pass torch.ones(1) for unit"
-        )
-    return ScaleError(f"format {fmt_name} with a scale", "no scale for a plain format", "pass scale=None")
+def _kv_format(name: str, scale: Tensor | None) -> KVFormat:
+    """Return a format; a quantised one needs a scale, a plain one has none."""
+    fmt = KV_FORMATS[name]
+    if fmt.quantised and scale is None:
+        raise ScaleError(f"format {name} without a scale", "1 value or one per KV head", "pass torch.ones(1) for unit")
+    if not fmt.quantised and scale is not None:
+        raise ScaleError(f"format {name} with a scale", "no scale for a plain format", "pass scale=None")
+    return fmt
 
 
 def encode_kv(x: Tensor, fmt_name: str, scale: Tensor | None = None) -> Tensor:
-    """Turn keys or values `[..., K, D]` into what a cache of format `fmt_name` stores, same shape.
+    """Encode keys or values `[..., K, D]` as a cache of format `fmt_name` stores them, same shape.
 
     Args:
-        x: any float dtype; already in the format's FP8 dtype: returned as it is.
+        x: any float dtype; values in the format's FP8 dtype are returned as they are.
         fmt_name: canonical name in `KV_FORMATS`.
         scale: fp32, 1 value or `[K]` for quantised formats, `None` for plain ones.
 
@@ -75,7 +79,7 @@ def encode_kv(x: Tensor, fmt_name: str, scale: Tensor | None = None) -> Tensor:
         Tensor of the format's `value_dtype` (view it as `storage_dtype` for the raw storage).
 
     Raises:
-        ScaleError: the scale is missing, superfluous or of the wrong size.
+        ScaleError: the scale is missing, not allowed or of the wrong size.
 
     Example:
         >>> import torch
@@ -83,9 +87,7 @@ def encode_kv(x: Tensor, fmt_name: str, scale: Tensor | None = None) -> Tensor:
         >>> decode_kv(stored, "fp8_e4m3", torch.tensor([0.5]))
         tensor([[[  1., 224.]]])
     """
-    fmt = KV_FORMATS[fmt_name]
-    if fmt.quantised == (scale is None):
-        raise _wrong_scale(fmt_name, scale)
+    fmt = _kv_format(fmt_name, scale)
     if x.dtype == fmt.value_dtype:
         return x
     if scale is None:
@@ -98,11 +100,9 @@ def decode_kv(stored: Tensor, fmt_name: str, scale: Tensor | None = None) -> Ten
     """Return the fp32 values of stored keys or values `[..., K, D]`; `stored` may be viewed as `uint8`.
 
     Raises:
-        ScaleError: the scale is missing, superfluous or of the wrong size.
+        ScaleError: the scale is missing, not allowed or of the wrong size.
     """
-    fmt = KV_FORMATS[fmt_name]
-    if fmt.quantised == (scale is None):
-        raise _wrong_scale(fmt_name, scale)
+    fmt = _kv_format(fmt_name, scale)
     values = stored.view(fmt.value_dtype).float() if fmt.quantised else stored.float()
     return values if scale is None else values * _over_heads(scale, stored.shape[-2])
 
@@ -115,11 +115,11 @@ def encode_query(query: Tensor, q_scale: Tensor, num_kv_heads: int, arithmetic: 
     """
     scale = _over_query_heads(q_scale, query.shape[1], num_kv_heads)
     wide = query.float()
-    return _to_e4m3(wide * scale.reciprocal() if _multiplies(arithmetic) else wide / scale)
+    return to_e4m3(wide * scale.reciprocal() if _multiplies(arithmetic) else wide / scale)
 
 
 def load_query(query: Tensor, q_scale: Tensor | None, num_kv_heads: int, query_load: str) -> Tensor:
-    """Return the fp32 values that scores are made of, from a query `[T, H, D]` as the op gets it.
+    """Return the fp32 values of a query `[T, H, D]` as it is passed to the op, rounded by `query_load`.
 
     Args:
         q_scale: `None` for a query that is not quantised.
@@ -152,7 +152,7 @@ def ceil_power_of_two(scale: Tensor) -> Tensor:
 
 def quant_fp8_static(input: Tensor, scale: Tensor) -> Tensor:
     """Quantise `[T, N]` to e4m3 by one given fp32 scale."""
-    return _to_e4m3(input.float() / scale.reshape(())).contiguous()
+    return to_e4m3(input.float() / scale.reshape(())).contiguous()
 
 
 def quant_fp8_per_token(input: Tensor) -> tuple[Tensor, Tensor]:
@@ -187,18 +187,18 @@ def _quant_fp8_groups(
     groups = _grouped(input, group_size)
     largest = groups.abs().amax(dim=-1)
     if min_scale is None:
-        scales = _divide(largest.clamp(min=MIN_ABSMAX), FP8_E4M3_MAX)
+        scales = divide(largest.clamp(min=MIN_ABSMAX), FP8_E4M3_MAX)
     else:
-        scales = _divide(largest, FP8_E4M3_MAX).clamp(min=min_scale)
+        scales = divide(largest, FP8_E4M3_MAX).clamp(min=min_scale)
     if power_of_two:
         scales = ceil_power_of_two(scales)
     wide = scales.unsqueeze(-1)
-    codes = _to_e4m3(groups * wide.reciprocal() if _multiplies(arithmetic) else groups / wide)
+    codes = to_e4m3(groups * wide.reciprocal() if _multiplies(arithmetic) else groups / wide)
     return codes.flatten(1).contiguous(), scales.contiguous()
 
 
 def _multiplies(arithmetic: str) -> bool:
-    # What is approximate on CUDA is rounded correctly here.
+    # Divisions that are approximate on CUDA are correctly rounded here.
     return arithmetic.removeprefix("approximate_") == "multiply"
 
 
@@ -252,9 +252,9 @@ def quant_nvfp4(input: Tensor, scale: Tensor, swizzled: bool = False) -> tuple[T
     """
     scale = scale.reshape(())
     groups = _grouped(input, NVFP4_GROUP_SIZE)
-    block_scales = _to_e4m3(_divide(groups.abs().amax(dim=-1), FP4_E2M1_MAX) / scale)
+    block_scales = to_e4m3(divide(groups.abs().amax(dim=-1), FP4_E2M1_MAX) / scale)
     step = block_scales.float() * scale
-    # A block scale of zero can hold nothing but zeros; dividing by infinity makes them, with their signs.
+    # A block scale of zero stores zeros: dividing by infinity keeps their signs.
     step = torch.where(step == 0, torch.inf, step).unsqueeze(-1)
     packed = pack_e2m1(encode_e2m1((groups / step).flatten(1)))
     return packed.contiguous(), swizzle_block_scales(block_scales) if swizzled else block_scales.contiguous()
@@ -263,7 +263,7 @@ def quant_nvfp4(input: Tensor, scale: Tensor, swizzled: bool = False) -> tuple[T
 def swizzle_block_scales(scales: Tensor) -> Tensor:
     """Reorder e4m3 scales `[rows, columns]` into 128 x 4 tiles, padded with zeros to whole tiles.
 
-    Tiles follow each other along a row of tiles. Inside a tile of 512 bytes, row r and column c lie at byte
+    Tiles are in row-major order. Inside a tile of 512 bytes, row r and column c are at byte
     `(r % 32) * 16 + (r // 32) * 4 + c`. The result is contiguous, of the padded two-dimensional shape.
     """
     rows, columns = scales.shape
@@ -303,10 +303,10 @@ def quantise_output(
     arithmetic: str = "divide",
     min_scale: float | None = None,
 ) -> None:
-    """Write attention results in an output format: the epilogue of every backend.
+    """Write attention results in an output format.
 
     Args:
-        x: `[T, H, V]`, already rounded to the model dtype (any float dtype may carry it).
+        x: `[T, H, V]`, rounded to the model dtype already, in any float dtype.
         fmt: an output format or its name; groups run over the flattened row of `H * V` columns.
         output: `[T, H, fmt.output_columns(V)]` of the format's container; written whole.
         output_block_scale: of shape `fmt.block_scale_shape(T, H * V)`; written whole, padding included.
@@ -339,7 +339,7 @@ def quantise_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """Return codes of rows `[T, N]` in a quantised output format, and the scales that it computes, if any.
 
-    Arguments are those of `quantise_output`.
+    Arguments: see `quantise_output`.
     """
     if output_scale is None:
         group_size = rows.shape[1] if fmt.group_size < 0 else fmt.group_size
@@ -348,7 +348,7 @@ def quantise_rows(
     if fmt.container is torch.uint8:
         return quant_nvfp4(rows, output_scale, fmt.swizzled)
     if _multiplies(arithmetic):
-        return _to_e4m3(rows.float() * output_scale.reshape(())).contiguous(), None
+        return to_e4m3(rows.float() * output_scale.reshape(())).contiguous(), None
     return quant_fp8_static(rows, output_scale), None
 
 
@@ -358,7 +358,7 @@ def dequantise_output(
     output_block_scale: Tensor | None = None,
     output_scale: Tensor | None = None,
 ) -> Tensor:
-    """Return the fp32 `[T, H, V]` that an attention output of some format stands for.
+    """Return the fp32 values `[T, H, V]` of an attention output.
 
     Raises:
         ScaleError: a scale tensor that the format needs is missing.

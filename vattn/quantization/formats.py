@@ -1,11 +1,11 @@
-"""Every storage format by name: what a KV cache, a query or an attention output may be stored as.
+"""Formats of KV caches, queries and attention outputs, by name.
 
-This file is the vocabulary only (torch alone, no arithmetic); `vattn.quantization.codecs` encodes and decodes.
-One rule holds everywhere: **dequantised value = stored value * scale**.
+`vattn.quantization.codecs` encodes and decodes them. Everywhere **dequantised value = stored value * scale**.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -31,23 +31,23 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 
 ROTATIONS: tuple[str, ...] = ("none", "hadamard", "block_hadamard")
-"""What happens to a row before it is coded: nothing, a Hadamard transform of the whole row, or random signs and a
-transform of each block, as wide as the largest power of two that divides the row
+"""How a row is rotated before it is encoded: not, by a Hadamard transform of the whole row, or by random signs and a
+transform of each block; a block is as wide as the largest power of two that divides the row
 (`vattn.quantization.packed.hadamard`)."""
 
 
 @dataclass(frozen=True)
 class PackedPart:
-    """How the keys, or the values, of a packed format lie in a block: codes, and the scales of every row of them.
+    """Codes and scales of the keys, or of the values, of a packed format.
 
     A row is one token's key or value in one head.
 
     Attributes:
-        codec: name in `vattn.quantization.packed.CODECS` of what encodes and decodes a row.
-        bits: of one code. Codes of a row follow each other from the lowest bit of its first byte on.
+        codec: name in `vattn.quantization.packed.CODECS`; encodes and decodes a row.
+        bits: of one code. Codes of a row are contiguous, from the lowest bit of its first byte on.
         scale_dtype: dtype of the stored scales; `None` for none.
-        scales: scales of a row, where `group_size` is 0.
-        group_size: columns that share one scale; 0: the scales are those of the whole row.
+        scales: scales of a row if `group_size` is 0.
+        group_size: columns that share one scale; 0: scales of the whole row.
         rotation: name in `ROTATIONS`.
     """
 
@@ -75,9 +75,9 @@ class PackedPart:
         return self.code_bytes(width) + self.scale_bytes(width)
 
     def width_problem(self, width: int) -> str | None:
-        """Return what rows must be for this part, `None` if `width` is that."""
+        """Return which widths this part takes, `None` if it takes `width`."""
         if self.rotation == "hadamard" and width & (width - 1):
-            return "a power of two, which its Hadamard rotation takes"
+            return "a power of two, for its Hadamard rotation"
         if self.group_size and width % self.group_size:
             return f"a multiple of {self.group_size}, the columns that share a scale"
         return "a number of columns that fills whole bytes" if width * self.bits % 8 else None
@@ -85,14 +85,14 @@ class PackedPart:
 
 @dataclass(frozen=True)
 class KVFormat:
-    """How keys and values lie in a cache.
+    """How keys and values are stored in a cache.
 
     Attributes:
-        name: canonical name, the one a resolved config carries.
-        storage_dtype: dtype of the raw storage tensor. Quantised formats use `uint8`, which `model.to(dtype)` leaves
-            alone.
+        name: canonical name.
+        storage_dtype: dtype of the raw storage tensor. Quantised formats use `uint8`, which `model.to(dtype)` does not
+            convert.
         value_dtype: dtype that the stored bytes are viewed as.
-        quantised: whether k_scale and v_scale apply: scales that are given, beside those that a format stores.
+        quantised: whether the format takes `k_scale` and `v_scale`, beside scales that it stores itself.
         max_value: largest finite magnitude under a scale of 1; encoding clamps to it.
         key, value: how rows are packed; `None` for formats that store every element as a `value_dtype`.
     """
@@ -107,7 +107,7 @@ class KVFormat:
 
     @property
     def packed(self) -> bool:
-        """Whether a storage is bytes per block: scales beside the codes, and codes of less than a byte."""
+        """Whether the storage is bytes per block, with scales beside codes that may be smaller than a byte."""
         return self.key is not None
 
     @property
@@ -122,7 +122,7 @@ class KVFormat:
         return self.value_dtype.itemsize
 
     def token_bytes(self, head_size: int, head_size_v: int) -> int:
-        """Bytes that a token takes in one KV head, scales included.
+        """Bytes of a token in one KV head, scales included.
 
         Raises:
             ConfigError: a negative size.
@@ -141,7 +141,7 @@ class KVFormat:
         return (head_size + head_size_v) * self.element_size
 
     def head_size_problems(self, head_size: int, head_size_v: int) -> list[str]:
-        """Return what is wrong with head sizes for this format; empty if it takes them."""
+        """Return why the format does not take these head sizes; empty if it does."""
         found = []
         for name, size, part in (("head_size", head_size, self.key), ("head_size_v", head_size_v, self.value)):
             problem = None if part is None else part.width_problem(size)
@@ -180,26 +180,24 @@ KV_FORMATS: dict[str, KVFormat] = {
     **_packed_formats(),
 }
 
-_KV_ALIASES = {"fp8": "fp8_e4m3", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "half": "float16"}
+KV_ALIASES = {"fp8": "fp8_e4m3", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "half": "float16"}
 
 
 def kv_cache_dtypes() -> tuple[str, ...]:
     """Return the names that `CacheConfig.cache_dtype` accepts."""
-    return "auto", *KV_FORMATS, *_KV_ALIASES
+    return "auto", *KV_FORMATS, *KV_ALIASES
 
 
 def resolve_kv_cache_dtype(name: str, model_dtype: torch.dtype) -> str:
-    """Turn a user's cache dtype (`"auto"`, an alias or a canonical name) into a canonical format name.
+    """Return the canonical format name of a cache dtype: `"auto"`, an alias or a canonical name.
 
     Raises:
-        ConfigError: the name is unknown; the message lists those there are.
+        ConfigError: the name is unknown; the message lists all names.
     """
-    if name == "auto":
-        name = dtype_name(model_dtype)
-    name = _KV_ALIASES.get(name, name)
+    name = dtype_name(model_dtype) if name == "auto" else KV_ALIASES.get(name, name)
     if name not in KV_FORMATS:
         raise ConfigError(
-            f"cache_dtype {name!r} is no KV cache format", ", ".join(kv_cache_dtypes()), "choose one of these names"
+            f"cache_dtype {name!r} is not a KV cache format", ", ".join(kv_cache_dtypes()), "choose one of these names"
         )
     return name
 
@@ -217,7 +215,7 @@ class OutputFormat:
             -1: the whole row (per token).
         power_of_two: scales are rounded up to powers of two.
         column_major: `output_block_scale` is `[num_tokens, groups]` with strides `(1, num_tokens)`.
-        swizzled: NVFP4 scales in the 128 x 4 tile order, padded to whole tiles with zeros.
+        swizzled: NVFP4 scales in tiles of 128 x 4, padded with zeros to whole tiles.
     """
 
     name: str
@@ -240,7 +238,7 @@ class OutputFormat:
         return head_size_v // 2 if self.container is torch.uint8 else head_size_v
 
     def block_scale_shape(self, num_tokens: int, num_columns: int) -> tuple[int, int] | None:
-        """Shape of `output_block_scale` for rows of `num_columns = num_heads * head_size_v`; `None`: there is none."""
+        """Shape of `output_block_scale` for rows of `num_columns = num_heads * head_size_v`, `None` without one."""
         if not self.group_size:
             return None
         groups = 1 if self.group_size < 0 else num_columns // self.group_size
@@ -249,17 +247,16 @@ class OutputFormat:
         return num_tokens, groups
 
     def allocate(self, query: Tensor, head_size_v: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-        """Return uninitialised output and block scales (`None`: there are none) for a query `[T, H, D]`.
+        """Return uninitialised output and block scales (or `None`) for a query `[T, H, D]`.
 
         Args:
             dtype: model dtype.
         """
         tokens, heads = query.shape[:2]
         output = query.new_empty((tokens, heads, self.output_columns(head_size_v)), dtype=self.container or dtype)
-        if not self.group_size:
-            return output, None
         shape = self.block_scale_shape(tokens, heads * head_size_v)
-        assert shape is not None
+        if shape is None:
+            return output, None
         if self.column_major:
             return output, query.new_empty(shape[::-1], dtype=self.block_scale_dtype).t()
         return output, query.new_empty(shape, dtype=self.block_scale_dtype)
@@ -274,28 +271,26 @@ def _output_formats() -> dict[str, OutputFormat]:
         OutputFormat("nvfp4", torch.uint8, static_scale=True, group_size=NVFP4_GROUP_SIZE),
         OutputFormat("nvfp4_swizzled", torch.uint8, static_scale=True, group_size=NVFP4_GROUP_SIZE, swizzled=True),
     ]
-    for group in (64, 128):
-        for pow2 in (False, True):
-            for col in (False, True):
-                name = f"fp8_group{group}" + ("_pow2" if pow2 else "") + ("_col" if col else "")
-                formats.append(OutputFormat(name, e4m3, group_size=group, power_of_two=pow2, column_major=col))
+    for group, pow2, col in itertools.product((64, 128), ("", "_pow2"), ("", "_col")):
+        name = f"fp8_group{group}{pow2}{col}"
+        formats.append(OutputFormat(name, e4m3, group_size=group, power_of_two=bool(pow2), column_major=bool(col)))
     return {f.name: f for f in formats}
 
 
 OUTPUT_FORMATS: dict[str, OutputFormat] = _output_formats()
 
 QUERY_FORMATS: tuple[str, ...] = ("none", "fp8_e4m3")
-"""How the query is multiplied: in the model dtype, or as e4m3 with `q_scale`."""
+"""Dtype of the query in the product: the model dtype, or e4m3 with `q_scale`."""
 
 OUTPUT_ARITHMETICS: tuple[str, ...] = ("divide", "multiply", "approximate_divide", "approximate_multiply")
-"""How output codes come from values: divided by the scale, or multiplied by its reciprocal in fp32. The two round ties
-differently, so a fused epilogue does what the code that it replaces did. The approximate ones divide as code that
-Inductor generates for CUDA: quotients are the hardware's (`div.full`, at most two units in the last place off), and
-divisors known at compile time are multiplied by their reciprocals."""
+"""How output values are scaled: divided by the scale, or multiplied by its reciprocal in fp32. The two round ties
+differently, so a fused epilogue uses the arithmetic of the code that it replaces. The approximate ones divide as
+Inductor's generated CUDA code does: by the hardware's `div.full` (at most two units in the last place off), and by
+multiplying with the reciprocal of a divisor that is known at compile time."""
 
 QUERY_LOADS: tuple[str, ...] = ("plain", *OUTPUT_ARITHMETICS)
-"""How an e4m3 query reaches the op: as e4m3 (`"plain"`), or in the model dtype, to be rounded as it is loaded: divided
-by `q_scale`, or multiplied by its reciprocal, as in `OUTPUT_ARITHMETICS`."""
+"""How an e4m3 query is passed to the op: as e4m3 (`"plain"`), or in the model dtype; the kernel then quantises it with
+`q_scale` and this arithmetic of `OUTPUT_ARITHMETICS`."""
 
 SCALE_KINDS: tuple[str, ...] = ("none", "tensor", "head")
 """Granularity of k/v/q scales: none, one value, or one value per KV head."""

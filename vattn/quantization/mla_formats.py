@@ -1,4 +1,4 @@
-"""Formats of the rows that a latent attention cache holds, by name, and their encoding and decoding in torch.
+"""Formats of the rows of a latent attention cache, by name; encode and decode them in torch.
 
 A row is a latent of L columns and a rotated key of R columns. Dequantised value = stored value * scale.
 """
@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from vattn.errors import ConfigError
-from vattn.quantization.codecs import decode_e2m1, encode_e2m1, pack_e2m1, unpack_e2m1
-from vattn.quantization.formats import FP4_E2M1_MAX, FP8_E4M3_MAX, MODEL_DTYPES, dtype_name
+from vattn.quantization.codecs import decode_e2m1, encode_e2m1, pack_e2m1, to_e4m3, unpack_e2m1
+from vattn.quantization.formats import FP4_E2M1_MAX, FP8_E4M3_MAX, KV_ALIASES, MODEL_DTYPES, dtype_name
 
 DS_MLA_GROUP = 128
 """Latent columns that share one fp32 scale in `fp8_ds_mla`."""
@@ -21,18 +21,18 @@ NVFP4_GROUP = 16
 """Latent columns that share one e4m3 scale in `nvfp4_ds_mla`."""
 
 _LEAST_SCALE = 2.0**-100
-"""Scale of a group of zeros: their codes are zeros, and no division by it overflows."""
+"""Scale of a group of zeros; division by it does not overflow."""
 
 
 @dataclass(frozen=True)
 class MLAFormat:
-    """How one row lies in the cache.
+    """How a row is stored.
 
     Attributes:
         name: canonical name.
         storage_dtype: dtype of the raw storage.
-        value_dtype: dtype that stored elements are viewed as; of packed rows, that of the latent.
-        scaled: whether `k_scale`, one value for the whole row, applies.
+        value_dtype: dtype that stored elements are viewed as; in packed rows, of the latent.
+        scaled: whether the format takes `k_scale`, one value.
         packed: rows of bytes with inline scales; the storage is `[num_blocks, bytes]`.
         latent_multiple: L must be a multiple of this.
     """
@@ -61,22 +61,20 @@ MLA_FORMATS: dict[str, MLAFormat] = {
 }
 
 MLA_PACKED_DTYPES: tuple[str, ...] = tuple(name for name, fmt in MLA_FORMATS.items() if fmt.packed)
-"""Cache dtypes that latent attention alone has."""
-
-_ALIASES = {"fp8": "fp8_e4m3", "fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32"}
+"""Cache dtypes of latent attention alone."""
 
 
 def resolve_mla_cache_dtype(name: str, model_dtype: torch.dtype) -> str:
-    """Turn a user's cache dtype (`"auto"`, an alias or a canonical name) into a row format's name.
+    """Return the name of a row format: `"auto"`, an alias or a canonical name.
 
     Raises:
-        ConfigError: latent attention has no such format; the message lists those there are.
+        ConfigError: latent attention has no such format; the message lists all names.
     """
-    name = dtype_name(model_dtype) if name == "auto" else _ALIASES.get(name, name)
+    name = dtype_name(model_dtype) if name == "auto" else KV_ALIASES.get(name, name)
     if name not in MLA_FORMATS:
         raise ConfigError(
             f"cache_dtype {name!r} of a latent attention layer",
-            ", ".join(("auto", *MLA_FORMATS, *_ALIASES)),
+            ", ".join(("auto", *MLA_FORMATS, *KV_ALIASES)),
             "choose one of these names",
         )
     return name
@@ -95,7 +93,7 @@ def encode_rows(latent: Tensor, rope: Tensor, fmt_name: str, k_scale: Tensor | N
     row = torch.cat((latent, rope), dim=-1)
     if k_scale is None:
         return row.to(MLA_FORMATS[fmt_name].value_dtype)
-    return _to_e4m3(row.float() / k_scale.view(1)).view(torch.uint8)
+    return to_e4m3(row.float() / k_scale.view(1)).view(torch.uint8)
 
 
 def decode_rows(stored: Tensor, fmt_name: str, latent: int, rope: int, k_scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -121,30 +119,25 @@ def decode_rows(stored: Tensor, fmt_name: str, latent: int, rope: int, k_scale: 
 def _encode_fp8_ds(latent: Tensor, rope: Tensor) -> Tensor:
     groups = latent.float().unflatten(-1, (-1, DS_MLA_GROUP))
     scale = (groups.abs().amax(-1) / torch.tensor(FP8_E4M3_MAX, device=latent.device)).clamp(min=_LEAST_SCALE)
-    codes = _to_e4m3(groups / scale.unsqueeze(-1)).view(torch.uint8).flatten(-2)
+    codes = to_e4m3(groups / scale.unsqueeze(-1)).view(torch.uint8).flatten(-2)
     tail = rope.to(torch.bfloat16).contiguous().view(torch.uint8)
     return torch.cat((codes, scale.contiguous().view(torch.uint8), tail), dim=-1)
 
 
 def _encode_nvfp4_ds(latent: Tensor, rope: Tensor) -> Tensor:
     groups = latent.float().unflatten(-1, (-1, NVFP4_GROUP))
-    scale = _to_e4m3(groups.abs().amax(-1) / torch.tensor(FP4_E2M1_MAX, device=latent.device))
+    scale = to_e4m3(groups.abs().amax(-1) / torch.tensor(FP4_E2M1_MAX, device=latent.device))
     divisor = scale.float()
-    # A group whose scale rounds to zero is stored as zeros.
+    # A scale that rounds to zero stores zeros.
     scaled = torch.where(divisor.unsqueeze(-1) > 0, groups / divisor.unsqueeze(-1), 0.0)
     codes = pack_e2m1(encode_e2m1(scaled).flatten(-2))
     places = _places(groups.shape[-2], latent.device)
     permuted = torch.empty_like(scale.view(torch.uint8))
     permuted[..., places] = scale.view(torch.uint8)
-    return torch.cat((codes, _to_e4m3(rope.float()).view(torch.uint8), permuted), dim=-1)
+    return torch.cat((codes, to_e4m3(rope.float()).view(torch.uint8), permuted), dim=-1)
 
 
 def _places(groups: int, device: torch.device) -> Tensor:
     """Return the byte that holds the scale of each group: groups 0, 4, 8, ... first, then 1, 5, 9, ..."""
     group = torch.arange(groups, device=device)
     return groups // 4 * (group % 4) + group // 4
-
-
-def _to_e4m3(x: Tensor) -> Tensor:
-    # NaN stays NaN under clamp, and is stored as NaN.
-    return x.clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX).to(torch.float8_e4m3fn)

@@ -1,15 +1,15 @@
 """Reference codecs of the packed KV formats: rows of keys or values to codes and scales and back, in plain torch.
 
-A row is one token's key or value in one head. `vattn.quantization.formats` says how many bytes it takes,
-`vattn.cache.layout` where they lie; here is what they mean. Every step is an exactly rounded fp32 operation in a stated
+A row is one token's key or value in one head. `vattn.quantization.formats` gives its size and
+`vattn.cache.layout` its place. Every step is an exactly rounded fp32 operation in a stated
 order, so that other implementations can be equal bit for bit. Rules of all packed formats:
 
-- A row that holds NaN or an infinity, or whose scales leave fp32's range, is NaN throughout when it is read: its scales
-  are NaN and its codes zero. NVFP4 and keys without scales keep the rules of `vattn.quantization.codecs`: infinities
+- A row that holds NaN or an infinity, or with scales out of fp32's range, is read as NaN throughout: its scales are NaN
+  and its codes zero. NVFP4 and keys without scales keep the rules of `vattn.quantization.codecs`: infinities
   saturate.
 - A row of zeros is read as zeros.
 - Scales in fp16 saturate at 65504 instead of becoming infinite.
-- Where halves are rounded is said by each codec.
+- Each codec documents how it rounds halves.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ __all__ = ["CODECS", "Codec", "decode_rows", "encode_rows", "query_factor", "rot
 
 
 class Codec(Protocol):
-    """What `CODECS` holds: two functions of fp32 rows `[..., width]`."""
+    """Encode and decode fp32 rows `[..., width]`."""
 
     def encode(self, x: Tensor, part: PackedPart, scale: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Return codes uint8 `[..., code_bytes]` and scales `[..., num_scales]`.
 
         Args:
-            x: rows as they come, not rotated.
+            x: rows, not rotated.
             part: bits, groups and rotation.
-            scale: the given scale, broadcast over `[..., 1]`; `None` where the format takes none.
+            scale: the given scale, broadcast over `[..., 1]`; `None` if the format takes none.
         """
 
     def decode(self, codes: Tensor, scales: Tensor | None, part: PackedPart, width: int) -> Tensor:
@@ -50,11 +50,11 @@ CODECS: dict[str, Codec] = {
     "codebook": turboquant.Codebook(),
     "uniform": turboquant.Uniform(),
 }
-"""Codecs by the name that `PackedPart.codec` has for them."""
+"""Codecs by `PackedPart.codec`."""
 
 
 def encode_rows(x: Tensor, fmt_name: str, of_values: bool, scale: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-    """Turn keys or values `[..., K, width]` of any float dtype into codes and scales of a packed format.
+    """Encode keys or values `[..., K, width]` of any float dtype as codes and scales of a packed format.
 
     Args:
         of_values: whether they are values; formats may store keys and values differently.
@@ -86,8 +86,8 @@ def decode_rows(
     """Return the fp32 keys or values `[..., K, width]` of codes and scales; arguments as for `encode_rows`.
 
     Args:
-        rotated: leave rows in the basis in which they are stored: multiply them by queries from `rotate_query`, and
-            turn what they sum up to by `rotate_back`. The same results, but for rounding, with fewer rotations.
+        rotated: do not rotate rows back: multiply them by queries from `rotate_query` and rotate their sums by
+            `rotate_back`. Same results but for rounding, with fewer rotations.
     """
     part = KV_FORMATS[fmt_name].parts[of_values]
     x = CODECS[part.codec].decode(codes, scales, part, width)

@@ -1,4 +1,4 @@
-"""Codes of a few bits in bytes, and scales that are decided once for all codecs."""
+"""Pack codes of a few bits into bytes; round scales the same way in all codecs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ FP16_MAX = 65504.0
 def pack_codes(codes: Tensor, bits: int) -> Tensor:
     """Pack codes `[..., width]`, below `2^bits`, into bytes: the first in the lowest bits of the first byte.
 
-    4 bits: an even column lies in the low nibble. 3 bits: eight columns make 24 bits, little endian.
+    4 bits: an even column is in the low nibble. 3 bits: eight columns make 24 bits, little endian.
     """
     if bits == 8:
         return codes.to(torch.uint8)
@@ -40,7 +40,7 @@ def halves_up(x: Tensor) -> Tensor:
 
 
 def known(scale: Tensor) -> Tensor:
-    """Replace scales that are infinite or NaN by the one quiet NaN that is stored."""
+    """Replace infinite and NaN scales by one quiet NaN."""
     return torch.where(scale.isfinite(), scale, torch.nan)
 
 
@@ -52,8 +52,3 @@ def to_fp16(x: Tensor) -> Tensor:
 def zero_unless(finite: Tensor, codes: Tensor) -> Tensor:
     """Return codes, zero in rows that are not `finite`."""
     return torch.where(finite, codes, 0)
-
-
-def over(x: Tensor, divisor: float) -> Tensor:
-    """Divide by a number, exactly rounded: eager CUDA would multiply by its rounded reciprocal."""
-    return x / x.new_full((), divisor)

@@ -1,15 +1,15 @@
-"""Hadamard rotations of rows: what they are, and how queries and outputs meet rotated keys and values.
+"""Hadamard rotations of rows, queries and outputs.
 
 `"hadamard"`: `y = H x` with the Sylvester matrix `H` of the row's width, a power of two, unnormalised (entries 1 and
 -1). `"block_hadamard"`: `y = H S x` on each block of columns, as wide as the largest power of two that divides the
-row, where `S` flips the signs of `flips(width)`: fixed signs that keep rows of one sign from gathering in one column.
+row, where `S` multiplies by the fixed signs `flips(width)`, so that rows of one sign do not collect in one column.
 
 `H` is summed as butterflies: columns 1 apart first, then 2, 4 and so on, `(a, b) -> (a + b, a - b)`, each in fp32.
 
-Rotations are orthogonal up to the block's width n: `q . k = (H S q) . (H S k) / n`. So queries are rotated instead of
-keys, and sums of values once instead of every value; that is exact in real numbers, and in fp32 up to the order of
-sums. Rotated keys and values are held as `2^-c y` with `c = ceil(log2(n) / 2)`, near the size of the row as it came,
-so that 16-bit floats hold them; queries and outputs carry the rest of `1 / n`. All these factors are powers of two.
+Rotations are orthogonal up to the block's width n: `q . k = (H S q) . (H S k) / n`. So attention rotates
+queries instead of keys, and outputs instead of values; the results are equal but for the order of fp32 sums. Rotated
+keys and values are decoded as `2^-c y` with `c = ceil(log2(n) / 2)`, near the magnitude of the row, so that 16-bit
+floats hold them; queries and outputs carry the rest of `1 / n`. All these factors are powers of two.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vattn.quantization.formats import KV_FORMATS
 
 
 def block_width(width: int, rotation: str) -> int:
-    """Return the columns that one transform takes; 1 without rotation."""
+    """Return the columns of one transform; 1 without rotation."""
     if rotation == "none":
         return 1
     return width if rotation == "hadamard" else width & -width
@@ -33,7 +33,7 @@ def row_shift(width: int, rotation: str) -> int:
 
 
 def query_factor(width: int, rotation: str) -> float:
-    """Return the power of two that rotated queries, and outputs that are turned back, are multiplied by."""
+    """Return the power of two that scales rotated queries, and outputs when they are rotated back."""
     block = block_width(width, rotation)
     return 2.0 ** row_shift(width, rotation) / block
 
@@ -55,14 +55,14 @@ def butterflies(x: Tensor, block: int) -> Tensor:
 
 
 def rotate(x: Tensor, rotation: str) -> Tensor:
-    """Return fp32 rows `[..., width]` in the basis of a rotation, not scaled."""
+    """Return rotated fp32 rows `[..., width]`, not scaled."""
     if rotation == "block_hadamard":
         x = x * flips(x.shape[-1], x.device)
     return butterflies(x, block_width(x.shape[-1], rotation))
 
 
 def unrotate(x: Tensor, rotation: str) -> Tensor:
-    """Return fp32 rows in their own basis, of rows `[..., width]` that are `2^-c` of the rotated ones."""
+    """Undo `rotate` on fp32 rows `[..., width]` that are scaled by `2^-c`."""
     if rotation == "none":
         return x
     x = butterflies(x, block_width(x.shape[-1], rotation)) * query_factor(x.shape[-1], rotation)
@@ -70,7 +70,7 @@ def unrotate(x: Tensor, rotation: str) -> Tensor:
 
 
 def rotate_query(query: Tensor, fmt_name: str) -> Tensor:
-    """Return fp32 queries `[..., D]` turned so that they can be multiplied by keys in the basis that is stored."""
+    """Return fp32 queries `[..., D]` rotated for products with stored keys."""
     fmt = KV_FORMATS[fmt_name]
     if fmt.key is None or fmt.key.rotation == "none":
         return query
@@ -78,6 +78,6 @@ def rotate_query(query: Tensor, fmt_name: str) -> Tensor:
 
 
 def rotate_back(out: Tensor, fmt_name: str) -> Tensor:
-    """Return fp32 outputs `[..., V]` in their own basis, of sums of values in the basis that is stored."""
+    """Rotate fp32 outputs `[..., V]`, sums of stored values, back."""
     fmt = KV_FORMATS[fmt_name]
     return out if fmt.value is None else unrotate(out, fmt.value.rotation)

@@ -1,13 +1,13 @@
-"""NVFP4 rows: e2m1 codes, an e4m3 scale for every 16 columns, and a given fp32 scale over all."""
+"""NVFP4 rows: e2m1 codes, an e4m3 scale per 16 columns and a given fp32 scale."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from vattn.quantization.codecs import decode_e2m1, encode_e2m1
-from vattn.quantization.formats import FP4_E2M1_MAX, FP8_E4M3_MAX, PackedPart
-from vattn.quantization.packed.bit_packing import over, pack_codes, unpack_codes
+from vattn.quantization.codecs import decode_e2m1, divide, encode_e2m1, to_e4m3
+from vattn.quantization.formats import FP4_E2M1_MAX, PackedPart
+from vattn.quantization.packed.bit_packing import pack_codes, unpack_codes
 
 
 class Nvfp4:
@@ -17,10 +17,9 @@ class Nvfp4:
         """See `vattn.quantization.packed.Codec`."""
         assert scale is not None
         groups = x.unflatten(-1, (-1, part.group_size))
-        blocks = over(groups.abs().amax(dim=-1), FP4_E2M1_MAX) / scale
-        stored = blocks.clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX).to(torch.float8_e4m3fn)
+        stored = to_e4m3(divide(groups.abs().amax(dim=-1), FP4_E2M1_MAX) / scale)
         step = stored.float() * scale
-        # A block scale of zero can hold nothing but zeros; dividing by infinity makes them, with their signs.
+        # A block scale of zero stores zeros: dividing by infinity keeps their signs.
         step = torch.where(step == 0, torch.inf, step).unsqueeze(-1)
         codes = encode_e2m1((groups / step).flatten(-2))
         return pack_codes(codes, part.bits), stored.view(torch.uint8)

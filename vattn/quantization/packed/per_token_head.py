@@ -1,24 +1,24 @@
-"""One fp32 scale for each row: int8, e4m3 and rotated, asymmetric int4."""
+"""One fp32 scale per row: int8, e4m3, and rotated asymmetric int4."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from vattn.quantization.codecs import MIN_ABSMAX
+from vattn.quantization.codecs import MIN_ABSMAX, divide, to_e4m3
 from vattn.quantization.formats import FP8_E4M3_MAX, PackedPart
-from vattn.quantization.packed.bit_packing import halves_up, known, over, pack_codes, unpack_codes, zero_unless
+from vattn.quantization.packed.bit_packing import halves_up, known, pack_codes, unpack_codes, zero_unless
 from vattn.quantization.packed.hadamard import rotate, row_shift
 
 INT8_MAX = 127.0
 INT4_STEPS = 15
 ZERO_POINT_BITS = 15
-"""The four lowest bits of an int4 scale, where its zero point lies."""
+"""The four lowest bits of an int4 scale, which hold its zero point."""
 
 
 def _row_scale(x: Tensor, largest: float) -> Tensor:
     """Return the scale of each row, `[..., 1]`: its largest magnitude, at least `MIN_ABSMAX`, over `largest`."""
-    return known(over(x.abs().amax(dim=-1, keepdim=True).clamp(min=MIN_ABSMAX), largest))
+    return known(divide(x.abs().amax(dim=-1, keepdim=True).clamp(min=MIN_ABSMAX), largest))
 
 
 class Int8:
@@ -44,8 +44,7 @@ class Fp8:
     def encode(self, x: Tensor, part: PackedPart, scale: Tensor | None) -> tuple[Tensor, Tensor]:
         """See `vattn.quantization.packed.Codec`."""
         scales = _row_scale(x, FP8_E4M3_MAX)
-        ratio = zero_unless(scales.isfinite(), x / scales).clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX)
-        return ratio.to(torch.float8_e4m3fn).view(torch.uint8), scales
+        return to_e4m3(zero_unless(scales.isfinite(), x / scales)).view(torch.uint8), scales
 
     def decode(self, codes: Tensor, scales: Tensor | None, part: PackedPart, width: int) -> Tensor:
         """See `vattn.quantization.packed.Codec`."""
@@ -56,8 +55,7 @@ class Fp8:
 class Int4:
     """`y = (code - zero point) * scale` of rotated rows y, codes and zero points 0 to 15; halves are rounded up.
 
-    The range always holds zero. The scale is the range over 15 with its four lowest bits cut off; the zero point is
-    stored in them.
+    The range holds zero. The scale is the range over 15 without its four lowest bits, which store the zero point.
     """
 
     def encode(self, x: Tensor, part: PackedPart, scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -67,7 +65,7 @@ class Int4:
         y = zero_unless(finite, y)
         low = y.amin(dim=-1, keepdim=True).clamp(max=0.0)
         high = y.amax(dim=-1, keepdim=True).clamp(min=0.0)
-        bits = over((high - low).clamp(min=MIN_ABSMAX), INT4_STEPS).view(torch.int32) & ~ZERO_POINT_BITS
+        bits = divide((high - low).clamp(min=MIN_ABSMAX), INT4_STEPS).view(torch.int32) & ~ZERO_POINT_BITS
         step = bits.view(torch.float32)
         finite = finite & step.isfinite()
         zero_point = halves_up(-low / step).clamp(0, INT4_STEPS)

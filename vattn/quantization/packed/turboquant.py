@@ -1,4 +1,4 @@
-"""TurboQuant rows: keys as directions in a codebook and a length, values on a uniform grid, or keys as bare e4m3."""
+"""TurboQuant rows: keys as a length and codebook entries or as e4m3, values on a uniform grid."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import math
 import torch
 from torch import Tensor
 
-from vattn.quantization.formats import FP8_E4M3_MAX, PackedPart
+from vattn.quantization.codecs import divide, to_e4m3
+from vattn.quantization.formats import PackedPart
 from vattn.quantization.packed.bit_packing import (
     FP16_MAX,
     halves_up,
-    over,
     pack_codes,
     to_fp16,
     unpack_codes,
@@ -51,7 +51,7 @@ class RawE4m3:
 
     def encode(self, x: Tensor, part: PackedPart, scale: Tensor | None) -> tuple[Tensor, None]:
         """See `vattn.quantization.packed.Codec`."""
-        return x.clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8), None
+        return to_e4m3(x).view(torch.uint8), None
 
     def decode(self, codes: Tensor, scales: Tensor | None, part: PackedPart, width: int) -> Tensor:
         """See `vattn.quantization.packed.Codec`."""
@@ -62,7 +62,7 @@ class Codebook:
     """`y = centroid[code] * length` of rotated rows y.
 
     Codes are those of `y / |x|`, whose columns are nearly normal with variance 1. The stored length is
-    `|x| * sqrt(width) / |centroids of the row|`: what is read back has the length of the row, whatever its codes.
+    `|x| * sqrt(width) / |centroids of the row|`: the decoded row has the length of the row.
     """
 
     def encode(self, x: Tensor, part: PackedPart, scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,7 @@ class Codebook:
         codes = zero_unless(finite, codes)
         levels = self._levels(codes, part)
         stored = length * math.sqrt(x.shape[-1]) / pairwise_sum(levels * levels).sqrt()
-        # A NaN after rounding: which one a device makes of another is its own affair.
+        # NaN after rounding: casts of NaN differ between devices.
         return pack_codes(codes, part.bits), torch.where(finite, to_fp16(stored), torch.nan)
 
     def decode(self, codes: Tensor, scales: Tensor | None, part: PackedPart, width: int) -> Tensor:
@@ -94,7 +94,7 @@ class Codebook:
 class Uniform:
     """`x = code * step + least`, both fp16: the step and the least value of the row. Halves are rounded up.
 
-    Codes are made with the step and least value as they are stored. A step that is zero in fp16 has codes of zero.
+    Codes are computed with the stored step and least value. A step that is zero in fp16 has codes of zero.
     """
 
     def encode(self, x: Tensor, part: PackedPart, scale: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -102,10 +102,10 @@ class Uniform:
         steps = (1 << part.bits) - 1
         finite = x.isfinite().all(dim=-1, keepdim=True)
         x = zero_unless(finite, x)
-        # A zero has no sign here: which of several zeros is the least depends on the order of columns.
+        # Adding 0.0 drops the sign of a zero, which would depend on the order of columns.
         least = (x.amin(dim=-1, keepdim=True) + 0.0).clamp(-FP16_MAX, FP16_MAX).to(torch.float16)
         reach = x.amax(dim=-1, keepdim=True) - least.float()
-        step = over(reach.clamp(min=0.0) + 0.0, steps).clamp(max=FP16_MAX).to(torch.float16)
+        step = divide(reach.clamp(min=0.0) + 0.0, steps).clamp(max=FP16_MAX).to(torch.float16)
         divisor = torch.where(step == 0, torch.inf, step.float())
         codes = halves_up((x - least.float()) / divisor).clamp(0, steps)
         scales = torch.where(finite, torch.cat((step, least), dim=-1), torch.nan)
