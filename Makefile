@@ -6,6 +6,7 @@
 #   TORCH="torch==2.12.0"         another torch
 #   JOBS=4                        test processes (2; one with VENV=none)
 #   PYTEST_ARGS="-k cache -x"     arguments for pytest
+#   SLOW=slow                     of `make slow`, only what every push runs
 #   DEMO_ARGS="--help"            arguments for the demo
 
 PYTHON ?= python3
@@ -14,6 +15,7 @@ PIP_ARGS ?=
 TORCH ?=
 JOBS ?= 2
 PYTEST_ARGS ?=
+SLOW ?= slow or long
 DEMO_ARGS ?=
 export PYTHON VENV PIP_ARGS TORCH
 
@@ -27,8 +29,8 @@ PYTEST := $(PARALLEL) $(RUN) -m pytest $(if $(PARALLEL),-n $(JOBS) --dist workst
 
 help:
 	@echo 'make demo      a small compiled model answers prompts on the paged cache'
-	@echo 'make test      the test suite (about 10 minutes on 2 cores)'
-	@echo 'make slow      the long tests and the whole fuzz'
+	@echo 'make test      the test suite (about 8 minutes on 2 cores)'
+	@echo 'make slow      the tests that take longer, and the whole fuzz'
 	@echo 'make gpu-test  the tests that need a CUDA GPU'
 	@echo 'make lint      ruff and mypy'
 	@echo 'make doctor    what vattn can use on this machine'
@@ -48,7 +50,7 @@ test:
 
 slow:
 	$(INSTALL) test pytest hypothesis
-	$(PYTEST) -m "slow and not gpu" $(PYTEST_ARGS)
+	$(PYTEST) -m "($(SLOW)) and not gpu" $(PYTEST_ARGS)
 
 gpu-test:
 	$(INSTALL) test pytest hypothesis

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -47,9 +48,34 @@ settings.register_profile("random", deadline=None, max_examples=400, print_blob=
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "push"))
 
 
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA GPU")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Give `sample(n, "NAME")` its meaning: of the cases with NAME in their ids, all but each n-th are slow."""
+    counts: Counter[str] = Counter()
+    for item in items:
+        for mark in item.iter_markers("sample"):
+            every, *names = mark.args
+            if all(name in item.name for name in names) and not {"long", "gpu"} & {m.name for m in item.iter_markers()}:
+                test = item.nodeid.split("[")[0]
+                if counts[test] % every:
+                    item.add_marker(pytest.mark.slow)
+                counts[test] += 1
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> str:
+    """Where a test runs: on a CPU, and with `-m gpu` on a CUDA GPU."""
+    return request.param
 
 
 @pytest.fixture

@@ -151,7 +151,7 @@ def test_a_build_that_fails_says_what_to_install() -> None:
         flashinfer._building(PLAIN, lambda: (_ for _ in ()).throw(ValueError("q has 3 rows")))
 
 
-# What surrounds FlashInfer's kernels, over a stand-in for them. tests/gpu has the kernels.
+# What surrounds FlashInfer's kernels, over a stand-in for them. `test_flashinfer_gpu` has the kernels.
 
 WIDE = {"dtype": "float16", "kv_cache_dtype": "float16", "head_size": 64, "head_size_v": 64}
 STORED = {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head"}

@@ -1,6 +1,6 @@
 """FLASHINFER on a CUDA GPU against the reference.
 
-What FlashInfer must compile first is marked slow as well: `FLASHINFER_DISABLE_JIT= pytest -m gpu tests/gpu` lets it.
+What FlashInfer must compile first is marked long as well: `FLASHINFER_DISABLE_JIT= pytest -m gpu` lets it.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def test_rows(name: str) -> None:
     check(ROWS[name])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", COMPILED)
 def test_rows_that_flashinfer_compiles_first(name: str) -> None:
     if os.environ.get("FLASHINFER_DISABLE_JIT"):

@@ -1,4 +1,4 @@
-"""CUDAGraphRunner without a GPU: padding, static inputs, the contract and its errors. Graphs themselves: tests/gpu."""
+"""CUDAGraphRunner without a GPU: padding, static inputs, the contract and its errors.."""
 
 from __future__ import annotations
 

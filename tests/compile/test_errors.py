@@ -182,7 +182,7 @@ print(*seen)
 """
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_graph_breaks_of_plain_torch_compile_are_no_errors(backend: str) -> None:
     """Behind a refusal Dynamo runs the model piece by piece, and ops outside of any graph; it must not trace these."""
     text = BROKEN.replace("BACKEND", backend)

@@ -105,6 +105,7 @@ def run_process(folder: Path) -> dict[str, Any]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_first_act_of_a_process_and_the_cache_of_the_second(tmp_path: Path) -> None:
     first, second = run_process(tmp_path), run_process(tmp_path)
     assert (first["graphs"], first["breaks"]) == (1, 0)

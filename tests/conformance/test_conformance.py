@@ -21,21 +21,28 @@ from vattn.config.features import FEATURES, requested_features
 from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
 
 BACKENDS = selector.backend_names()
+KEPT = ("plain", "plain-decodes")
 
 
 def sampled_rows() -> Iterator[Any]:
-    """Every backend with every row; a push takes a third of the many formats on backends that a CPU interprets."""
+    """Every backend with every row; on backends that a CPU interprets, a push takes a third of the many formats."""
     for backend, row in itertools.product(BACKENDS, ROWS):
-        natively = "cpu" in selector.get_backend(backend).capabilities.devices
-        later = row in FORMATS and not natively and zlib.crc32(f"{fuzz_seed()} {row}".encode()) % 3
+        marks = []
+        if "cpu" not in selector.get_backend(backend).capabilities.devices:
+            draw = zlib.crc32(f"{fuzz_seed()} {row}".encode())
+            if row in FORMATS:
+                marks = [pytest.mark.long] if draw % 3 else [pytest.mark.slow] if draw % 9 else []
+            elif row not in KEPT and draw % 2:
+                marks = [pytest.mark.slow]
         # The kernels of TRITON_ATTN under another name: rows with trees, and two without.
-        later = later or (backend == "TREE_ATTN" and "tree" not in row and row not in ("plain", "plain-decodes"))
-        yield pytest.param(backend, row, id=f"{backend}-{row}", marks=[pytest.mark.slow] if later else [])
+        if backend == "TREE_ATTN" and "tree" not in row and row not in KEPT:
+            marks = [pytest.mark.long]
+        yield pytest.param(backend, row, id=f"{backend}-{row}", marks=marks)
 
 
 def repeated(name: str) -> Any:
     """Return a backend as a parameter; one that runs the kernels of TRITON_ATTN under another name is slow."""
-    return pytest.param(name, marks=[pytest.mark.slow] if name == "TREE_ATTN" else [])
+    return pytest.param(name, marks=[pytest.mark.long] if name == "TREE_ATTN" else [])
 
 
 @pytest.fixture(params=[repeated(name) for name in BACKENDS])
@@ -50,12 +57,6 @@ def usable(name: str) -> str:
     if problem is not None:
         pytest.skip(problem)
     return name
-
-
-@pytest.fixture
-def device() -> str:
-    """Where the rows run; tests/gpu overrides it."""
-    return "cpu"
 
 
 def test_rows_name_every_feature_alone_and_every_pair_of_formats() -> None:
@@ -86,6 +87,7 @@ def test_attention_with_a_plan(backend: str, row: str, device: str) -> None:
     run_and_compare(batch)
 
 
+@pytest.mark.sample(5, "TRITON_ATTN")
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
 @pytest.mark.parametrize("width", [(16, 16), (24, 8)], ids=["equal", "unequal"])
 @pytest.mark.parametrize("kv", KV_FORMATS)

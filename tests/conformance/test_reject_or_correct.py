@@ -44,8 +44,10 @@ BACKENDS = selector.backend_names()
 MINIMUM_SHARE = 0.85
 """Of the drawn requests a backend accepts at least this share; the rest are sizes, types and features nobody runs."""
 
-EXAMPLES = {"TORCH_SDPA": 400, "TRITON_ATTN": 60, "TREE_ATTN": 6}
-"""Examples of a push: half a minute of one core at most. The interpreter takes about half a second for each."""
+EXAMPLES = {"TORCH_SDPA": 400, "TRITON_ATTN": 20, "TREE_ATTN": 6}
+"""Examples of `make test`: a few seconds. The interpreter takes about half a second for each."""
+
+PARTS = 12
 
 
 @pytest.fixture(params=BACKENDS)
@@ -55,12 +57,6 @@ def backend(request: pytest.FixtureRequest) -> str:
     if problem is not None:
         pytest.skip(problem)
     return request.param
-
-
-@pytest.fixture
-def device() -> str:
-    """Where requests run; tests/gpu overrides it."""
-    return "cpu"
 
 
 def device_kind(device: str) -> str:
@@ -153,18 +149,30 @@ def check_fuzz(backend: str, device: str, examples: int, size: Size = SMALL, par
     assert not refused, f"pairs of features accepted fewer than {rounds / 2} times though {rounds} required them"
 
 
-def test_refused_or_equal_to_the_reference(backend: str, device: str) -> None:
-    check_fuzz(backend, device, fuzz_examples(EXAMPLES.get(backend, 60)))
+def test_refused_or_equal_to_the_reference(backend: str) -> None:
+    check_fuzz(backend, "cpu", fuzz_examples(EXAMPLES.get(backend, 60)))
 
 
-@pytest.mark.parametrize("part", range(1, 5))
-def test_two_thousand_more_on_plain_torch(part: int) -> None:
-    check_fuzz("TORCH_SDPA", "cpu", fuzz_examples(500), part=part)
+@pytest.mark.gpu
+@pytest.mark.parametrize("part", range(PARTS))
+def test_refused_or_equal_to_the_reference_on_a_gpu(backend: str, part: int) -> None:
+    """`VATTN_FUZZ_EXAMPLES` are shared among the parts; sequences span many blocks and tiles."""
+    examples = fuzz_examples(240 if backend == "TORCH_SDPA" else 144)
+    check_fuzz(backend, "cuda", max(1, examples // PARTS), Size(seq_len=700, reqs=8, wide_heads=0.3), part)
 
 
 @pytest.mark.slow
-def test_thousands_are_refused_or_equal_to_the_reference(backend: str, device: str) -> None:
-    check_fuzz(backend, device, fuzz_examples({"TORCH_SDPA": 10000}.get(backend, 2000)), Size(seq_len=90, reqs=8))
+@pytest.mark.parametrize(("name", "examples"), [("TORCH_SDPA", 2000), ("TRITON_ATTN", 60)])
+def test_more_are_refused_or_equal_to_the_reference(name: str, examples: int) -> None:
+    problem = selector.get_backend(name).problem()
+    if problem is not None:
+        pytest.skip(problem)
+    check_fuzz(name, "cpu", fuzz_examples(examples), part=1)
+
+
+@pytest.mark.long
+def test_thousands_are_refused_or_equal_to_the_reference(backend: str) -> None:
+    check_fuzz(backend, "cpu", fuzz_examples({"TORCH_SDPA": 10000}.get(backend, 2000)), Size(seq_len=90, reqs=8))
 
 
 def check_bad_input(request: Request, device: str, change: Change, cache_update: bool) -> str:

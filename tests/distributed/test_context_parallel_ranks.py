@@ -33,7 +33,7 @@ def test_every_rank_passes(found: dict[int, list[dict[str, str]]], world: int, n
         assert results.get(name, "not reached") == "passed", f"rank {rank} of {world}: {results.get(name)}"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_inductor_on_every_rank(tmp_path: Path) -> None:
     for rank, results in enumerate(ranks.run_all(2, tmp_path, list(ranks.SLOW_CASES), timeout=600)):
         assert results == dict.fromkeys(ranks.SLOW_CASES, "passed"), f"rank {rank}: {results}"

@@ -77,7 +77,7 @@ def test_prefixes_are_found_again(packed: PackedModel, expected: list[list[int]]
     check_empty(generator)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_blocks_of_other_weights_are_not_found(hybrid: bool) -> None:
     """Weights that are written between runs, as a trainer does, leave keys of the old ones in the cache."""

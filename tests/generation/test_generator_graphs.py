@@ -136,7 +136,7 @@ def test_runner_refuses_pairs_beyond_the_builder(packed: PackedModel, pair: Any)
         vattn.CUDAGraphRunner(packed, [pair], builder, lambda step: [])
 
 
-@pytest.mark.parametrize("compiled", ["layers", pytest.param("model", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiled", ["layers", pytest.param("model", marks=pytest.mark.long)])
 def test_captures_compile_what_steps_without_graphs_run(monkeypatch: Any, compiled: str) -> None:
     """One graph: that of the captures is the one of the first prompt that is too long for them."""
     prepare = vattn.CUDAGraphRunner._prepare
@@ -161,7 +161,7 @@ def test_captures_compile_what_steps_without_graphs_run(monkeypatch: Any, compil
     torch._dynamo.reset()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("sizes", [(), [1, 2, 4]])
 def test_nothing_compiles_behind_the_first_requests(packed: PackedModel, sizes: Any) -> None:
     """Rows, ids and positions of prompts, chunks, decodes and following decodes are of one kind, in graphs or not."""

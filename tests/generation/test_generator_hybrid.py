@@ -35,7 +35,7 @@ def tokens_of(name: str, prompts: list[list[int]] = PROMPTS, window: int = 20) -
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in ("gemma2", "gpt_oss") else pytest.mark.slow) for name in FAMILIES]
+    "name", [pytest.param(name, marks=() if name in ("gemma2", "gpt_oss") else pytest.mark.long) for name in FAMILIES]
 )
 def test_tokens_equal_one_by_one(name: str) -> None:
     packed, expected = hybrid(name, 200), tokens_of(name)

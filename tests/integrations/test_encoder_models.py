@@ -141,7 +141,8 @@ def compare_texts(theirs: Any, ours: Any) -> None:
 
 def cases() -> list[Any]:
     """Every seed on torch; one on the interpreted kernels."""
-    return [pytest.param(seed, BACKENDS[seed == 3], id=f"{seed}-{BACKENDS[seed == 3]}") for seed in range(4)]
+    marks = [[], [], [], [pytest.mark.slow]]
+    return [pytest.param(s, BACKENDS[s == 3], id=f"{s}-{BACKENDS[s == 3]}", marks=marks[s]) for s in range(4)]
 
 
 @pytest.mark.parametrize(("seed", "backend"), cases())

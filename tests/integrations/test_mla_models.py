@@ -46,7 +46,7 @@ def make_model(name: str) -> Any:
     return getattr(transformers, f"{kind}ForCausalLM")(config).eval()
 
 
-@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.long)], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name", list(MODELS))
 def test_logits_equal_those_of_transformers(name: str, compiled: bool) -> None:
     if compiled and name not in ("DeepSeek-V2-Lite", "Kimi-like"):

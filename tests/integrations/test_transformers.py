@@ -88,7 +88,7 @@ def test_the_documented_families_are_those_tested() -> None:
 
 COMPILED = [
     "llama",
-    *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma2", "gpt_oss", "mixtral", "bloom", "gpt2")),
+    *(pytest.param(name, marks=pytest.mark.long) for name in ("gemma2", "gpt_oss", "mixtral", "bloom", "gpt2")),
 ]
 
 
@@ -251,7 +251,7 @@ def test_merged_projections(name: str) -> None:
     assert relative_l2(eager_logits(model, PROMPTS[1]), eager_logits(other, PROMPTS[1])) < TOLERANCE
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_merged_projections_compile_into_one_product() -> None:
     packed = enable(make_model("llama"), merge_projections=True, num_blocks=17)
     torch._dynamo.reset()

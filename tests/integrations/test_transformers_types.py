@@ -90,7 +90,7 @@ def outcome(model_type: str) -> str:
     return "equal" if error < TOLERANCE else f"differs by {error}"
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_every_type_is_equal_or_refused() -> None:
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

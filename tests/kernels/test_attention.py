@@ -61,6 +61,7 @@ PAIRS = [(cut, "causal") for cut in CUTS] + [
 ]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("cut", "features"), PAIRS)
 def test_every_cut_gives_the_reference(cut: str, features: str) -> None:
     config = make_config(lse=True, block_size=8, **FEATURES[features])
@@ -120,6 +121,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_quantised_outputs_are_the_reference_s_bit_for_bit(variant: str, splits: int) -> None:

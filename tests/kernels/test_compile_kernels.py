@@ -44,13 +44,13 @@ def run(*command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=500, env={**os.environ})
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_what_it_looks_for() -> None:
     done = run("-c", UNITS)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_kernel_for_one_target() -> None:
     done = run("-m", "tools.compile_kernels", "--all", "--only", "merge_kernel bfloat16 128 sm_90")
     assert done.returncode == 0 and "1 compiled, 0 failed" in done.stdout, done.stdout + done.stderr

@@ -95,7 +95,7 @@ print(triton.compile(source_of(launch), target=GPU_TARGETS["sm_90"], options=lau
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_one_inbox_two_barriers_and_one_instruction_for_the_maximum_of_a_group() -> None:
     """A second inbox would be another place than the one that parts are sent to.
 

@@ -1,7 +1,7 @@
 """The fast decode path's Triton kernels in the interpreter: schedule, chunks, reduction, masks against the reference.
 
 The interpreter knows no inline assembly and no bf16 products, so an FP8 cache takes the plain lowering and plain
-caches are fp16; programmatic launches are nothing there. What the GPU makes of the kernels is in tests/gpu.
+caches are fp16; programmatic launches are nothing there. `test_decode_fast_gpu` runs what a GPU compiles.
 """
 
 from __future__ import annotations
@@ -72,6 +72,7 @@ def test_rows_that_are_not_one_per_request() -> None:
     check(decode_batch([40, 1, 30], query_lens=[0, 3, 0]))
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("lengths", [[90, 5, 33], [90, 5, 33, 70, 1, 20]], ids=["few", "many"])
 @pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
 @pytest.mark.parametrize("name", ["fp8_static", "fp8_per_token", *GROUPED])

@@ -52,12 +52,14 @@ def check(fmt: str, padding: int = 0, heads: int = 2, slots: int = 0, **changes:
     assert relative_l2(batch.args.lse, lse) < 3e-4
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("fmt", PACKED)
 def test_ragged_requests(fmt: str) -> None:
     """One tile at a time, or two."""
     check(fmt, slots=2 if "4" in fmt else 0)
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("fmt", ["fp8_per_token_head", "int4_per_token_head", "turboquant_4bit_nc", "nvfp4"])
 def test_masks_and_padding(fmt: str) -> None:
     masks = {"sliding_window": 33, "logits_soft_cap": 4.0, "sinks": True, "block_size": 32, "kv_cache_layout": "HND"}

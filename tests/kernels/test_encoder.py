@@ -50,6 +50,7 @@ def test_head_sizes(size: int, fp8: bool) -> None:
     check(random_packed_batch(config, *LENS, num_padding_tokens=5, num_padding_reqs=2, seed=size))
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("name", ["fp8_static", "fp8_per_token", "fp8_group64_col", "nvfp4_swizzled"])
 def test_quantised_outputs(name: str) -> None:
     config = encoder_config(64, num_heads=4, num_kv_heads=2, output_format=name)

@@ -65,7 +65,7 @@ SHORT, PROMPTS = ([1, 3, 0, 2], [40, 31, 0, 2]), ([1, 30, 0, 2], [40, 31, 0, 30]
     [
         ("float32", SHORT, False),
         ("bfloat16", SHORT, True),
-        pytest.param("float32", PROMPTS, False, marks=pytest.mark.slow),
+        pytest.param("float32", PROMPTS, False, marks=pytest.mark.long),
     ],
     ids=["short", "sparse", "prompts"],
 )

@@ -74,12 +74,12 @@ def test_without_a_workspace() -> None:
     check(config_of(), *MIX, padding_tokens=3)
 
 
-@pytest.mark.parametrize("room", [8, 19, pytest.param(70, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("room", [8, 19, pytest.param(70, marks=pytest.mark.long)])
 def test_chunks_of_every_size(room: int) -> None:
     check(config_of(num_heads=1), [20, 8], [31, 20], room, padding_tokens=2)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @given(
     heads=st.integers(1, 3),
     nope=st.integers(1, 20),
@@ -166,7 +166,7 @@ def quantised(values: torch.Tensor, args: MLAAttentionArgs, config: MLAConfig) -
 
 
 @pytest.mark.parametrize("output_format", FORMATS)
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.long), "bfloat16"])
 def test_outputs_of_steps_with_prompts_are_quantised_inside(output_format: str, dtype: str) -> None:
     config = quantising(output_format, dtype=dtype, kv_cache_dtype=dtype)
     lens = ([1, 30], [9, 30])

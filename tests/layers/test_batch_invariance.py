@@ -27,7 +27,7 @@ def interpreted() -> None:
         pytest.skip("; ".join(reasons))
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["plain", *(pytest.param(case, marks=pytest.mark.slow) for case in list(CASES)[1:])])
 def test_bits_do_not_depend_on_the_rest_of_the_step(case: str) -> None:
     check_invariance(Requests([41, 3], "cpu", block_size=8, **CASES[case]), [1, 7])
 

@@ -523,7 +523,7 @@ def test_exports_with_the_cache_and_the_encoder_side_as_inputs():
             torch.testing.assert_close(got, want, **CLOSE)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(parse_version(torch.__version__) < (2, 12), reason="loading the package crashes torch 2.11")
 def test_aot_inductor_equals_eager(tmp_path):
     model = Decoder().eval()

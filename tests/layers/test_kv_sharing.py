@@ -182,6 +182,7 @@ def last_rows(query_lens, kept):
     return [end - count + i for end, count in zip(ends, kept, strict=True) for i in range(count)]
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kept", [[1, 1, 1], [5, 1, 2], [0, 3, 0], [2, 7, 1]], ids=str)
 @pytest.mark.parametrize("window", [None, 3])

@@ -302,7 +302,7 @@ def test_inductor_and_export(flavour: str, fresh_dynamo: None) -> None:
         assert relative_l2(program(x, starts, longest), expected) < tolerance
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(parse_version(torch.__version__) < (2, 12), reason="loading the package crashes torch 2.11")
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_aot_inductor(flavour: str, tmp_path: Path, fresh_dynamo: None) -> None:

@@ -526,7 +526,7 @@ class Event:
 
 
 def test_a_staging_set_is_filled_when_the_device_has_read_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two sets in turn; each waits for its own copies, of two steps ago. Copies themselves: tests/gpu."""
+    """Two sets in turn; each waits for its own copies, of two steps ago.."""
     Event.log = []
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device)

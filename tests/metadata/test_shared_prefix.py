@@ -244,6 +244,7 @@ def test_half_of_the_fields_is_refused() -> None:
         dataclasses.replace(step, suffix_lens=None).check(BLOCK, 8)
 
 
+@pytest.mark.slow
 def test_the_benchmark_runs_on_a_cpu() -> None:
     import subprocess
     import sys

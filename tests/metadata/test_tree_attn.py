@@ -33,7 +33,7 @@ def usable(name: str) -> str:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("name", TREES)
-@pytest.mark.parametrize(("batch", "context"), [(1, 16), pytest.param(3, 47, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("batch", "context"), [(1, 16), pytest.param(3, 47, marks=pytest.mark.long)])
 def test_every_branch_equals_attention_on_the_branch(name: str, batch: int, context: int, backend: str) -> None:
     requests = [(context + 7 * row, TREES[name]) for row in range(batch)]
     case = TreeBatch(requests, usable(backend), seed=context)

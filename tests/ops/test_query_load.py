@@ -54,6 +54,7 @@ def same(a: Batch, b: Batch) -> bool:
     return torch.equal(outputs[0][0], outputs[1][0]) and torch.equal(outputs[0][1], outputs[1][1])
 
 
+@pytest.mark.sample(5)
 @pytest.mark.parametrize("backend", selector.backend_names())
 @pytest.mark.parametrize(
     ("dtype", "kind", "load"),

@@ -41,6 +41,7 @@ def calls_of_a_layer(code: str) -> list[str]:
     return [name.partition("_fused")[0] if "_fused" in name else name for name in names[first:second]]
 
 
+@pytest.mark.slow
 def test_three_kernels_fewer_a_layer() -> None:
     made = bench()
     off = calls_of_a_layer(code_of(made))
@@ -80,7 +81,8 @@ def test_tables_that_are_computed_are_made_once(monkeypatch: pytest.MonkeyPatch)
     assert len([name for name in calls if "cos" in name]) == 1
 
 
-@pytest.mark.parametrize("activations", ["static", pytest.param("token", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("activations", ["static", pytest.param("token", marks=pytest.mark.long)])
 def test_the_benchmark_runs_on_a_cpu(activations: str, tmp_path: Path) -> None:
     path = tmp_path / "steps.json"
     options = ["--batches", "1", "3", "--rounds", "1", "--steps", "1", "--rope", "always", "--activations", activations]
@@ -90,7 +92,7 @@ def test_the_benchmark_runs_on_a_cpu(activations: str, tmp_path: Path) -> None:
     assert path.exists() and path.with_suffix(".md").read_text().count("\n| ") == 3
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 def test_the_passes_take_less_than_two_percent_of_a_compile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 32 layers, everything that can fuse; in calls of Python functions, since seconds depend on the machine."""

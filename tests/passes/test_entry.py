@@ -339,7 +339,7 @@ def assert_same_but_cached(first: dict[str, Any], second: dict[str, Any]) -> Non
     assert {name: [{**node, "cached": True} for node in nodes] for name, nodes in first.items()} == second
 
 
-@pytest.mark.parametrize("strict", ["lenient", "strict"])
+@pytest.mark.parametrize("strict", ["lenient", pytest.param("strict", marks=pytest.mark.slow)])
 def test_second_process_hits_the_caches_and_has_the_report(tmp_path: Path, strict: str) -> None:
     first, second = run_process(tmp_path, strict), run_process(tmp_path, strict)
     assert first["inductor"] == {"fxgraph_cache_miss": 1}
@@ -352,6 +352,7 @@ def test_second_process_hits_the_caches_and_has_the_report(tmp_path: Path, stric
     assert all("forms.py" in node["source"] for node in nodes if node["outcome"] == "fused")
 
 
+@pytest.mark.slow
 def test_second_process_has_the_fused_query(tmp_path: Path) -> None:
     first, second = run_process(tmp_path, "query"), run_process(tmp_path, "query")
     assert second["inductor"] == {"fxgraph_cache_hit": 1} and second["autograd"]["autograd_cache_hit"] == 1

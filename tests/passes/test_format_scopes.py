@@ -91,6 +91,7 @@ def written() -> list[str]:
     return [node.output_format for node in vattn.fusion_report() if node.outcome == "fused"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_every_format_in_one_graph(mode: Any) -> None:
     """Under `no_grad` and `inference_mode`, at several token counts, with the graph run op by op."""
@@ -106,7 +107,7 @@ def test_every_format_in_one_graph(mode: Any) -> None:
     assert [node.output_format for node in capture.report] == list(FORMATS)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("scope", ["whole", "regions"])
 def test_compiled(scope: str) -> None:
     models = [Mixed(), Mixed()]
@@ -123,7 +124,7 @@ def test_compiled(scope: str) -> None:
     assert sorted(written()) == sorted(FORMATS)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="older ones crash when they load the package")
 def test_exported(tmp_path: Any) -> None:
     model = Mixed()

@@ -113,6 +113,7 @@ def lines(forms: Iterable[Form], report: dict[str, NodeReport]) -> list[str]:
     return [row(form, report[form.name]) for form in forms]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("names", BUNDLES, ids=lambda names: names[0])
 def test_forms(names: tuple[str, ...]) -> None:
     forms = [FORMS[name] for name in names]
@@ -130,7 +131,7 @@ def test_library(library: str) -> None:
     assert any(name.startswith(f"{library}: ") for name in FORMS)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_random_forms() -> None:
     seed, outcomes = int(os.environ.get("VATTN_FUZZ_SEED", "1")), {}
     forms = {

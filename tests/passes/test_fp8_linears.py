@@ -52,7 +52,7 @@ def captured(packed: Any) -> tuple[Capture, list[torch.Tensor], list[torch.Tenso
 CASES = [
     ("fp8_static", True),
     *(
-        pytest.param(fmt, merge, marks=pytest.mark.slow)
+        pytest.param(fmt, merge, marks=pytest.mark.long)
         for fmt in EXPECTED
         for merge in (False, True)
         if (fmt, merge) != ("fp8_static", True)
@@ -74,14 +74,14 @@ def test_every_output_projection_fuses(fmt: str, merge: bool) -> None:
     disable(packed)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_scale_over_all_tokens_does_not_fuse() -> None:
     capture, _, _ = captured(make_packed("fp8_dynamic"))
     assert [node.outcome for node in capture.report] == ["near miss"] * 2
     assert "use one per token" in str(capture.report[0])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_rope_and_cache_write_fuse_behind_one_fp8_product(monkeypatch: pytest.MonkeyPatch) -> None:
     """Merged projections, an FP8 cache: one op turns, rounds and stores what the product made.
 
@@ -97,7 +97,7 @@ def test_rope_and_cache_write_fuse_behind_one_fp8_product(monkeypatch: pytest.Mo
     assert max(difference) < 0.02
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("fmt", EXPECTED)
 def test_generated_code_gives_the_same_bits(fmt: str) -> None:
     """The unfused graph, compiled too, is the oracle: every token's logits, prefill and decode."""
@@ -126,7 +126,7 @@ def scaled_mm(
     return (wide @ other * scale_a * scale_b).to(options["out_dtype"])
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("fmt", EXPECTED)
 def test_the_graph_of_a_gpu_fuses(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a model does on a GPU, with its scales spread and its rows padded, around another product."""

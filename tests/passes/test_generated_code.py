@@ -63,7 +63,7 @@ def test_a_few_forms() -> None:
     assert not wrong and tuple(fused) == A_FEW, wrong
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("names", BUNDLES, ids=lambda names: names[0])
 def test_every_form(names: tuple[str, ...]) -> None:
     forms = [FORMS[name] for name in names if name not in NOT_COMPILED]

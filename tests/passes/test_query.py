@@ -273,7 +273,7 @@ class Stack(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "mode", [torch.no_grad, pytest.param(torch.inference_mode, marks=pytest.mark.slow)], ids=["no_grad", "inference"]
+    "mode", [torch.no_grad, pytest.param(torch.inference_mode, marks=pytest.mark.long)], ids=["no_grad", "inference"]
 )
 def test_regions_and_varying_sizes(mode: Any) -> None:
     models = [Stack(3), Stack(3), Stack(3)]
@@ -301,7 +301,7 @@ def test_equal_layers_are_probed_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [node.query_outcome for node in capture.report] == ["fused"] * 4 and len(calls) == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="older ones crash when they load the package")
 def test_export_and_aot_inductor(tmp_path: Any) -> None:
     model = Stack(2)

@@ -52,7 +52,7 @@ def test_notes_of_other_versions_are_no_report(note: str) -> None:
     assert len(fusion_report()) == 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 def test_a_cpp_wrapper() -> None:
     """Inductor writes config strings into C++."""

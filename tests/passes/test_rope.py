@@ -141,7 +141,7 @@ def generated_code(form: str, rope: str) -> list[str]:
     return [before, after]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     "form",
     [
@@ -299,7 +299,7 @@ def test_equal_regions_share_one_fused_graph() -> None:
     assert node.rope_outcome == "fused" and node.count == 1
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="older ones crash when they load the package")
 def test_export_and_aot_inductor(tmp_path: Path) -> None:
     # Not with an FP8 query: AOTInductor makes a constant of its scale, which the op does not take.
@@ -332,7 +332,7 @@ print(json.dumps([hits, vattn.fusion_report().as_dict(), output.float().sum().it
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_the_report_survives_the_compile_cache(tmp_path: Path) -> None:
     here = Path(__file__).parent
     script = SECOND.format(here=str(here), root=str(here.parents[1]))
@@ -434,7 +434,7 @@ def test_random_programs(program: tuple[RopeForm, bool]) -> None:
     check_program(*program)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @settings(max_examples=60)
 @given(programs())
 def test_many_random_programs(program: tuple[RopeForm, bool]) -> None:

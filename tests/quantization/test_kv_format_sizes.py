@@ -59,7 +59,7 @@ def test_wrong_bytes_and_wrong_rows_are_seen(monkeypatch: pytest.MonkeyPatch) ->
             check_bytes(config, 0)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", FORMATS)
 def test_a_sample_of_all_sizes(name: str) -> None:
     for index, config in drawn(name, 25, fuzz_seed()):

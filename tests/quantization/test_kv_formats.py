@@ -467,6 +467,7 @@ def test_chunks_of_a_prompt_see_what_the_whole_saw(name: str) -> None:
     assert relative_l2(torch.cat(parts), attend(whole, *rows)) < 1e-5
 
 
+@pytest.mark.sample(2, "TRITON_ATTN")
 @pytest.mark.parametrize("backend", ["TORCH_SDPA", "TRITON_ATTN"])
 @pytest.mark.parametrize("name", ["int4_per_token_head", "nvfp4"])
 def test_rotated_keys_are_stored_as_by_two_calls(name: str, backend: str) -> None:
@@ -491,6 +492,7 @@ def test_rotated_keys_are_stored_as_by_two_calls(name: str, backend: str) -> Non
     assert torch.equal(args.kv_cache, stored)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("size", [8, 48])
 @pytest.mark.parametrize("name", PACKED)
 def test_kernels_store_the_bytes_of_the_reference(name: str, size: int) -> None:
@@ -530,6 +532,7 @@ EVERY = [name for name, fmt in KV_FORMATS.items() if fmt.quantised or fmt.packed
 INTERPRETED = [(name, "TRITON_ATTN") for name in ("fp8_e4m3", "int4_per_token_head", "turboquant_3bit_nc")]
 
 
+@pytest.mark.sample(3, "TRITON_ATTN")
 @pytest.mark.parametrize(("name", "backend"), [*((name, "TORCH_SDPA") for name in EVERY), *INTERPRETED])
 def test_what_is_not_finite_stays_in_its_request_and_head(name: str, backend: str) -> None:
     """Rows that see a NaN key or value are NaN; those of other heads and requests are as they were, to the bit."""
@@ -588,6 +591,7 @@ def hard_rows(size: int) -> torch.Tensor:
     return torch.stack((torch.stack(rows), torch.stack(rows[1:] + rows[:1])), dim=1)
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", PACKED)
 def test_kernels_store_hard_rows_as_the_reference(name: str) -> None:
     rows = hard_rows(64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import os
 import re
 import subprocess
@@ -10,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+
+import vattn
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("[0-9][0-9]_*.py"))
@@ -39,6 +43,7 @@ def test_fullgraph_compile() -> None:
     assert printed.count("eager and compiled differ by") == 4
 
 
+@pytest.mark.slow
 def test_cuda_graph() -> None:
     printed = run("03_cuda_graph_changing_lengths.py")
     assert printed.count("differs by") == 6
@@ -46,12 +51,14 @@ def test_cuda_graph() -> None:
     assert expected in printed
 
 
+@pytest.mark.slow
 def test_multi_step_decode() -> None:
     printed = run("09_multi_step_decode.py")
     assert "tokens equal those of 8 steps built on the host" in printed
     assert "lengths on the device: [48, 15, 30, 0]" in printed
 
 
+@pytest.mark.slow
 def test_context_parallel() -> None:
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
         pytest.skip("this build of torch has no gloo")
@@ -62,6 +69,7 @@ def test_context_parallel() -> None:
     assert printed.count("ranks disagree: seq_lens of rank 1") == 2
 
 
+@pytest.mark.slow
 def test_continuous_batching() -> None:
     printed = run("04_continuous_batching.py")
     finished = [int(number) for number in re.findall(r"request (\d) is done", printed)]
@@ -70,6 +78,7 @@ def test_continuous_batching() -> None:
     assert "1 prefilling, 2 decoding, 2 waiting" in printed, "a long prompt is prefilled beside decodes"
 
 
+@pytest.mark.slow
 def test_sentence_embeddings() -> None:
     printed = run("05_sentence_embeddings.py")
     assert printed.count("alone and packed differ by") == 4
@@ -77,6 +86,7 @@ def test_sentence_embeddings() -> None:
     assert "graphs compiled: 1\n" in printed
 
 
+@pytest.mark.slow
 def test_vision_tower_in_fp8() -> None:
     printed = run("06_vision_tower_fp8.py")
     assert "fp8=dynamic" in printed and "fp8=static" in printed
@@ -85,6 +95,7 @@ def test_vision_tower_in_fp8() -> None:
     assert len(errors) == 3 and all(0.1 < error < 5 for error in errors)
 
 
+@pytest.mark.slow
 def test_whisper_like_decoding() -> None:
     printed = run("07_whisper_like_decoding.py")
     assert "step  3: 1 encoders run, 3 requests, 5 rows" in printed, "a first step beside later ones"
@@ -92,6 +103,7 @@ def test_whisper_like_decoding() -> None:
     assert "graphs compiled: 3\n" in printed, "with encoder states, without, and a single row"
 
 
+@pytest.mark.slow
 def test_speculative_tree() -> None:
     printed = run("10_speculative_tree.py")
     assert printed.count("equal to greedy decoding: True") == 3
@@ -99,6 +111,7 @@ def test_speculative_tree() -> None:
     assert plain == 64 and trees < plain * 0.75
 
 
+@pytest.mark.slow
 def test_hugging_face_model() -> None:
     pytest.importorskip("transformers")
     printed = run("14_hugging_face_model.py")
@@ -106,6 +119,7 @@ def test_hugging_face_model() -> None:
     assert "def add(a, b):" in printed and "tokens in" in printed
 
 
+@pytest.mark.slow
 def test_fp8_end_to_end() -> None:
     pytest.importorskip("transformers")
     printed = run("17_fp8_end_to_end.py")
@@ -116,6 +130,7 @@ def test_fp8_end_to_end() -> None:
     assert of == 72 and same > 24, "what is rounded otherwise may choose another token, and then another text"
 
 
+@pytest.mark.slow
 def test_prompt_lookup() -> None:
     pytest.importorskip("transformers")
     printed = run("18_prompt_lookup.py")
@@ -126,18 +141,20 @@ def test_prompt_lookup() -> None:
     assert 0 < right <= guesses
 
 
+@pytest.mark.slow
 def test_differential_attention() -> None:
     printed = run("11_differential_attention.py", "2")
     assert "0 of 144 tokens differ from the written-out formula" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_differential_attention_after_a_minute_of_training() -> None:
     printed = run("11_differential_attention.py")
     assert "0 of 144 tokens differ from the written-out formula" in printed
     assert float(re.search(r"loss (\S+),", printed)[1]) < 2.5
 
 
+@pytest.mark.slow
 def test_latent_attention() -> None:
     printed = run("13_latent_attention.py")
     assert "80 values a token in the cache instead of 640" in printed
@@ -156,10 +173,18 @@ def test_all_examples_are_tested_and_short() -> None:
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example_says_what_it_shows(name: str) -> None:
-    assert (ROOT / "examples" / name).read_text().startswith('"""')
+def test_example_says_what_it_shows_and_finds_what_it_imports(name: str) -> None:
+    tree = ast.parse((ROOT / "examples" / name).read_text())
+    assert ast.get_docstring(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module.split(".")[0] == "vattn":
+            module = importlib.import_module(node.module)
+            assert all(hasattr(module, alias.name) for alias in node.names), ast.unparse(node)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "vattn":
+            assert hasattr(vattn, node.attr), ast.unparse(node)
 
 
+@pytest.mark.slow
 def test_offload_prefix() -> None:
     printed = run("08_offload_prefix.py")
     assert printed.count("33 blocks computed and saved") == 2
@@ -167,6 +192,7 @@ def test_offload_prefix() -> None:
     assert printed.count("equal bits every time: True") == 3
 
 
+@pytest.mark.slow
 def test_a_kv_format_of_your_own() -> None:
     name = "12_a_kv_format_of_your_own.py"
     printed = run(name)

@@ -133,7 +133,7 @@ def test_old_or_missing_python_is_refused_by_name(tmp_path: Path) -> None:
     assert "is Python 3.8; vattn needs 3.10 or newer" in result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_wheel_holds_the_package_and_its_type_marker(tmp_path: Path) -> None:
     options = ["--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
     subprocess.run([sys.executable, "-m", "pip", "wheel", *options, str(ROOT)], check=True, timeout=300)

@@ -35,7 +35,7 @@ HEAD_SIZES = range(64, 136, 8)
 FEATURES = frozenset({"bidirectional", "contiguous_kv"})
 TIMED_OUTPUTS = frozenset({"none"})
 """Output formats that `accepts` takes: those that were timed against the general kernel, which runs the others. All of
-them equal the reference on a GPU (tests/gpu)."""
+them equal the reference on a GPU (tests/kernels)."""
 
 MIN_ROWS_PER_REQUEST = 32
 """On average; below, tiles of rows are mostly empty and splitting the keys pays."""
