@@ -73,23 +73,39 @@ class CachedAttention(BoundCache):
         if self.fast_prefill:
             step = step.kept(metadata)
         op_config = self._op_config(step)
-        update = None
+        args, update = step.arguments(self, query, result, op_config), None
         if key is not None and value is not None:
             key = split_heads("key", key, self.num_kv_heads, self.head_size)
             value = split_heads("value", value, self.num_kv_heads, self.head_size_v)
-            update = step.update(self, key, value, op_config)
-        parts = self._parts(step.arguments(self, query, result, op_config), step, key, value)
-        if not torch.compiler.is_compiling():
+            update = step.update(args, key, value, op_config)
+        parts = self._parts(args, step, key, value)
+        if torch.compiler.is_compiling():
+            self._run(query, step, update, parts, result)
+        else:
             check_step_ranks(self.prefix, parallel, metadata)
             self._check_step(query, key, value, step, update, parts)
-        if self.kv_transfer_token is not None:
+            # Gradients are refused by now: the ops need not look for them again.
+            with torch._C._AutoDispatchBelowAutograd():
+                self._run(query, step, update, parts, result)
+        return result.returned()
+
+    def _run(
+        self,
+        query: Tensor,
+        step: LayerStep,
+        update: CacheUpdateArgs | None,
+        parts: tuple[Part, ...],
+        result: LayerResult,
+    ) -> None:
+        """Write the keys and values of the step, then attend."""
+        transfer = self.kv_transfer_token
+        if transfer is not None:
             wait_for_layer_load(self.kv_cache)
         if update is not None:
             self._write_cache(query, step.query_slots, update)
         self._attend(query, parts, result)
-        if self.kv_transfer_token is not None:
-            save_kv_layer(self.kv_cache, self.kv_transfer_token)
-        return result.returned()
+        if transfer is not None:
+            save_kv_layer(self.kv_cache, transfer)
 
     def _parts(
         self, args: AttentionArgs, step: LayerStep, key: Tensor | None, value: Tensor | None
@@ -107,7 +123,7 @@ class CachedAttention(BoundCache):
             args, op = cast(AttentionArgs, parts[0]), torch.ops.vattn.attention
             attend_parts(op, args, query, result, self, self.head_size_v, sinks=self.sinks, encode=self._encode)
             return
-        if self.q_scale is not None:
+        if parts[0].q_scale is not None:
             encoded = self._encode(query)
             parts = tuple([part._replace(query=encoded) for part in parts])
         if len(parts) == 1:
@@ -175,7 +191,7 @@ class CachedAttention(BoundCache):
         update: CacheUpdateArgs | None,
         parts: tuple[Part, ...],
     ) -> None:
-        """Refuse what any of the ops would refuse, before the first one writes. Compiled code leaves it to the ops."""
+        """Refuse what any op but the first would refuse, before that one writes. Compiled code leaves it to the ops."""
         for target in self._target:
             if target.kv_cache is not self.kv_cache:
                 raise CacheError(
@@ -187,13 +203,14 @@ class CachedAttention(BoundCache):
         fix = "pass vattn.kept_rows of the queries, or of what they are projected from" if self.fast_prefill else ""
         check_inputs(self, inputs, step.query_slots, step.block_size, fix)
         check_no_gradients(self, (query, key, value, *self._learned()))
-        if update is not None:
+        if update is not None and (self.calculate_kv_scales or self.observing):
+            # Scales and counts change ahead of the update, which checks its tensors before it writes.
             checks.check_kv_cache_update(update)
         if self.context_parallel is not None:
             gathered = all_heads(query, self.context_parallel)
             parts = (partial_arguments(cast(AttentionArgs, parts[0]), gathered, self.head_size_v, query.dtype),)
         for part in parts:
-            if self.q_scale is not None:
+            if part.q_scale is not None:
                 # The scale may be calculated as keys are written, so the query is not encoded yet.
                 part = part._replace(query=torch.empty_like(part.query, dtype=torch.float8_e4m3fn))
             if isinstance(part, AttentionArgs):

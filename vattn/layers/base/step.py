@@ -152,11 +152,15 @@ class LayerStep(NamedTuple):
             )
         return causality, self.tree_bias is not None, self.mm_ranges is not None
 
-    def update(self, layer: Any, key: Tensor, value: Tensor, op_config: str) -> CacheUpdateArgs | None:
-        """Return the arguments of `vattn::kv_cache_update`; `None` where this step writes no keys."""
+    def update(self, cache: Any, key: Tensor, value: Tensor, op_config: str) -> CacheUpdateArgs | None:
+        """Return the arguments of `vattn::kv_cache_update`; `None` where this step writes no keys.
+
+        Args:
+            cache: who has `kv_cache`, `k_scale` and `v_scale`: the layer, or its `arguments`.
+        """
         if self.key_slots is None:
             return None
-        return CacheUpdateArgs(key, value, layer.kv_cache, self.key_slots, layer.k_scale, layer.v_scale, op_config)
+        return CacheUpdateArgs(key, value, cache.kv_cache, self.key_slots, cache.k_scale, cache.v_scale, op_config)
 
     def arguments(self, layer: Any, query: Tensor, result: LayerResult, op_config: str) -> AttentionArgs:
         """Return the arguments of `vattn::attention`; scales, slopes and sinks are the layer's own."""
