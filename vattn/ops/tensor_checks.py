@@ -94,21 +94,21 @@ _MOST_SIGNATURES = 4096
 def once_per_signature(check: Callable[[Args], None]) -> Callable[[Args], None]:
     """Run a check of an op's arguments once for each signature that it accepts.
 
-    A signature is the config strings, and the shape, strides, dtype, device and alignment of each tensor. The check
-    must depend on nothing else. A layer checks both of its ops before the first one writes, and each op checks its own
-    arguments again: this makes the second look, and that of later steps of the same shapes, cheap.
+    A signature is the config strings, the shape, strides, dtype and device of each tensor, and how the cache is
+    aligned; the check must depend on nothing else. A layer checks what its second op gets before the first one writes,
+    and each op checks its own arguments: this makes the second look, and later steps of the same shapes, cheap.
     """
     accepted: set[tuple[Any, ...]] = set()
 
     @wraps(check)
     def checked(args: Any) -> None:
-        plan = getattr(args, "plan", ())
+        plan, cache = getattr(args, "plan", ()), getattr(args, "kv_cache", None)
         signature = [
-            (x.shape, x.stride(), x.dtype, x.device, x.storage_offset() % 16) if isinstance(x, Tensor) else x
+            (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x
             for x in (*args, *plan)
             if x is not plan
         ]
-        key = tuple(signature)
+        key = (*signature, 0 if cache is None else cache.storage_offset() % 16)
         if key in accepted:
             return
         check(args)
