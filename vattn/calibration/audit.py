@@ -12,16 +12,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vattn.calibration.calibrate import (
-    Calibration,
-    StepRunner,
-    as_calibration,
-    cached_layers,
-    check_switches,
-    checked_text,
-    iterable,
-)
+from vattn.calibration.calibrate import Calibration, as_calibration, check_switches, iterable
 from vattn.calibration.result_files import check_output, check_picture, figures
+from vattn.calibration.step_runner import StepRunner, cached_layers, checked_text
 from vattn.errors import ConfigError
 from vattn.layers.base.paged_attention import CachedAttention
 from vattn.layers.base.scales import make_scale

@@ -1,4 +1,4 @@
-"""`calibrate`: see what a model's attention and the inputs of its linear layers reach, and make scales of it."""
+"""`calibrate`: observe the largest magnitudes in a model's attention and linear layers, and make scales of them."""
 
 from __future__ import annotations
 
@@ -15,22 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vattn.cache.bindings import take_cache
-from vattn.calibration.eval_mode import EvalMode
-from vattn.calibration.result_files import check_output
+from vattn.calibration.result_files import check_output, write_whole
+from vattn.calibration.step_runner import NESTING, StepRunner, cached_layers, checked_text
 from vattn.errors import ConfigError, MissingPackageError, ScaleError
 from vattn.layers.base.paged_attention import CachedAttention
 from vattn.layers.base.scales import QuantConfig
-from vattn.layers.mla.mla_attention import MLAAttention
-from vattn.metadata.builder import AttentionMetadataBuilder
-from vattn.metadata.forward_context import forward_context
 from vattn.quantization.formats import FP8_E4M3_MAX, KV_FORMATS, resolve_kv_cache_dtype
 
 FILE_FORMAT = 2
 """Of files; those of format 1 have no inputs of linear layers."""
 KINDS = ("query", "key", "value", "output")
-CHUNK = 512
-"""Tokens of one step while observing."""
 
 Batch = Sequence[Sequence[int]] | Tensor
 _INTS = (torch.int64, torch.int32, torch.int16, torch.uint8, torch.int8)
@@ -129,10 +123,8 @@ class Calibration:
             raise ConfigError(f"save({path!r:.80})", "the path of a file", "save('vattn_scales.json')")
         target = Path(path)
         check_output("save to", target, replaced=True)
-        fresh = target.with_name(f"{target.name}.{os.getpid()}.tmp")
         content = {"format": FILE_FORMAT, "tokens": self.tokens, "layers": self.layers, "inputs": self.inputs}
-        fresh.write_text(json.dumps(content, indent=1) + "\n")
-        os.replace(fresh, target)
+        write_whole(target, json.dumps(content, indent=1) + "\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Calibration:
@@ -226,11 +218,6 @@ class _Seen:
         heads = self.layer.num_kv_heads if kind in ("key", "value") else self.layer.num_heads
         now = values.detach().reshape(values.shape[0], heads, -1).abs().float().amax(dim=(0, 2))
         self.largest[kind] = torch.maximum(self.largest[kind], now) if kind in self.largest else now
-
-
-def cached_layers(model: nn.Module) -> dict[str, CachedAttention]:
-    """Return the attention layers with a cache by prefix."""
-    return {layer.prefix or name: layer for name, layer in model.named_modules() if isinstance(layer, CachedAttention)}
 
 
 @contextmanager
@@ -363,103 +350,6 @@ def _texts(batch: Any, where: str) -> list[list[int]]:
     if isinstance(batch, (str, bytes)) or not isinstance(batch, Iterable):
         raise ConfigError(f"{where}={batch!r}", "a list of texts, each a list of token ids", NESTING)
     return [checked_text(text, f"{where}[{number}]") for number, text in enumerate(batch)]
-
-
-NESTING = "calibrate(model, [[[1, 2, 3], [4, 5]]]): a list of batches, each a list of texts, each a list of token ids"
-
-
-def checked_text(text: Any, where: str) -> list[int]:
-    """Return a text as a list of token ids.
-
-    Raises:
-        ConfigError: it is none.
-    """
-    if isinstance(text, (str, bytes)):
-        raise ConfigError(f"{where} is a text of characters", "a list of token ids", "call tokenizer.encode first")
-    if isinstance(text, Tensor) and text.dim() == 1:
-        text = text.tolist()
-    if not isinstance(text, Sequence):
-        raise ConfigError(f"{where} is {type(text).__name__} {text!r:.60}", "a list of token ids", NESTING)
-    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in text):
-        odd = next(token for token in text if not isinstance(token, int) or isinstance(token, bool) or token < 0)
-        raise ConfigError(f"{where} holds {type(odd).__name__} {odd!r:.60}", "token ids from 0", NESTING)
-    return list(text)
-
-
-def _no_cache(model: nn.Module) -> ConfigError:
-    if "_vattn_packed" in model.__dict__:
-        return ConfigError(
-            f"the {type(model).__name__} that enable() was called with", "what enable() returned", "pass that instead"
-        )
-    if callable(getattr(model, "prepare_inputs_for_generation", None)):
-        return ConfigError(
-            f"a {type(model).__name__} that is not on vattn",
-            "a model on vattn, with a cache",
-            "pass what vattn.integrations.transformers.enable(model, memory='1GiB') returns",
-        )
-    if any(isinstance(layer, MLAAttention) for layer in model.modules()):
-        return ConfigError(
-            f"a {type(model).__name__} with latent attention",
-            "layers with keys and values of heads; the scale of a latent cache is given",
-            "QuantConfig(k_scale=...), or a cache format with scales in its rows",
-        )
-    return ConfigError(
-        f"{type(model).__name__} without a bound KV cache",
-        "attention layers with one",
-        "call vattn.allocate_kv_cache(model, ...) first",
-    )
-
-
-class StepRunner:
-    """Run one text at a time through a model, in chunks on the first blocks of its cache, eagerly."""
-
-    def __init__(self, model: nn.Module, chunk: int = CHUNK) -> None:
-        self.model, self.chunk = model, chunk
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"{type(model).__name__} for a model", "an nn.Module", "pass the model first")
-        layers = [layer for layer in cached_layers(model).values() if layer.config is not None]
-        if not layers or "_vattn_packed" in model.__dict__:
-            raise _no_cache(model)
-        EvalMode(model).check("magnitudes of ")
-        if any(layer.kv_cache_group is not None for layer in layers):
-            raise ConfigError(
-                f"{type(model).__name__} with a cache of groups",
-                "a cache that all layers read by one block table",
-                "allocate it without hybrid=True, and with groups afterwards",
-            )
-        config, cache = layers[0].config, layers[0].kv_cache
-        assert config is not None and cache is not None
-        probe = AttentionMetadataBuilder(1, 1, 1, config.block_size, cache.device, layers=model)
-        assert probe.num_blocks is not None
-        self.capacity = (probe.num_blocks - 1) * config.block_size
-        self.device = cache.device
-        self.storages = [layer.kv_cache for layer in layers if layer.kv_cache is not None]
-        self.builder = AttentionMetadataBuilder(
-            2, max(2, chunk), self.capacity, config.block_size, self.device, layers=model
-        )
-        self.blocks = list(range(1, probe.num_blocks))
-
-    @torch.no_grad()
-    def logits(self, text: list[int]) -> Iterator[Tensor]:
-        """Yield the logits `[n, vocab_size]` of a text, chunk by chunk.
-
-        Raises:
-            ConfigError: an empty text, or one that the cache cannot hold.
-        """
-        if not 0 < len(text) <= self.capacity:
-            raise ConfigError(
-                f"a text of {len(text)} tokens", f"1 to {self.capacity}, what the cache holds", "cut the text"
-            )
-        size = getattr(self.model, "vocab_size", None)
-        if isinstance(size, int) and max(text) >= size:
-            raise ConfigError(f"token {max(text)}", f"0 to {size - 1}, the model's vocabulary", "check the tokenizer")
-        for storage in self.storages:
-            take_cache(storage)
-        for start in range(0, len(text), self.chunk):
-            ids = text[start : start + self.chunk]
-            step = self.builder.build([len(ids)], [start + len(ids)], [self.blocks])
-            with forward_context(step):
-                yield self.model(torch.tensor(ids, device=self.device), step.positions)
 
 
 def _shown(batches: Iterable[Batch], progress: bool) -> Iterable[Batch]:

@@ -22,6 +22,17 @@ def check_output(option: str, path: Path | None, *, replaced: bool = False) -> N
         )
 
 
+def write_whole(path: Path, text: str) -> None:
+    """Write a file beside its name and rename it, so that the file is either the old one or the whole new one."""
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        part.write_text(text, encoding="utf-8")
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
+
+
 def figures(got: str = "a plot without matplotlib", fix: str = "pip install matplotlib") -> Any:
     """Return matplotlib's class of figures, or raise MissingPackageError with these texts."""
     try:

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vattn.calibration.calibrate import Calibration, StepRunner, calibrate
+from vattn.calibration.calibrate import Calibration, calibrate
 from vattn.calibration.plant_outliers import plant_outliers
 from vattn.calibration.result_files import check_output, check_picture, figures
+from vattn.calibration.step_runner import StepRunner
 from vattn.config.arguments import parse_bytes
 from vattn.config.attention import CacheConfig
 from vattn.errors import ConfigError, VattnError

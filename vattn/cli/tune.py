@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 
 from vattn.backends import choice_table, selector
 from vattn.backends.choice_table import ChoiceTable, Kind, Measured
+from vattn.calibration.result_files import write_whole
 from vattn.cli.bench.command import forbid_builds
 from vattn.config.device import DeviceInfo
 from vattn.errors import ConfigError, DeviceError, VattnError
@@ -63,7 +63,7 @@ def main(options: argparse.Namespace) -> int:
             raise ConfigError("tune without --out", "--out FILE", f"then set {choice_table.VARIABLE}=FILE")
         if options.source:
             table = table_of_bench(options.source)
-            _write(options.out, table)
+            write_whole(options.out, table.dump())
             _show(table)
             return 0
         if not torch.cuda.is_available():
@@ -76,7 +76,7 @@ def main(options: argparse.Namespace) -> int:
         caches = ("bf16", "fp8") if options.cache == "both" else (options.cache,)
         shapes = _picked("--shapes", options.shapes, ";", list(SHAPES))
         table = measure(shapes, _picked("--steps", options.steps, ";", list(STEPS)), caches, options.replays)
-        _write(options.out, table)
+        write_whole(options.out, table.dump())
         _show(table)
         print(f"written to {options.out}; use it with {choice_table.VARIABLE}={options.out}")
     except (VattnError, OSError) as error:
@@ -91,13 +91,6 @@ def _picked(option: str, text: str, separator: str, known: list[str]) -> list[st
         if name not in known:
             raise ConfigError(f"{option} {name!r}", "; ".join(known), "choose from these")
     return names or known
-
-
-def _write(path: Path, table: ChoiceTable) -> None:
-    """Write a file that is whole or not there."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(table.dump(), encoding="utf-8")
-    os.replace(part, path)
 
 
 def measure(

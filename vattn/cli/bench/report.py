@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vattn.calibration.result_files import check_picture, figures
+from vattn.calibration.result_files import check_picture, figures, write_whole
 from vattn.errors import ConfigError
 
 FORMAT = 1
@@ -118,15 +117,8 @@ def name_of(row: dict[str, Any]) -> tuple[str, str, str]:
 
 
 def write_result(path: Path, result: dict[str, Any]) -> None:
-    """Write JSON with a line for each fact and each row; the file is whole, whenever the run ends."""
-    facts = []
-    for name, value in result.items():
-        rows = isinstance(value, list) and value and isinstance(value[0], dict)
-        text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]" if rows else json.dumps(value)
-        facts.append(f" {json.dumps(name)}: {text}")
-    part = path.with_name(path.name + ".part")
-    part.write_text("{\n" + ",\n".join(facts) + "\n}\n")
-    os.replace(part, path)
+    """Write a file that is whole, whenever the run ends."""
+    write_whole(path, json.dumps(result, indent=1))
 
 
 def resumed(path: Path, run: dict[str, Any]) -> dict[str, Any]:
