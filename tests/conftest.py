@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -49,8 +49,12 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "push"))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+    mark = item.get_closest_marker("gpu")
+    if mark and not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
+    needed = mark and mark.kwargs.get("capability")
+    if needed and torch.cuda.get_device_capability() != needed:
+        pytest.skip(f"needs a GPU of compute capability {'.'.join(map(str, needed))}")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -76,6 +80,22 @@ def fixed_seed() -> None:
 def device(request: pytest.FixtureRequest) -> str:
     """Where a test runs: on a CPU, and with `-m gpu` on a CUDA GPU."""
     return request.param
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Start with no compiled graphs, and leave none."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
+def no_grad() -> Iterator[None]:
+    """Run a test under `torch.no_grad`."""
+    with torch.no_grad():
+        yield
 
 
 @pytest.fixture

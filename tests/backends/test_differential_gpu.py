@@ -10,16 +10,7 @@ import torch
 import vattn
 from tests.backends.test_differential_attention import HEADS, KV_HEADS, LOOSE, Text, error, lambdas, make_layer, paper
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def cuda() -> Any:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo")]
 
 
 def on_gpu(**changes: Any) -> vattn.DifferentialAttention:

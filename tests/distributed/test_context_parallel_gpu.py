@@ -33,12 +33,6 @@ LENGTHS = [1, 2, 63, 64, 65, 300, 1000, 17]
 DECODE, SEVERAL, PROMPTS = [1] * 8, [1, 2, 4, 1, 3, 2, 4, 0], [1, 2, 63, 20, 1, 200, 130, 17]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-
-
 MASKS: dict[str, dict[str, Any]] = {
     "causal": {},
     "window-alibi": {"sliding_window": 100, "alibi": "linear"},

@@ -16,18 +16,9 @@ from tests.integrations.hf_families import FAMILIES, make_model
 from vattn import errors
 from vattn.integrations.transformers import enable
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo")]
 
 PROMPTS = [list(range(3, 44)), [7, 5, 90], list(range(50, 70)), [9], list(range(3, 40)), [11, 12] * 9]
-
-
-@pytest.fixture(autouse=True)
-def cuda() -> Any:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", FAMILIES)

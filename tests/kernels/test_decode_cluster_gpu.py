@@ -14,17 +14,11 @@ from vattn.cache.layout import key_value_views
 from vattn.quantization.codecs import quantise_output
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu(capability=(9, 0))
 
 LLAMA = {"num_heads": 32, "num_kv_heads": 8}
 LENGTHS = [[1], [63], [1000], [5000, 0], [17, 4100], [1, 15, 16], [129, 2, 900, 3300]]
 """Fewer keys than a CTA's stripe; one CTA's and all CTAs' first stripes; several turns of the stages; nothing."""
-
-
-@pytest.fixture(scope="module", autouse=True)
-def hopper() -> None:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("clusters of CTAs need an sm_90 GPU")
 
 
 def run(batch: Batch) -> None:

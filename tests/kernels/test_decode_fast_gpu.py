@@ -14,7 +14,7 @@ from tests.support import Batch, make_config, poisoned_empty, random_paged_batch
 from vattn.config.device import DeviceInfo
 from vattn.quantization import codecs as quantization
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu(capability=(9, 0))
 
 TOLERANCE = {"bfloat16": 4e-3, "float16": 6e-4}
 """Relative L2 error by model dtype. Rounding weights and result to it costs about 0.6 of half a unit in the last place
@@ -24,12 +24,6 @@ LSE_TOLERANCE = 2e-4
 """Absolute; scores and sums are fp32, of a few hundred products of size 1."""
 
 RAGGED = [1, 15, 16, 17, 300, 1000, 33, 64, 129, 2, 511, 47]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def hopper() -> None:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the fast decode path needs an sm_90 GPU")
 
 
 def check(batch: Batch, tuning: Any = None, plan: bool = False) -> None:

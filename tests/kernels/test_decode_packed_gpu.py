@@ -15,16 +15,10 @@ from vattn.cache.layout import kv_cache_shape
 from vattn.ops.arguments import CacheUpdateArgs
 from vattn.quantization.formats import KV_FORMATS
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu(capability=(9, 0))
 
 TOLERANCE = {"bfloat16": 2.5e-3, "float16": 1.5e-3}
 """Relative L2: results are rounded to the model dtype, 1.7e-3 in bf16; the rest as in the interpreted tests."""
-
-
-@pytest.fixture(autouse=True)
-def hopper() -> None:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a Hopper GPU")
 
 
 def check(fmt: str, lengths: list[int], padding: int = 0, planned: bool = True, **changes: Any) -> None:

@@ -123,6 +123,7 @@ def test_rows_see_their_step_as_given(fmt: str) -> None:
 KERNELS = [("fp8_e4m3", "window-sinks"), ("int4_per_token_head", "causal"), ("turboquant_4bit_nc", "cap-alibi")]
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize(("fmt", "mask"), KERNELS)
 def test_kernels(fmt: str, mask: str) -> None:
     """The same through the Triton kernels (every format meets the mask in the conformance suite)."""

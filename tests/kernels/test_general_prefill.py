@@ -72,6 +72,7 @@ BOXED_PAIRS = [(features, False) for features in ("causal", "window, sinks")]
 BOXED_PAIRS += [(features, True) for features in FEATURES if features != "negative scale"]
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize(("features", "ahead"), BOXED_PAIRS)
 def test_packed_keys_loaded_by_tensor_maps(features: str, ahead: bool) -> None:
     """Tiles begin anywhere: requests follow each other without gaps."""

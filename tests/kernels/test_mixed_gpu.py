@@ -10,13 +10,7 @@ import torch
 from tests.kernels.test_prefill_gpu import CACHES, FEATURES, FP8, NATIVE, ODD, compare_rows, prefill_batch
 from tests.support import Batch
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module", autouse=True)
-def hopper() -> None:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the prefill kernel needs an sm_90 GPU")
+pytestmark = pytest.mark.gpu(capability=(9, 0))
 
 
 SHORT = [(1, 700), (8, 2049), (0, 5), (3, 3), (16, 16), (7, 1937), (5, 300), (17, 40), (1, 1), (31, 1003), (2, 130)]

@@ -17,7 +17,7 @@ from vattn.config.mla import MLAConfig
 from vattn.ops.arguments import PlanArgs
 from vattn.ops.arguments_mla import MLAAttentionArgs
 
-pytestmark = pytest.mark.gpu
+pytestmark = pytest.mark.gpu(capability=(9, 0))
 
 STEPS: dict[str, tuple[list[int], list[int]]] = {
     "decodes and a prompt": ([1] * 19 + [300], [*range(1, 1901, 100), 450]),
@@ -27,12 +27,6 @@ STEPS: dict[str, tuple[list[int], list[int]]] = {
     "few rows, ragged": ([1] * 14 + [30, 5], [*range(64, 1408, 96), 700, 5]),
     "few rows, one long": ([1] * 30 + [120], [700] * 30 + [2000]),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def gpu() -> None:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("this path needs an sm_90 GPU")
 
 
 def planned(args: MLAAttentionArgs, config: MLAConfig) -> MLAAttentionArgs:

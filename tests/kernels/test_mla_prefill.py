@@ -65,6 +65,7 @@ def check(config: MLAConfig, query_lens: list[int], seq_lens: list[int], room: i
     assert relative_l2(lse.exp(), expected_lse.exp()) < 10 * TOLERANCE[config.dtype]
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("kv_cache_dtype", list(MLA_FORMATS))
 def test_mixtures(kv_cache_dtype: str) -> None:
     check(config_of(kv_cache_dtype, num_heads=2, decode_threshold=1), *MIX, 40, padding_tokens=3)

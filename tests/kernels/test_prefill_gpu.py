@@ -14,13 +14,7 @@ from tests.support import Batch, make_config, random_paged_batch
 from vattn.cache.layout import key_value_views
 from vattn.config.device import DeviceInfo
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module", autouse=True)
-def hopper() -> None:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("the prefill kernel needs an sm_90 GPU")
+pytestmark = pytest.mark.gpu(capability=(9, 0))
 
 
 ODD = [(1000, 1000), (1, 700), (0, 5), (513, 2049), (130, 130), (64, 1937), (257, 300), (2, 2), (128, 384), (77, 1003)]

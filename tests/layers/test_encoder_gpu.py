@@ -21,12 +21,6 @@ LENS = ([729, 0, 1, 130, 64, 300, 7], [729, 0, 1, 130, 64, 300, 5])
 BACKENDS = ("TRITON_ATTN", "FLASH_ATTN", "FLASHINFER", "TORCH_SDPA")
 
 
-@pytest.fixture(autouse=True)
-def gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-
-
 @pytest.mark.parametrize("size", [64, 72, 80, 88, 96, 112, 120, 128])
 @pytest.mark.parametrize("fp8", [False, True], ids=["16bit", "fp8"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])

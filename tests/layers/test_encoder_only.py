@@ -312,13 +312,6 @@ class Encoder(nn.Module):
         return x
 
 
-@pytest.fixture
-def fresh_dynamo() -> Any:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 FLAVOURS: dict[str, dict[str, Any]] = {
     "plain": {},
     "window": {"per_layer_sliding_window": 3},

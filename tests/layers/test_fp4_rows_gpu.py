@@ -12,13 +12,7 @@ from vattn.ops.arguments import AttentionArgs
 from vattn.quantization.codecs import quantise_output
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module", autouse=True)
-def hopper() -> None:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("Gluon kernels need an sm_90 GPU")
+pytestmark = pytest.mark.gpu(capability=(9, 0))
 
 
 def rows(tokens: int, columns: int, dtype: torch.dtype) -> Tensor:

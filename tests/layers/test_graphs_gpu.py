@@ -13,7 +13,7 @@ import vattn
 from tests.compile.toy_models import Model, caches, fill_caches, make_builder, make_model, make_step
 from vattn.errors import GraphContractError, MetadataError, UnsupportedRequestError
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo", "no_grad")]
 
 TOLERANCE = 4e-3
 """Relative L2 in fp16: graph and eager see other batch shapes, so GEMMs and split keys may sum in another order, and
@@ -21,17 +21,6 @@ the compiled model rounds its norms once less; each costs up to 5e-4 a layer, in
 
 FP8_TOLERANCE = 2e-2
 """The same differences, where some move a key or value to the next FP8 code, 6 % away."""
-
-
-@pytest.fixture(autouse=True)
-def cuda() -> Any:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
 
 
 FP8 = {

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import vattn
 from vattn.backends import selector
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo", "no_grad")]
 
 HEADS, KV_HEADS, SIZE, BLOCK, NUM_BLOCKS = 8, 2, 64, 16, 96
 SINKS = 32
@@ -22,16 +22,6 @@ DTYPE = torch.float16
 
 TOLERANCE = 4e-3
 """Relative L2 in fp16 against fp32 on the CPU: inputs, projections and outputs are rounded to 2^-11 each."""
-
-
-@pytest.fixture(autouse=True)
-def cuda() -> Any:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
 
 
 @contextmanager

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -17,16 +16,7 @@ from vattn.compilation.graph_edges import start_early
 from vattn.kernels.hopper.linear import small_m
 from vattn.ops.linear_arguments import LinearArgs
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(autouse=True)
-def cuda() -> Any:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs a GPU of compute capability 9.0")
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = [pytest.mark.gpu(capability=(9, 0)), pytest.mark.usefixtures("fresh_dynamo")]
 
 
 @contextlib.contextmanager

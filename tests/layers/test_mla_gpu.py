@@ -25,12 +25,6 @@ RAGGED = [1, 63, 64, 65, 300, 1000, 16, 2, 129, 511, 17, 700]
 """Lengths around the edges of tiles and blocks, and some that are split."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-
-
 def hopper() -> None:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("this path needs an sm_90 GPU")

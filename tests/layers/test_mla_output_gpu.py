@@ -12,13 +12,7 @@ from vattn.ops.arguments_mla import MLAAttentionArgs
 from vattn.quantization.codecs import quantise_output
 from vattn.quantization.formats import OUTPUT_FORMATS
 
-pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module", autouse=True)
-def gpu() -> None:
-    if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("these tiles are for GPUs with warpgroups, and were timed on sm_90")
+pytestmark = pytest.mark.gpu(capability=(9, 0))
 
 
 @pytest.mark.parametrize("output_format", [name for name in OUTPUT_FORMATS if name != "none"])

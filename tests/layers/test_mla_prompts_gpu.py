@@ -35,12 +35,6 @@ MIX = ([1, 200, 0, 60, 9, 2], [900, 330, 0, 60, 700, 2])
 """Query and sequence lengths: short requests and prompts with and without context."""
 
 
-@pytest.fixture(scope="module", autouse=True)
-def gpu() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-
-
 def deepseek(**changes: Any) -> MLAConfig:
     values: dict[str, Any] = {
         "num_heads": 4, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512,

@@ -248,13 +248,6 @@ IMAGES = ([5, 9], [3, 3, 3, 20], [1, 1], [17], [2, 0, 5])
 FLAVOURS = {"plain": None, "dynamic fp8": vattn.EncoderFP8Config(dynamic=True)}
 
 
-@pytest.fixture
-def fresh_dynamo() -> Any:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def twins(num_layers: int, **options: Any) -> tuple[Tower, Tower]:
     """Return two towers with equal weights and histories of their own."""
     a, b = Tower(num_layers, **options), Tower(num_layers, **options)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +14,10 @@ from tests.cache.test_hybrid_cache import Hybrid, Stack
 from vattn.errors import GraphContractError
 from vattn.kv_transfer import FileConnector, HostMemoryConnector, KVTransfer, TransferRequest, block_keys
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo", "no_grad")]
 
 BLOCK, WIDTH = 16, 256
 KEYS = tuple(block_keys(range(4 * BLOCK), BLOCK))
-
-
-@pytest.fixture(autouse=True)
-def cuda() -> Iterator[None]:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
-    torch._dynamo.reset()
 
 
 class Model(nn.Module):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
@@ -12,21 +10,12 @@ from tests.compile.toy_models import BLOCK, Model, fill_caches, make_model
 from tests.metadata.tree_cases import SIX, TREES, TWENTY, TreeBatch
 from vattn.metadata.token_tree import TokenTree
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo", "no_grad")]
 
 CLOSE = {torch.bfloat16: 6e-3, torch.float16: 1e-3, torch.float32: 2e-6}
 """Relative L2 of a branch: half an eighth bit of weights and of the result; other orders of sums in fp32."""
 
 OTHER_SIX = TokenTree.merge([[1, 2, 3], [4, 5], [6]])[0]
-
-
-@pytest.fixture(autouse=True)
-def cuda() -> Any:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    torch._dynamo.reset()
-    with torch.no_grad():
-        yield
 
 
 @pytest.mark.parametrize("name", TREES)

@@ -32,12 +32,6 @@ LENGTHS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def cuda() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a GPU")
-
-
 def values(shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """Return queries full of ties under the scale 7 / 512, with values beyond the range."""
     codes = torch.arange(126, dtype=torch.uint8)

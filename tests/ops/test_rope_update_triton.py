@@ -15,11 +15,13 @@ from vattn.config.rope import RopeConfig
 from vattn.kernels.triton.cache.rope_update import RopeTiles, rope_update, start_of_launch
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("call", list(CALLS))
 def test_it_equals_the_oracle(call: str) -> None:
     check_call(call, "TRITON_ATTN")
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("elements", [16, 64, 4096])
 def test_every_cut_gives_the_same_bytes(elements: int) -> None:
     """One head a tile, tiles that end among the heads, and all heads in one."""
