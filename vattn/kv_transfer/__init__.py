@@ -1,4 +1,4 @@
-"""KV transfer: blocks of a cache kept elsewhere and brought back, layer by layer, while the model computes."""
+"""KV transfer: save blocks of a cache elsewhere and load them again, layer by layer, while the model computes."""
 
 from vattn.kv_transfer.connector import KVConnector, TransferRequest, block_keys
 from vattn.kv_transfer.files import FileConnector

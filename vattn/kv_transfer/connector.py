@@ -16,12 +16,12 @@ from vattn.errors import ConfigError
 
 @dataclass(frozen=True)
 class TransferRequest:
-    """Blocks of one request that are to be loaded or saved.
+    """Blocks of one request to load or save.
 
     Attributes:
         request_id: the caller's name of the request.
         keys: content key of each whole block, in order (`block_keys`).
-        block_ids: where each lies in the cache; none is the null block, none is named twice.
+        block_ids: of each in the cache; all different, and not the null block.
     """
 
     request_id: str
@@ -36,7 +36,7 @@ class TransferRequest:
         except TypeError:
             wrong = f"keys {self.keys!r:.40} and block ids {self.block_ids!r:.40}"
         if wrong or not all(isinstance(key, str) for key in self.keys):
-            wrong = wrong or f"keys {self.keys!r:.40}, which are no texts"
+            wrong = wrong or f"keys {self.keys!r:.40}, which are not strings"
         elif len(self.keys) != len(self.block_ids) or not self.keys:
             wrong = f"{len(self.keys)} keys and {len(self.block_ids)} block ids"
         elif len(set(self.block_ids)) != len(self.block_ids):
@@ -59,52 +59,49 @@ class TransferRequest:
 
 
 Pieces: TypeAlias = Tensor | Sequence[Tensor]
-"""Pages, uint8 `[blocks, page_bytes]`: in one tensor, or in several that follow one another."""
+"""Pages, uint8 `[blocks, page_bytes]`: one tensor, or several to concatenate."""
 
 
 class KVConnector(Protocol):
     """A store of pages. A page is one block of one layer as bytes: all of its keys, then all of its values.
 
     `KVTransfer` calls `wait_for_layer_load`, `save_kv_layer` and `finish` from a thread of the request, in the order of
-    the layers, so several requests may call at once; the others from the thread that drives the model, which they must
-    not hold up. What a method raises fails the request that it was called for, and no other. When `finish` is called,
-    no copy reads or writes the connector's memory for this request any more.
+    the layers, so several requests may call at once; it calls the others from the thread that runs the model, which
+    they must not block. An exception fails only the request of the call. When `finish` is called, no copy reads or
+    writes the connector's memory for this request any more.
     """
 
     def attach(self, page_bytes: Mapping[str, int], fingerprint: str) -> None:
-        """Learn the layers, and the bytes of a page in each.
+        """Receive the layers and the bytes of a page in each.
 
         Args:
             page_bytes: by layer name, in the model's order.
-            fingerprint: hash of everything that must agree for pages to mean the same: layers, formats, scales, and the
-                caller's namespace. Pages of another fingerprint must not be found.
+            fingerprint: hash of everything that gives pages their meaning: layers, formats, scales and the caller's
+                namespace. Pages of another fingerprint must not be found.
         """
 
     def find(self, keys: Sequence[str]) -> int:
         """Return how many of the first keys are held, for all layers."""
 
     def wait_for_layer_load(self, layer_name: str, request: TransferRequest) -> Pieces:
-        """Return the pages of a layer, on the host or the cache's device; they must stay as they are until `finish`."""
+        """Return the pages of a layer, on the host or the cache's device; they must not change until `finish`."""
 
     def blocks_to_save(self, request: TransferRequest) -> Sequence[int]:
-        """Return which of a request's blocks are to be saved, by their place in it: those that are not held already.
-
-        The save is then made for these blocks alone.
-        """
+        """Return the indices of a request's blocks that are not held yet; only these are saved."""
 
     def page_buffer(self, layer_name: str, request: TransferRequest) -> Pieces | None:
-        """Return where pages that will be saved are to be written directly (host, pinned); `None`: nowhere."""
+        """Return pinned host memory into which pages are copied directly, or `None`."""
 
     def save_kv_layer(self, layer_name: str, request: TransferRequest, pages: Tensor | None) -> None:
         """Keep the pages of a layer.
 
         Args:
-            pages: uint8 `[blocks, page_bytes]` on the host, valid during the call only; `None`: they have been written
-                to what `page_buffer` returned.
+            pages: uint8 `[blocks, page_bytes]` on the host, valid during the call only; `None`: they are in the
+                result of `page_buffer`.
         """
 
     def finish(self, request: TransferRequest, saved: bool, error: BaseException | None) -> None:
-        """End a load (`saved` is False) or a save. With an error, nothing of a save may be found later."""
+        """End a load (`saved` is False) or a save. After an error, no block of the save may be found."""
 
 
 def block_keys(tokens: Sequence[int], block_size: int, salt: str = "", *, parent: str | None = None) -> list[str]:
@@ -115,11 +112,11 @@ def block_keys(tokens: Sequence[int], block_size: int, salt: str = "", *, parent
     Args:
         tokens: ids from the beginning of the request.
         block_size: tokens per block; a last block that is not full has no key.
-        salt: whatever else the content depends on: adapters, images, a tenant.
-        parent: key of the block before `tokens`, which then do not begin the request; the salt is in it already.
+        salt: anything else that the content depends on: adapters, images, a tenant.
+        parent: key of the block before `tokens`, which includes the salt; default: `tokens` start the request.
 
     Raises:
-        ConfigError: tokens that are no integers, a block size below 1, or a parent that is no key.
+        ConfigError: tokens that are not integers, a block size below 1, or a parent that is not a key.
 
     Example:
         >>> from vattn.kv_transfer import block_keys
@@ -147,7 +144,7 @@ def block_keys(tokens: Sequence[int], block_size: int, salt: str = "", *, parent
 
 
 def _token_ids(tokens: Sequence[int] | Tensor) -> list[int]:
-    """Return token ids as ints; a number that would be rounded to one would name another content."""
+    """Return token ids as ints; floats are refused, since rounding would change the content."""
     try:
         return list(map(operator.index, tokens.tolist() if isinstance(tokens, Tensor) else tokens))
     except TypeError as error:

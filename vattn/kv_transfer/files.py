@@ -1,4 +1,4 @@
-"""`FileConnector`: keep blocks as files, one safetensors file per block with the pages of all layers."""
+"""`FileConnector`: store each block as a safetensors file with the pages of all layers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from vattn.kv_transfer.connector import TransferRequest
 
 
 class FileConnector:
-    """Keep pages in a folder that outlives the process and may be shared.
+    """Store pages in a folder, which processes may share.
 
     Args:
-        folder: made if it is missing. Each fingerprint has a folder of its own below it.
+        folder: created if missing, with a subfolder per fingerprint.
 
     Raises:
         MissingPackageError: safetensors is not installed.
-        ConfigError: no path; when attached: the folder cannot be made.
+        ConfigError: not a path; when attached: the folder cannot be created.
 
-    A file is written beside its name and renamed when it is whole, and it holds a checksum: one that is torn, damaged
-    or of other layers is not found. No file is ever deleted here: delete what you like, what is missing is not found.
+    A file is written under a temporary name, then renamed, and holds a checksum: damaged files and files of other
+    layers are not found. The connector never deletes a file; you may.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -47,13 +47,13 @@ class FileConnector:
         self._saves: dict[int, dict[str, Tensor]] = {}
 
     def attach(self, page_bytes: Mapping[str, int], fingerprint: str) -> None:
-        """Make the folder of this fingerprint."""
+        """Create the folder of this fingerprint."""
         self._page_bytes, self._fingerprint = dict(page_bytes), fingerprint
         try:
             (self.folder / fingerprint[:32]).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"folder {str(self.folder)!r} cannot be made: {error.strerror}",
+                f"folder {str(self.folder)!r} cannot be created: {error.strerror}",
                 "a folder to write to",
                 "check the path",
             ) from error
@@ -63,7 +63,7 @@ class FileConnector:
         return self.folder / self._fingerprint[:32] / f"{key}.safetensors"
 
     def find(self, keys: Sequence[str]) -> int:
-        """Return how many of the first keys have a whole file. Reads them."""
+        """Return how many of the first keys have a valid file. Reads the files."""
         found = 0
         while found < len(keys) and self._read(keys[found]) is not None:
             found += 1
@@ -88,15 +88,15 @@ class FileConnector:
         return pages[layer_name]
 
     def blocks_to_save(self, request: TransferRequest) -> Sequence[int]:
-        """Return all: whether a file is whole is found out when it would be written."""
+        """Return all blocks: existing files are checked when they would be written."""
         return range(request.num_blocks)
 
     def page_buffer(self, layer_name: str, request: TransferRequest) -> None:
-        """Return `None`: pages are written when all layers are there."""
+        """Return `None`: files are written when all layers are saved."""
 
     def save_kv_layer(self, layer_name: str, request: TransferRequest, pages: Tensor | None) -> None:
-        """Remember the pages until the request is complete."""
-        if pages is not None:  # always: there is no buffer
+        """Keep the pages until the request is complete."""
+        if pages is not None:  # always: `page_buffer` returns None
             with self._lock:
                 self._saves.setdefault(id(request), {})[layer_name] = pages.clone()
 
@@ -108,7 +108,7 @@ class FileConnector:
             self._write(request, pages)
 
     def _write(self, request: TransferRequest, pages: Mapping[str, Tensor]) -> None:
-        """Write all files beside their names, then rename them."""
+        """Write all files under temporary names, then rename them."""
         written: list[tuple[Path, Path]] = []
         try:
             for place, key in enumerate(request.keys):
@@ -117,20 +117,20 @@ class FileConnector:
                 block = {name: rows[place] for name, rows in pages.items()}
                 notes = {"key": key, "fingerprint": self._fingerprint, "sha256": _checksum(block)}
                 target = self.path(key)
-                beside = target.with_name(f".{key}.{os.getpid()}.{threading.get_ident()}.tmp")
-                written.append((beside, target))
-                with open(beside, "wb") as file:
+                temporary = target.with_name(f".{key}.{os.getpid()}.{threading.get_ident()}.tmp")
+                written.append((temporary, target))
+                with open(temporary, "wb") as file:
                     file.write(self._format.torch.save(block, notes))
                     file.flush()
                     os.fsync(file.fileno())
-            for beside, target in written:
-                os.replace(beside, target)
+            for temporary, target in written:
+                os.replace(temporary, target)
         finally:
-            for beside, _ in written:
-                beside.unlink(missing_ok=True)
+            for temporary, _ in written:
+                temporary.unlink(missing_ok=True)
 
     def _read(self, key: str) -> dict[str, Tensor] | None:
-        """Return the pages of a block by layer; `None` if there is no file, or none that can be trusted."""
+        """Return the pages of a block by layer; `None` without a valid file."""
         try:
             with self._format.safe_open(self.path(key), framework="pt", device="cpu") as file:
                 notes = file.metadata() or {}
@@ -138,10 +138,8 @@ class FileConnector:
         except (OSError, self._format.SafetensorError):
             return None
         sizes = {name: page.numel() for name, page in block.items() if page.dtype == torch.uint8}
-        whole = sizes == self._page_bytes and notes.get("key") == key
-        if not whole or notes.get("fingerprint") != self._fingerprint or notes.get("sha256") != _checksum(block):
-            return None
-        return block
+        expected = {"key": key, "fingerprint": self._fingerprint, "sha256": _checksum(block)}
+        return block if sizes == self._page_bytes and notes == expected else None
 
     def __repr__(self) -> str:
         return f"FileConnector({str(self.folder)!r})"
@@ -151,6 +149,6 @@ def _checksum(block: Mapping[str, Tensor]) -> str:
     total = hashlib.sha256()
     for name in sorted(block):
         total.update(name.encode())
-        # The buffer of a NumPy array, which safetensors needs anyhow, is read without a copy.
+        # Without a copy; safetensors needs NumPy anyway.
         total.update(block[name].contiguous().numpy())  # type: ignore[arg-type]
     return total.hexdigest()

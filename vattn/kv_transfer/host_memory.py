@@ -1,4 +1,4 @@
-"""`HostMemoryConnector`: keep blocks in host memory, the least recently used of them making room for new ones."""
+"""`HostMemoryConnector`: store blocks in host memory and evict the least recently used ones."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _Runs: TypeAlias = list[tuple[int, int]]
 
 
 class HostMemoryConnector:
-    """Keep pages in host memory that is allocated once; pinned where there is a CUDA device.
+    """Store pages in host memory that is allocated once.
 
     Args:
-        memory: bytes for all layers together, an int or such as `"8GiB"`; rounded down to whole blocks. (PyTorch rounds
-            pinned allocations, one per layer, up to powers of two.)
-        pin_memory: default: where CUDA is available.
+        memory: bytes for all layers together, an int or a string such as `"8GiB"`; rounded down to whole blocks.
+            (PyTorch rounds pinned allocations, one per layer, up to powers of two.)
+        pin_memory: default: if CUDA is available.
 
     Attributes:
-        capacity: blocks that fit, 0 before a `KVTransfer` has attached it.
+        capacity: blocks that fit; 0 until a `KVTransfer` attaches it.
 
     Raises:
-        ConfigError: no byte count; when attached: memory for less than one block, or another model than the first.
+        ConfigError: not a byte count; when attached: memory for less than one block, or another model than the first.
 
-    What a load reads is not evicted meanwhile. The end of a prefix is evicted before its beginning.
+    Blocks are not evicted while a load reads them. The end of a prefix is evicted before its beginning.
     """
 
     def __init__(self, memory: int | str, *, pin_memory: bool | None = None) -> None:
@@ -43,20 +43,20 @@ class HostMemoryConnector:
         self._arenas: dict[str, Tensor] = {}
         self._attached: tuple[dict[str, int], str] = {}, ""
         self._rows: OrderedDict[str, int] = OrderedDict()
-        """Row of each key, the least recently used first."""
+        """Row of each key, least recently used first."""
         self._free: list[int] = []
         self._readers: Counter[int] = Counter()
         self._loads: dict[int, _Runs] = {}
         self._saves: dict[int, tuple[dict[str, int], _Runs]] = {}
 
     def attach(self, page_bytes: Mapping[str, int], fingerprint: str) -> None:
-        """Allocate the memory; attached again to the same caches, go on with what is held."""
+        """Allocate the memory; attached again to the same caches, keep the blocks."""
         if self._arenas:
             if self._attached == (dict(page_bytes), fingerprint):
                 return
             raise ConfigError(
                 "a HostMemoryConnector attached to another model, or to one with other scales",
-                "the model that it was attached to first",
+                "the model of the first attach",
                 "make a second connector",
             )
         per_block = sum(page_bytes.values())
@@ -74,7 +74,7 @@ class HostMemoryConnector:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that are held now."""
+        """Blocks held now."""
         return len(self._rows)
 
     def find(self, keys: Sequence[str]) -> int:
@@ -87,7 +87,7 @@ class HostMemoryConnector:
             return held
 
     def wait_for_layer_load(self, layer_name: str, request: TransferRequest) -> list[Tensor]:
-        """Return views of the memory, one for each run of pages that lie side by side."""
+        """Return views of the memory, one per run of adjacent pages."""
         with self._lock:
             runs = self._loads.get(id(request))
             if runs is None:
@@ -105,7 +105,7 @@ class HostMemoryConnector:
         return [self._arenas[layer_name][start:end] for start, end in runs]
 
     def blocks_to_save(self, request: TransferRequest) -> list[int]:
-        """Return the places of the blocks that are not held; the others count as used."""
+        """Return the indices of the blocks that are not held; the others count as used."""
         with self._lock:
             self._touch(request.keys)
             return [place for place, key in enumerate(request.keys) if key not in self._rows]
@@ -117,17 +117,16 @@ class HostMemoryConnector:
         return [self._arenas[layer_name][a:b] for a, b in runs] if len(rows) == request.num_blocks else None
 
     def save_kv_layer(self, layer_name: str, request: TransferRequest, pages: Tensor | None) -> None:
-        """Copy the pages of the blocks that are new into their rows, unless they were written there."""
+        """Copy the pages of new blocks into their rows, unless they are there already."""
         with self._lock:
             rows, _ = self._reserve(request)
         arena = self._arenas[layer_name]
         if rows and pages is not None:
             index = {key: place for place, key in enumerate(request.keys)}
-            source = pages[[index[key] for key in rows]]
-            arena[list(rows.values())] = source
+            arena[list(rows.values())] = pages[[index[key] for key in rows]]
 
     def finish(self, request: TransferRequest, saved: bool, error: BaseException | None) -> None:
-        """Let go of what a load has read; keep or drop what a save has written."""
+        """Release the rows of a load; keep or drop those of a save."""
         with self._lock:
             if not saved:
                 runs = self._loads.pop(id(request), [])
@@ -148,7 +147,7 @@ class HostMemoryConnector:
                 self._rows.move_to_end(key)
 
     def _reserve(self, request: TransferRequest) -> tuple[dict[str, int], _Runs]:
-        """Return the rows of the request's keys that are not held yet; the first call evicts and takes them."""
+        """Return rows for the request's keys that are not held yet; the first call evicts and reserves them."""
         if id(request) in self._saves:
             return self._saves[id(request)]
         new = [key for key in request.keys if key not in self._rows]
@@ -169,7 +168,7 @@ class HostMemoryConnector:
         return self._saves[id(request)]
 
     def _take(self, count: int) -> list[int]:
-        """Take free rows: a run that lies side by side if there is one, else the lowest."""
+        """Take free rows: adjacent ones if possible, else the lowest."""
         self._free.sort()
         free, last = self._free, count - 1
         runs = (i for i in range(len(free) - last) if free[i + last] == free[i] + last)
@@ -183,7 +182,7 @@ class HostMemoryConnector:
 
 
 def _runs(rows: Sequence[int]) -> _Runs:
-    """Return the rows in their order as ranges, as few as possible."""
+    """Return rows, in their order, as the fewest ranges."""
     starts = [place for place, row in enumerate(rows) if not place or row != rows[place - 1] + 1]
     ends = [*starts[1:], len(rows)] if starts else []
     return [(rows[start], rows[start] + end - start) for start, end in zip(starts, ends, strict=True)]

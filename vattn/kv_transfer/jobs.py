@@ -30,10 +30,10 @@ class Job:
     """Base of loads and saves: the thread, the error, and the end.
 
     Args:
-        connector, request: who keeps the pages, and of what.
+        connector, request: stores the pages; the blocks.
         points: the layers, in order.
         block_ids: int64 `[n]` on the caches' device.
-        stream: where copies between host and device run; `None` without CUDA.
+        stream: for copies between host and device; `None` without CUDA.
         timeout: seconds that the model's thread waits for one layer.
     """
 
@@ -57,11 +57,11 @@ class Job:
         self._thread = threading.Thread(target=self._main, name=f"vattn transfer {request.request_id}", daemon=True)
 
     def start(self) -> None:
-        """Begin to work."""
+        """Start the thread."""
         self._thread.start()
 
     def fail(self, error: BaseException) -> None:
-        """Stop because of an error; the first one counts. A save that is complete stays kept."""
+        """Stop with an error; the first one counts. A complete save is not undone."""
         with self._changed:
             if self.error is None and not (self.saves and self.finished):
                 self.error = error
@@ -78,7 +78,7 @@ class Job:
             with torch.no_grad():
                 self._work()
         except BaseException as error:
-            # Whatever a connector raises fails its request alone.
+            # Only this request fails.
             self.fail(error)
         try:
             self._settle()
@@ -93,11 +93,11 @@ class Job:
         raise NotImplementedError
 
     def _settle(self) -> None:
-        """Wait until no copy reads or writes the connector's memory any more."""
+        """Wait until no copy reads or writes the connector's memory."""
         raise NotImplementedError
 
     def _check_pages(self, pages: object, point: TransferPoint) -> list[Tensor]:
-        """Return the pieces, or refuse what is no whole set of pages."""
+        """Return the pieces if they are a page for each block."""
         width, device = page_bytes(point.kv_cache), point.kv_cache.device
         pieces = list(pages) if isinstance(pages, (list, tuple)) else [pages]
         found = [piece for piece in pieces if isinstance(piece, Tensor) and _is_page_rows(piece, width, device)]
@@ -119,7 +119,7 @@ def _is_page_rows(piece: Tensor, width: int, device: torch.device) -> bool:
 
 
 class LoadJob(Job):
-    """Bring pages to the device ahead of the layers that need them."""
+    """Copy pages to the device ahead of the layers that need them."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
@@ -208,7 +208,7 @@ class SaveJob(Job):
                 pieces = None if buffer is None else self._check_pages(buffer, point)
                 pages = self._last = self._to_host(point.kv_cache, pieces)
             except Exception as error:
-                # Whatever a connector raises fails its request alone.
+                # Only this request fails.
                 self.fail(error)
                 return
         with self._changed:
@@ -216,14 +216,14 @@ class SaveJob(Job):
             self._changed.notify_all()
 
     def _settle(self) -> None:
-        # Either all layers are here, or there is an error: after this no copy is issued.
+        # All layers are collected or there is an error: no copy is issued after this.
         with self._issuing:
             last = self._last
         if last is not None and last.arrived is not None:
             last.arrived.synchronize()
 
     def release(self) -> None:
-        """Give staging memory back; copies that still read it keep it from being reused."""
+        """Free staging memory; the allocator keeps it while copies read it."""
         self._staging.clear()
 
     def _to_host(self, storage: Tensor, buffer: list[Tensor] | None) -> Pages:

@@ -1,4 +1,4 @@
-"""Whole blocks of a raw storage as pages of bytes, whatever its layout: a page holds all keys, then all values."""
+"""Copy blocks of a raw storage from and to pages of bytes: all keys of a block, then all values."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def block_axis(storage: Tensor) -> int:
-    """Return the block dimension: typed storages are `[2, blocks, ...]`, those in bytes or rows `[blocks, ...]`."""
+    """Return the block dimension: typed storages are `[2, blocks, ...]`, packed and latent ones `[blocks, ...]`."""
     return 1 if storage.dim() == 5 else 0
 
 
@@ -17,7 +17,7 @@ def page_bytes(storage: Tensor) -> int:
 
 
 def _words(storage: Tensor) -> Tensor:
-    """View a contiguous storage as `[blocks, parts, words]`; words of 8 bytes, where blocks are whole ones."""
+    """View a contiguous storage as `[blocks, parts, words]`; words of 8 bytes if blocks consist of them."""
     parts = 2 if storage.dim() == 5 else 1
     flat = storage.view(-1).view(torch.uint8)
     word = torch.int64 if page_bytes(storage) % (8 * parts) == 0 and flat.data_ptr() % 8 == 0 else torch.uint8
@@ -40,7 +40,7 @@ def gather_pages(storage: Tensor, block_ids: Tensor, out: Tensor | None = None) 
 
 
 def scatter_pages(storage: Tensor, block_ids: Tensor, pages: Tensor) -> None:
-    """Write pages, uint8 `[n, page_bytes]` on the storage's device, into blocks; the opposite of `gather_pages`."""
+    """Write pages, uint8 `[n, page_bytes]` on the storage's device, into blocks; the inverse of `gather_pages`."""
     words = _words(storage)
     if pages.data_ptr() % words.element_size() or not pages.is_contiguous():
         pages = pages.clone(memory_format=torch.contiguous_format)

@@ -21,24 +21,16 @@ from vattn.errors import BlockError, CacheError, ConfigError, TransferError
 from vattn.kv_transfer.connector import KVConnector, TransferRequest
 from vattn.kv_transfer.jobs import Job, LoadJob, SaveJob
 from vattn.kv_transfer.pages import page_bytes
-from vattn.ops import kv_transfer_points as points
+from vattn.ops import kv_transfer_points
 from vattn.ops.kv_transfer_points import TransferPoint
 
 logger = logging.getLogger("vattn")
-_METHODS = (
-    "attach",
-    "find",
-    "wait_for_layer_load",
-    "blocks_to_save",
-    "page_buffer",
-    "save_kv_layer",
-    "finish",
-)
+_METHODS = tuple(name for name in vars(KVConnector) if not name.startswith("_"))
 
 
 @dataclass
 class TransferStep:
-    """What one step transfers.
+    """The transfers of one step.
 
     Attributes:
         loads, saves: jobs of this step, by request; a save of nothing new has none.
@@ -55,22 +47,22 @@ class KVTransfer:
     """Connect the KV caches of a model to a store of blocks.
 
     Args:
-        model: its attention layers load before they read their cache, and save after they wrote it.
+        model: its attention layers load before they read their cache and save after they wrote it.
         allocation: what `vattn.allocate_kv_cache(model, ...)` returned, without groups.
-        connector: keeps the pages.
+        connector: stores the pages.
         timeout: seconds to wait for one layer of one request before that request fails.
         namespace: distinguishes this model's blocks from others in the same store: name and revision.
 
     Attributes:
         page_bytes: bytes of one block, by layer.
-        fingerprint: what the connector got.
+        fingerprint: the one passed to the connector.
 
     Raises:
         CacheError: a cache in groups, cross attention, context parallelism, or layers whose scales are not calculated
             yet.
         ConfigError: the caches have a connector already, a timeout that is not positive, or arguments of other types.
 
-    Loading and saving overlap with the computation: on CUDA copies run on streams of their own, and each layer waits
+    Loading and saving overlap with the computation: on CUDA copies run on their own streams, and each layer waits
     for its own pages only. Each request in transfer takes device memory for the pages of four layers at most; a model
     that is more than four layers ahead of the copies of a save waits for them. The blocks of a load must be the
     request's own until the step has ended; those of a save may be given back when the step's forward has returned.
@@ -113,7 +105,7 @@ class KVTransfer:
                 "KVTransfer(model, allocation, connector)",
             )
         if not isinstance(namespace, str):
-            raise ConfigError(f"namespace={namespace!r:.60}", "a text", "name the model and its revision")
+            raise ConfigError(f"namespace={namespace!r:.60}", "a string", "name the model and its revision")
         check_seconds("timeout", timeout, "leave it out for 30")
         missing = [name for name in _METHODS if not callable(getattr(connector, name, None))]
         if missing or isinstance(connector, type):
@@ -132,7 +124,7 @@ class KVTransfer:
         if crossing:
             raise CacheError(
                 f"KV transfer for a model with cross attention, layer {crossing[0]!r}",
-                "layers that keep a request's tokens in the same blocks; encoder states have blocks of their own",
+                "layers that keep a request's tokens in the same blocks; encoder states have other blocks",
                 "run its encoder again instead",
             )
         self.connector, self.timeout, self.num_blocks = connector, timeout, allocation.num_blocks
@@ -143,7 +135,7 @@ class KVTransfer:
             raise CacheError(
                 f"layer {moved[0]!r} is bound to another storage than the allocation's",
                 "the model's current allocation",
-                "pass what the last allocate_kv_cache returned",
+                "pass the result of the last allocate_kv_cache",
             )
         sharded = [entry.name for entry in owners if getattr(modules[entry.name], "context_parallel", None) is not None]
         if sharded:
@@ -156,7 +148,7 @@ class KVTransfer:
         self.fingerprint = _fingerprint(allocation, modules, namespace)
         self.page_bytes = {entry.name: page_bytes(entry.storage) for entry in owners}
         device = allocation.device
-        # Loads and saves may overlap: the link to the host carries both ways at once.
+        # Loads and saves overlap: the link to the host is full duplex.
         self._streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)]
         with torch.inference_mode(False):
             tokens = [torch.zeros(1, dtype=torch.int64, device=device) for _ in owners]
@@ -165,11 +157,11 @@ class KVTransfer:
         ]
         self._current: TransferStep | None = None
         self._saving: list[SaveJob] = []
-        points.register(self.points)
+        kv_transfer_points.register(self.points)
         try:
             connector.attach(self.page_bytes, self.fingerprint)
         except BaseException:
-            points.unregister(self.points)
+            kv_transfer_points.unregister(self.points)
             raise
         for module, token in zip(self._modules, tokens, strict=True):
             module.register_buffer("kv_transfer_token", token, persistent=False)
@@ -179,8 +171,7 @@ class KVTransfer:
         try:
             return int(self.connector.find(keys))
         except Exception as error:
-            # A connector that cannot answer holds nothing that could be used.
-            logger.warning("%r cannot tell what it holds: %s: %s", self.connector, type(error).__name__, error)
+            logger.warning("%r cannot list its blocks: %s: %s", self.connector, type(error).__name__, error)
             return 0
 
     @contextmanager
@@ -190,12 +181,12 @@ class KVTransfer:
         """Transfer while the block runs the model once.
 
         Args:
-            loads: brought in before each layer reads its cache.
-            saves: taken out after each layer wrote its cache. They are complete later: see `wait_for_saves`.
+            loads: done before each layer reads its cache.
+            saves: begin after each layer wrote its cache and end later: see `wait_for_saves`.
 
         Raises:
-            BlockError: a block that is out of range, or loaded twice; nothing has begun.
-            ConfigError: a request twice, or a step inside of a step.
+            BlockError: a block that is out of range, or loaded twice; nothing was started.
+            ConfigError: a request twice, or a step inside another.
         """
         self._check_step(loads, saves)
         step = TransferStep()
@@ -220,7 +211,7 @@ class KVTransfer:
             self._end(step)
 
     def _add_save(self, step: TransferStep, request: TransferRequest) -> None:
-        """Make the job that saves what the connector does not hold yet; none if that is nothing."""
+        """Make a job that saves the blocks that the connector does not hold; none if it holds all."""
         error = None
         try:
             places = list(self.connector.blocks_to_save(request))
@@ -230,7 +221,7 @@ class KVTransfer:
             block_ids = tuple(request.block_ids[place] for place in places)
             request = TransferRequest(request.request_id, keys, block_ids)
         except Exception as raised:
-            # Whatever a connector raises fails its request alone.
+            # Only this request fails.
             error = raised
         job = step.saves[request.request_id] = SaveJob(*self._arguments(request, 1))
         if error is not None:
@@ -250,22 +241,22 @@ class KVTransfer:
         step.failed = {name: job.error for name, job in step.loads.items() if job.error is not None}
 
     def before_layer(self, point: TransferPoint) -> None:
-        """Bring in the pages of a layer; the op `vattn::kv_transfer_wait` calls it."""
+        """Load the pages of a layer; the op `vattn::kv_transfer_wait` calls it."""
         if self._current is not None:
             for load in self._current.loads.values():
                 if load.error is None:
                     load.deliver(point)
 
     def after_layer(self, point: TransferPoint) -> None:
-        """Take out the pages of a layer; the op `vattn::kv_transfer_save` calls it."""
+        """Save the pages of a layer; the op `vattn::kv_transfer_save` calls it."""
         if self._current is not None:
             for save in self._current.saves.values():
                 save.collect(point)
 
     def cancel(self, request_id: str) -> bool:
-        """Stop the transfers of a request, now or in the middle of a step; return whether there were any.
+        """Stop the transfers of a request, also during a step; return whether there were any.
 
-        Nothing of a cancelled save will be found. A cancelled load leaves garbage in the request's blocks.
+        A cancelled save is not found later. A cancelled load leaves garbage in the request's blocks.
         """
         step = self._current
         jobs: list[Job] = [job for job in self._saving if job.request.request_id == request_id and not job.finished]
@@ -279,7 +270,7 @@ class KVTransfer:
         """Wait until all saves so far have ended, and return why some failed, by request.
 
         Args:
-            timeout: seconds for each; default that of the transfer. A save that takes longer fails.
+            timeout: seconds for each; default: of the transfer. A save that takes longer fails.
         """
         failed = {}
         for job in self._saving:
@@ -293,7 +284,7 @@ class KVTransfer:
         return failed
 
     def offload(self, request_id: str, keys: Sequence[str], block_ids: Sequence[int]) -> None:
-        """Save blocks now, without running the model, and wait until they are kept.
+        """Save blocks now, without running the model, and wait until they are stored.
 
         Raises:
             TransferError: the connector failed; the cause is attached.
@@ -317,10 +308,10 @@ class KVTransfer:
         self._raise("loading", request_id, step.failed.get(request_id))
 
     def detach(self) -> None:
-        """Wait for saves (the log tells which failed), take the hooks out of the layers, and let go of the caches."""
+        """Wait for saves (failed ones are logged), remove the hooks from the layers and release the caches."""
         for request_id, error in self.wait_for_saves().items():
             logger.warning("saving request %r failed: %s: %s", request_id, type(error).__name__, error)
-        points.unregister(self.points)
+        kv_transfer_points.unregister(self.points)
         for module, point in zip(self._modules, self.points, strict=True):
             if module.kv_transfer_token is point.token:
                 module.kv_transfer_token = None
@@ -346,7 +337,7 @@ class KVTransfer:
 
     def _check_step(self, loads: Sequence[TransferRequest], saves: Sequence[TransferRequest]) -> None:
         if self._current is not None:
-            raise ConfigError("a transfer step inside of another", "one at a time", "end the first step")
+            raise ConfigError("a transfer step inside another", "one at a time", "end the first step")
         for requests in (loads, saves):
             if not isinstance(requests, Sequence) or not all(isinstance(r, TransferRequest) for r in requests):
                 raise ConfigError(
@@ -363,19 +354,19 @@ class KVTransfer:
             )
         shared = [block for block, count in Counter(b for r in loads for b in r.block_ids).items() if count > 1]
         if shared:
-            raise BlockError(f"block {shared[0]} loaded for two requests", "each block once", "load it once, and fork")
+            raise BlockError(f"block {shared[0]} loaded for two requests", "each block once", "load it once, then fork")
 
 
 def _not_reached(job: Job, layers: list[str]) -> TransferError:
     return TransferError(
         f"request {job.request.request_id!r}: the step ended without layer {', '.join(layers)}",
         "a step that runs every layer of the model once",
-        "run the model inside of `with transfer.step(...)`",
+        "run the model inside `with transfer.step(...)`",
     )
 
 
 def _fingerprint(allocation: KVCacheAllocation, modules: dict[str, Any], namespace: str) -> str:
-    """Return a hash of all that gives pages their meaning: layers, formats, scales and the caller's namespace."""
+    """Return a hash of layers, formats, scales and the caller's namespace."""
     parts = [namespace]
     for entry in allocation.layers:
         if entry.shared_with is not None:
@@ -385,8 +376,8 @@ def _fingerprint(allocation: KVCacheAllocation, modules: dict[str, Any], namespa
         ready = getattr(module, "scales_ready", None)
         if ready is not None and not bool(ready.all()):
             raise CacheError(
-                f"layer {entry.name!r} calculates its scales and has not done so yet",
-                "decided scales: stored bytes mean nothing without them",
+                f"layer {entry.name!r} has not calculated its scales yet",
+                "fixed scales, which decide what stored bytes mean",
                 "run a first step before making the KVTransfer",
             )
         for name in ("k_scale", "v_scale"):

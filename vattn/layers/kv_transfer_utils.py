@@ -1,4 +1,4 @@
-"""Where KV transfer meets a layer: two ops around what reads the cache, and a decorator for functions of one's own."""
+"""KV transfer in a layer: an op before the cache is read, one after it was written, and a decorator with both."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from vattn.errors import ConfigError, SignatureError
-from vattn.ops import kv_transfer_points as points
+from vattn.ops import kv_transfer_points
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -23,18 +23,18 @@ def wait_for_layer_load(kv_cache: Tensor | None) -> None:
 
 
 def save_kv_layer(kv_cache: Tensor | None, token: Tensor) -> None:
-    """Hand this step's saves of a layer to the connector; call it after the cache was written."""
+    """Start this step's saves of a layer; call it after the cache was written."""
     torch.ops.vattn.kv_transfer_save(kv_cache, token)
 
 
 def maybe_transfer_kv_layer(function: Function) -> Function:
-    """Decorate a function that reads the KV cache of a layer, so that a connector can load before it and save after it.
+    """Decorate a function that reads the KV cache of a layer, so that a connector loads before it and saves after it.
 
-    Where the layer has no connector the function is called as it is. Works in eager and in compiled code; inside the
-    capture of a full CUDA graph it raises.
+    Without a connector it only calls the function. Works in eager and compiled code; raises in the capture of a full
+    CUDA graph.
 
     Args:
-        function: has a parameter `layer_name`, given by position or by keyword: the layer's name in its allocation.
+        function: has a parameter `layer_name`, the layer's name in its allocation.
 
     Raises:
         SignatureError: it has no such parameter.
@@ -53,19 +53,19 @@ def maybe_transfer_kv_layer(function: Function) -> Function:
     if layer_name is None or layer_name.kind in (layer_name.VAR_POSITIONAL, layer_name.VAR_KEYWORD):
         raise SignatureError(
             f"{getattr(function, '__name__', 'function')}({', '.join(parameters)}) has no parameter 'layer_name'",
-            "a function that is told which layer it works for",
+            "a function that gets the name of its layer",
             "add a parameter layer_name",
         )
-    # No position gives a parameter that stands behind *args.
+    # A keyword-only parameter has no position.
     index = sys.maxsize if layer_name.kind is layer_name.KEYWORD_ONLY else list(parameters).index("layer_name")
     default = layer_name.default
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         name = kwargs["layer_name"] if "layer_name" in kwargs else args[index] if len(args) > index else default
-        if name not in points.by_name:
+        if name not in kv_transfer_points.by_name:
             return function(*args, **kwargs)
-        point = points.by_name[name]
+        point = kv_transfer_points.by_name[name]
         if point is None:
             raise ConfigError(
                 f"two models with connectors have a layer {name!r}", "different prefixes", "detach() one of them"

@@ -1,4 +1,4 @@
-"""Move a batch of decodes one token on, in one launch."""
+"""Advance a batch of decodes by one token, in one launch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def advance_step_kernel(
     slot_mapping, block_table, num_reqs, num_queries, width, stride_table, block_size,
     FROM_PREFILLS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """See `vattn.backends.advance_step.advance_on_host`. Grid: blocks of requests, and of the offset behind the
+    """See `vattn.backends.advance_step.advance_on_host`. Grid: blocks of requests and the offset after the
     last."""
     request = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = request < num_reqs

@@ -1,7 +1,7 @@
-"""Rows of a step over sharded caches as requests of their own, one launch: what a rank holds of the keys they see.
+"""Decode context parallelism: turn the rows of a step into requests over the keys that this rank holds, in one launch.
 
-A causal row without a window sees the first tokens of its request up to its own. Of these a rank holds a run from the
-start of its share, in order, so that the row is a decode of that many keys to any kernel.
+A causal row without a window sees the tokens of its request up to its own. A rank holds a prefix of its shard of them,
+so the row is a decode of that many keys for any kernel.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def dcp_rows_kernel(
     num_rows, num_reqs, width, stride_table,
     RANK: tl.constexpr, WORLD: tl.constexpr, INTERLEAVE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Write one row's offset, its keys on this rank and the used part of its table. Grid: rows."""
+    """Write the offset, the number of keys on this rank and the used part of the table of one row. Grid: rows."""
     row = tl.program_id(0)
-    # The last request that starts at or before the row; rows of padding belong to none.
+    # Find the last request that starts at or before the row; padding rows have none.
     low = tl.zeros([], tl.int32)
     high = low + num_reqs
     while high - low > 1:
@@ -102,12 +102,12 @@ def _as_requests(args: Any, config: Any) -> Any:
 
 
 def attention_rows(args: AttentionArgs, config: AttentionConfig) -> AttentionArgs:
-    """Return `vattn::attention` of a step's rows as decodes; the config must ask for nothing that has a position."""
+    """Return arguments that attend a step's rows as decodes; no feature of the config may use positions."""
     return _as_requests(args, config)
 
 
 def latent_rows(args: MLAAttentionArgs, config: MLAConfig) -> tuple[MLAAttentionArgs, MLAConfig]:
-    """Return `vattn::mla_attention` of a step's rows as decodes, and its config."""
+    """Return arguments of `vattn::mla_attention` that attend a step's rows as decodes, and their config."""
     shard, whole = config.dcp_shard, without_dcp(config)
     if args.query.shape[0] == 0 or shard is None:
         return args._replace(local_seq_lens=None), whole

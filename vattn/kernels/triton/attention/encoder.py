@@ -1,14 +1,13 @@
-"""Attention of encoders: packed rows that all see each other, in the head sizes of vision towers, in 16 bits or FP8.
+"""Bidirectional varlen attention of encoders, for the head sizes of vision towers, in 16 bits or FP8.
 
-Nothing is masked but the last tile, and there is nothing to split, so that tiles are larger than the general kernel can
-afford where heads are padded to 128 columns. How tiles are numbered and padding is treated is as in `attention.py`.
-What this kernel does not take runs on the general one.
+Only the last tile is masked and keys are not split, so tiles can be larger than the general kernel's, which pads heads
+to 128 columns. Tiles are numbered and padding is handled as in `kernel.py`. Other requests run on the general kernel.
 
-A head of 72 or 80 is computed as 128 columns. Two parts of 64 and 16 would be less work, but Triton 3.6 miscompiles
-products whose operands have rows of different widths in shared memory.
+A head of 72 or 80 is computed as 128 columns: two parts of 64 and 16 would be less work, but Triton 3.6 miscompiles
+products of operands with rows of different widths in shared memory.
 
-FP8 queries and keys are multiplied as they are where the hardware can (bf16 models; fp16 has more digits than those
-products keep). Weights stay in 16 bits and values are widened to them without loss: no weight is rounded to e4m3.
+FP8 queries and keys are multiplied in FP8 if the hardware can and the model is bf16 (fp16 would lose digits). Softmax
+weights stay in 16 bits, and values are converted to them exactly.
 """
 
 from __future__ import annotations
@@ -34,16 +33,15 @@ from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
 HEAD_SIZES = range(64, 136, 8)
 FEATURES = frozenset({"bidirectional", "contiguous_kv"})
 TIMED_OUTPUTS = frozenset({"none"})
-"""Output formats that `accepts` takes: those that were timed against the general kernel, which runs the others. All of
-them equal the reference on a GPU (tests/kernels)."""
+"""Output formats that `accepts` takes: those that were timed against the general kernel."""
 
 MIN_ROWS_PER_REQUEST = 32
-"""On average; below, tiles of rows are mostly empty and splitting the keys pays."""
+"""Average below which most tiles would be empty, and splitting keys pays."""
 
 
 @triton.jit
 def load_part(pointer, rows, columns, mask, STRIDE: tl.constexpr, WIDTH: tl.constexpr, PADDED: tl.constexpr):
-    """Return rows `[rows, PADDED]`, zero where they are masked (`None`: no row is) or lie behind WIDTH columns."""
+    """Return rows `[rows, PADDED]`, zero if masked (`None`: no row is) or beyond WIDTH columns."""
     pointers = pointer + rows.to(tl.int64)[:, None] * STRIDE + columns[None, :]
     if mask is not None:
         return tl.load(pointers, mask=mask[:, None] & (columns < WIDTH)[None, :], other=0)
@@ -55,7 +53,7 @@ def load_part(pointer, rows, columns, mask, STRIDE: tl.constexpr, WIDTH: tl.cons
 
 @triton.jit
 def operand(raw, FORMAT: tl.constexpr, COMPUTE: tl.constexpr, FP8_DOT: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """Return loaded rows as an operand of the product of queries and keys."""
+    """Convert loaded rows to an operand of the product of queries and keys."""
     if FP8_DOT:
         return raw.to(tl.float8e4nv, bitcast=True)
     else:
@@ -68,14 +66,14 @@ def fold_tile(
     BLOCK_D: tl.constexpr, K_ROW: tl.constexpr, V_ROW: tl.constexpr, FORMAT: tl.constexpr, COMPUTE: tl.constexpr,
     FP8_DOT: tl.constexpr, NATIVE_FP8: tl.constexpr,
 ):  # fmt: skip
-    """Fold one tile of keys and values into the running sums; `inside` masks keys, `None`: all are there."""
+    """Add one tile of keys and values to the running sums; `inside` masks keys, `None`: no mask."""
     d = tl.arange(0, BLOCK_D)
     k = operand(load_part(key, rows, d, inside, K_ROW, D, BLOCK_D), FORMAT, COMPUTE, FP8_DOT, NATIVE_FP8)
     s = dot(q, tl.trans(k), tl.zeros([BLOCK_M, TILE], tl.float32)) * factor
     if inside is not None:
         s = tl.where(inside[None, :], s, float("-inf"))
     m_new = tl.maximum(m, tl.max(s, axis=1))
-    # Scores that are all -inf keep the sums at zero instead of exp2(-inf + inf).
+    # If all scores are -inf, keep the sums at zero instead of exp2(-inf + inf).
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s - m_safe[:, None])
     alpha = tl.exp2(m - m_safe)
@@ -116,7 +114,7 @@ def encoder_kernel(
     out_offsets = token.to(tl.int64)[:, None] * OUT_ROW + d[None, :]
     out_mask = row_valid[:, None] & (d < D)[None, :]
     if request == num_reqs:
-        # Rows of padding.
+        # Padding rows.
         tl.store(output + out_offsets, acc.to(output.dtype.element_ty), mask=out_mask)
         return
 
@@ -148,7 +146,7 @@ def encoder_kernel(
             FORMAT, COMPUTE, FP8_DOT, NATIVE_FP8,
         )  # fmt: skip
 
-    # A row before the first key (a query longer than its keys) sees nothing; a total that is NaN is no empty one.
+    # A row before the first key (a query longer than its keys) sees nothing; a NaN total is not an empty row.
     position = seq_len - (query_end - q_begin) + first + tl.arange(0, BLOCK_M)
     seen = (position >= 0) & (total != 0.0)
     weight = tl.where(seen, out_factor / tl.where(seen, total, 1.0), 0.0)
@@ -200,7 +198,7 @@ def attend(args: VarlenAttentionArgs, config: AttentionConfig, limits: Limits | 
         return
     output = as_bytes(args.output)
     if fmt.group_size:
-        # Rows in the model dtype first: their scales need whole groups, which no program has.
+        # Write the model dtype first: no program has the whole groups that scales need.
         output = torch.empty(query.shape, dtype=MODEL_DTYPES[config.dtype], device=query.device)
     grid = (num_tokens // constants["BLOCK_M"] + num_reqs + 1, config.num_heads)
     encoder_kernel[grid](
@@ -217,12 +215,12 @@ def attend(args: VarlenAttentionArgs, config: AttentionConfig, limits: Limits | 
 
 
 def padded_width(size: int) -> int:
-    """Return how many columns are multiplied for a head of `size`."""
+    """Return the columns that are multiplied for a head of `size`."""
     return 64 if size <= 64 else 128
 
 
 def kernel_constants(config: AttentionConfig, limits: Limits) -> tuple[dict[str, Any], dict[str, int]]:
-    """Return what the kernel is specialised for, strides aside, and its launch options."""
+    """Return the kernel's constexpr arguments without strides, and its launch options."""
     size, fp8 = config.head_size, KV_FORMATS[config.kv_cache_dtype].quantised
     fp8_dot = fp8 and limits.native_fp8 and config.dtype == "bfloat16" and not limits.interpreted
     rows, keys, warps, stages = _tile(size, fp8, fp8_dot, limits)
@@ -236,7 +234,7 @@ def kernel_constants(config: AttentionConfig, limits: Limits) -> tuple[dict[str,
 
 
 def _tile(size: int, fp8: bool, fp8_dot: bool, limits: Limits) -> tuple[int, int, int, int]:
-    """Return query rows, keys, warps and stages of a program: the fastest of four on an H200."""
+    """Return query rows, keys, warps and stages of a program: the fastest on an H200."""
     if limits.interpreted:
         return 32, 32, 4, 1
     if not limits.warpgroups:

@@ -1,9 +1,9 @@
-"""The attention kernel: prefill, decode and everything between, over a paged cache or packed keys.
+"""The general attention kernel for prefill, decode and mixed steps, over a paged cache or varlen keys.
 
-One program runs one tile of query rows of one KV head: rows are (token, head of the group) pairs. Tiles are numbered
-so that request b starts at tile `query_start_loc[b] // BLOCK_Q + b`; then the grid is an upper bound from shapes and
-each program finds its request by counting. The padding rows are one more request, whose tiles write zeros. With splits
-each program runs a share of the keys and writes a normalised partial; `reduce.py` merges them.
+One program computes a tile of query rows of one KV head; rows are (token, head of the group) pairs. Request b starts at
+tile `query_start_loc[b] // BLOCK_Q + b`, so shapes bound the grid and each program finds its request by counting. The
+padding rows are one more request; its tiles write zeros. With splits each program attends a part of the keys and writes
+a normalised partial; `reduce.py` merges them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from vattn.kernels.triton.common.mask import (
 from vattn.kernels.triton.common.softmax import attend_ahead, softmax_step, softmax_step_apart, softmax_step_of_products
 
 SEARCH = tl.constexpr(256)
-"""Requests or block ids that one program looks at in one step."""
+"""Requests or block ids that a program reads in one step."""
 
 
 @triton.jit
@@ -44,7 +44,7 @@ def find_request(tile, query_start_loc, num_reqs, BLOCK_Q: tl.constexpr):
 
 @triton.jit
 def load_rows(query, mask, q_step, LOAD: tl.constexpr):
-    """Return query rows as they lie in memory or, unless LOAD is "plain", as e4m3 bytes under the scale q_step."""
+    """Return query rows as stored or, unless LOAD is "plain", as e4m3 bytes under the scale q_step."""
     q = tl.load(query, mask=mask, other=0)
     if LOAD == "plain":
         return q
@@ -57,11 +57,11 @@ def load_query(
     query, mask, q_step, scale, COMPUTE: tl.constexpr, LOAD: tl.constexpr, FORMAT: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
 ):  # fmt: skip
-    """Return query rows as COMPUTE and what their scores must be multiplied by, `[rows]`."""
+    """Return query rows as COMPUTE and the factor of their scores, `[rows]`."""
     q = load_rows(query, mask, q_step, LOAD)
     factor = tl.full([q.shape[0]], 1.0, tl.float32) * scale
     if FORMAT == "bfloat16" and COMPUTE == tl.float16:
-        # A power of two per row brings bf16 into the range of fp16.
+        # A power of two per row scales bf16 into the range of fp16.
         q = q.to(tl.float32)
         bits = tl.max(tl.abs(q), axis=1).to(tl.uint32, bitcast=True) & 0x7F800000
         bits = tl.minimum(tl.maximum(bits, 0x01000000), 0x7E000000)
@@ -76,7 +76,7 @@ def load_query(
 @triton.jit
 def look_up(table, k, low, high, num_blocks, kv_start,
             PAGED: tl.constexpr, BLOCK_SIZE: tl.constexpr):  # fmt: skip
-    """Return the block of each key (its row for packed keys), -1 for keys that may not be read."""
+    """Return the block of each key (varlen: its row), -1 for keys that must not be read."""
     inside = (k >= low) & (k < high)
     if PAGED:
         block = tl.load(table + k // BLOCK_SIZE, mask=inside, other=-1)
@@ -87,7 +87,7 @@ def look_up(table, k, low, high, num_blocks, kv_start,
 
 @triton.jit
 def any_invalid_block(table, low, high, num_blocks, BLOCK_SIZE: tl.constexpr):
-    """Return how many blocks that hold keys [low, high) have an id outside the cache."""
+    """Return how many of the blocks of keys [low, high) have an id outside the cache."""
     bad = 0
     last = tl.cdiv(high, BLOCK_SIZE)
     for base in range(low // BLOCK_SIZE, last, SEARCH):
@@ -102,9 +102,9 @@ def load_tile(
     pointer, block, k, columns, mask, BLOCK_SIZE: tl.constexpr, PAGED: tl.constexpr,
     STRIDE_BLOCK: tl.constexpr, STRIDE_ROW: tl.constexpr, WIDTH: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
-    """Return stored rows `[keys, columns]`; rows that are masked come back zero (`mask=None`: all are read).
+    """Return stored rows `[keys, columns]`; masked rows are zero (`mask=None`: no mask).
 
-    WHOLE: no column lies beyond WIDTH.
+    WHOLE: no column is beyond WIDTH.
     """
     if PAGED:
         row = block.to(tl.int64) * STRIDE_BLOCK + (k % BLOCK_SIZE) * STRIDE_ROW
@@ -124,7 +124,7 @@ def load_packed_tile(
     codes, scales, block, k, readable, BLOCK_SIZE: tl.constexpr, ROWS: tl.constexpr, SCALE_ROWS: tl.constexpr,
     PART: tl.constexpr, LOAD: tl.constexpr, NATIVE_FP8: tl.constexpr,
 ):  # fmt: skip
-    """Return fp32 `[keys, columns]` of a packed format and factors `[keys, 1]`; rows that are masked come back zero.
+    """Return fp32 `[keys, columns]` of a packed format and factors `[keys, 1]`; masked rows are zero.
 
     ROWS, SCALE_ROWS: strides of block and row. LOAD: of `vattn.kernels.triton.cache.packed_rows`.
     """
@@ -148,12 +148,12 @@ def score_tile(
 ):  # fmt: skip
     """Return query rows times the keys of one tile, `[rows, keys]`.
 
-    Wide fp32 heads go in steps of D_STEP columns, since exact dots hold whole rows in registers; the query is loaded
-    again for each step then, which its cache hits pay for.
+    Wide fp32 heads take steps of D_STEP columns, since exact dots hold whole rows in registers; each step
+    loads its part of the query again.
     """
     s = tl.zeros([BLOCK_M, TILE], tl.float32)
     if LOAD_KEY is not None:
-        # A row's factor may leave the range of COMPUTE; the fp32 scores take it.
+        # A row's factor may exceed the range of COMPUTE, so it multiplies the fp32 scores.
         k_tile, k_factor = load_packed_tile(key, key_scales, block, k, readable, BLOCK_SIZE, (K_BLOCK, K_ROW),
                                             KEY_SCALE_ROWS, KEY_PART, LOAD_KEY, NATIVE_FP8)  # fmt: skip
         return dot(q, tl.trans(cast(k_tile, COMPUTE)), s) * tl.trans(k_factor)
@@ -178,9 +178,9 @@ def value_tile(
     NATIVE_FP8: tl.constexpr, VALUE_SCALE_ROWS: tl.constexpr, VALUE_PART: tl.constexpr, LOAD_VALUE: tl.constexpr,
     MODEL: tl.constexpr,
 ):  # fmt: skip
-    """Return the values of one tile `[keys, BLOCK_V]` as COMPUTE, or MODEL, whose range holds those of packed formats.
+    """Return the values of one tile `[keys, BLOCK_V]` as COMPUTE, or as MODEL for packed formats, which need its range.
 
-    Rows that are masked come back zero.
+    Masked rows are zero.
     """
     if LOAD_VALUE is not None:
         x, factor = load_packed_tile(value, value_scales, block, k, readable, BLOCK_SIZE, (V_BLOCK, V_ROW),
@@ -226,19 +226,19 @@ def attention_kernel(
     """See `vattn.ops.reference.attention.attention`. Grid: tiles, KV heads x head chunks of a group, splits.
 
     Without splits `output` gets rows in the model dtype or as static FP8 and `lse` (or `None`) natural logs; with
-    splits they get fp32 partials and base-2 logs by split. `local_seq_lens`, unless `None`: keys are counted as rank
-    RANK of WORLD holds them, in runs of INTERLEAVE. `key_boxes` and `value_boxes`, unless `None`: tensor maps over
-    packed keys and values `[heads, keys, columns]`, whose boxes are tiles of a head. POSITIVE: no factor of a score is
-    negative. TOGETHER: KV heads, or head chunks, whose tiles start side by side; a divisor of their number.
+    splits they get fp32 partials and base-2 logs by split. `local_seq_lens`, unless `None`: local indices of keys on
+    rank RANK of WORLD with INTERLEAVE, see `vattn.config.dcp`. `key_boxes` and `value_boxes`, unless `None`: tensor
+    maps over varlen keys and values `[heads, keys, columns]`; a box is a tile of a head. POSITIVE: no factor of a score
+    is negative. TOGETHER: KV heads, or head chunks, that start their tiles together; divides their number.
     """
     PAGED: tl.constexpr = block_table is not None
     BLOCK_Q: tl.constexpr = BLOCK_M // GROUP_TILE
     CHUNKS: tl.constexpr = (GROUP + GROUP_TILE - 1) // GROUP_TILE
-    # Later tiles of a request see more keys: they start first.
+    # Later tiles of a request see more keys, so they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head_chunk = tl.program_id(1)
     if TOGETHER > 1:
-        # Programs start in the order of their numbers.
+        # Programs start in the order of their ids.
         number = tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)
         of_heads = tl.num_programs(0) * TOGETHER
         tile = tl.num_programs(0) - 1 - number % of_heads // TOGETHER
@@ -272,14 +272,14 @@ def attention_kernel(
                 tl.store(lse + lse_offsets, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=row_valid)
         return
 
-    # Positions, and the keys that this tile may see.
+    # Positions, and the range of visible keys.
     kv_start = 0
     if PAGED:
         seq_len = tl.load(seq_lens + request)
         table = block_table + request.to(tl.int64) * table_stride
     else:
         kv_start = tl.load(kv_start_loc + request)
-        # Packed keys are blocks of one: offsets behind their end name keys that do not exist.
+        # Varlen keys are blocks of one; offsets may exceed their number.
         seq_len = tl.minimum(tl.load(kv_start_loc + request + 1), num_blocks) - kv_start
         table = block_table
     query_len = tl.load(query_start_loc + request + 1) - q_begin
@@ -288,12 +288,12 @@ def attention_kernel(
         causal = tl.load(causal_flags + request)
     context_len = seq_len - query_len
     if CAUSALITY == "cross":
-        # Rows that have no position among the keys are counted from 0, which is before no key.
+        # Rows have no position among the keys: count them from 0.
         context_len = 0
     q_first = context_len + first
     q_last = tl.minimum(q_first + BLOCK_Q, context_len + (q_end - q_begin)) - 1
     q_pos = q_first + m_index // GROUP_TILE
-    # Positions count from the sequence's end, wherever the visible keys end.
+    # Positions are relative to the sequence's end, not to that of the visible keys.
     key_end = tl.maximum(context_len, 0) if CONTEXT_ONLY else seq_len
     low, high = key_range(q_first, q_last, key_end, causal, CAUSALITY, WINDOW, CHUNK, LOOKBACK, MM)
     if local_seq_lens is not None:
@@ -324,16 +324,16 @@ def attention_kernel(
     MODIFIED: tl.constexpr = SOFT_CAP or ALIBI != "none" or bias is not None
     if not MODIFIED:
         row_factor = row_factor * LOG2E
-    # The exponent's argument takes the scale where nothing lies between, and block ids are looked up a tile ahead, for
-    # which wide tiles leave the pipeline no room.
+    # Unmodified scores are scaled inside the exponent, and block ids are looked up a tile ahead; wide tiles leave the
+    # pipeline no room for that.
     PRODUCTS: tl.constexpr = FOLDED and not MODIFIED and D_STEP == BLOCK_D
     BOXES: tl.constexpr = key_boxes is not None
     AHEAD: tl.constexpr = FOLDED and PAGED
-    # Whole rows of such a tile lie in a warp, whose threads keep their sums apart.
+    # A warp holds whole rows of such a tile; its threads keep separate sums.
     APART: tl.constexpr = PRODUCTS and HOISTED
     if PRODUCTS and not POSITIVE:
-        # The largest score is that of the largest product only where none is multiplied by a negative number. A query
-        # that is computed here passes to every product through registers.
+        # The largest product gives the largest score only if no factor is negative. A query that is computed here is
+        # passed to products through registers.
         q = tl.where(row_factor[:, None] < 0.0, -q, q)
         row_factor = tl.abs(row_factor)
     slope = 0.0
@@ -371,7 +371,7 @@ def attention_kernel(
         full_end = last_tile
 
     if FULL_LOOP:
-        # Tiles that every row sees whole need no mask.
+        # Tiles that all rows see fully need no mask.
         full_low, full_high = full_range(q_first, q_last, key_end, causal, CAUSALITY, WINDOW, CHUNK, LOOKBACK)
         if local_seq_lens is not None:
             full_low = count_held(full_low, RANK, WORLD, INTERLEAVE)
@@ -392,7 +392,7 @@ def attention_kernel(
             any_full = n < (full_end - full_begin) * TILE
             next_block = tl.load(table + (full_begin * TILE + n) // BLOCK_SIZE, mask=any_full, other=0)
         if HOISTED:
-            # Tiles are whole blocks: where a key lies in its block does not change from one to the next.
+            # Tiles are whole blocks: offsets in blocks are the same for all tiles.
             key_rows += (n % BLOCK_SIZE * K_ROW)[:, None] + d[None, :]
             value_rows += (n % BLOCK_SIZE * V_ROW)[:, None] + dv[None, :]
         if SCORES_AHEAD and PRODUCTS:
@@ -405,7 +405,7 @@ def attention_kernel(
                 total = tl.zeros([BLOCK_M, 8], tl.float32)
             for j in tl.range(full_begin, full_end, num_stages=STAGES):
                 k = j * TILE + n
-                # These tiles lie inside the request and their blocks inside the cache: nothing is masked.
+                # These tiles are inside the request and their blocks inside the cache: no mask.
                 if HOISTED:
                     block = next_block
                     column = tl.minimum(j + 1, full_end - 1) * (TILE // BLOCK_SIZE) + n // BLOCK_SIZE
@@ -447,7 +447,7 @@ def attention_kernel(
             if APART:
                 total = tl.sum(total, axis=1)
 
-    # The tiles before and after the full ones, as one loop; masks take registers, so these may be narrower.
+    # The tiles before and after the full ones in one loop; masks need registers, so these may be narrower.
     RATIO: tl.constexpr = TILE // MASKED_TILE
     if RATIO > 1:
         first_tile *= RATIO
@@ -466,7 +466,7 @@ def attention_kernel(
         sees = visible(q_pos[:, None], position[None, :], key_end, causal, ranges, num_ranges,
                        CAUSALITY, WINDOW, CHUNK, LOOKBACK, MM) & readable[None, :]  # fmt: skip
         if MM != "none":
-            # Between ranges lie keys that no row sees and that may hold NaN.
+            # Keys between ranges, which no row sees, may hold NaN.
             readable = tl.max((sees & row_valid[:, None]).to(tl.int32), axis=0) > 0
         s = score_tile(q, query, row_valid, q_step, key, key_scales, block, k, d, readable, BLOCK_M, MASKED_TILE,
                        BLOCK_SIZE, PAGED, K_BLOCK, K_ROW, D, BLOCK_D, D_STEP, Q_LOAD, Q_FORMAT, KV_FORMAT, COMPUTE,
@@ -489,12 +489,12 @@ def attention_kernel(
         total = total * alpha + tl.exp2(sink - m_safe)
         acc = acc * alpha[:, None]
         m = m_new
-    # Not zero rather than larger: a sum that is NaN belongs to a row that has seen one.
+    # `!=`, not `>`: a NaN sum is not an empty row.
     seen = total != 0.0
     log = tl.where(seen, m + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
     acc = acc * tl.where(seen, out_factor / tl.where(seen, total, 1.0), 0.0)[:, None]
     if VALUE_PART[3] > 1:
-        # Partial results are turned back too: sums of several commute with the rotation.
+        # Rotate partial results back, too: the rotation is linear.
         VALUE_BLOCK: tl.constexpr = VALUE_PART[3]
         VALUE_FLIP: tl.constexpr = VALUE_PART[4]
         acc = rotate_back(acc, VALUE_FACTOR, VALUE_BLOCK, VALUE_FLIP)

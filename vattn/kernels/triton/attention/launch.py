@@ -1,4 +1,4 @@
-"""Launch the attention and cache kernels: strides, scratch and grids from shapes; nothing is read from the device."""
+"""Launch the attention and cache kernels; reads shapes only, nothing from the device."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ _FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def as_bytes(tensor: Tensor) -> Tensor:
-    """View FP8 tensors as bytes, the only form in which kernels take them."""
+    """View FP8 tensors as bytes, as kernels take them."""
     return tensor.view(torch.uint8) if tensor.dtype in _FP8 else tensor
 
 
 def paged_attention(
     args: AttentionArgs, config: AttentionConfig, tiles: Tiles | None = None, limits: Limits | None = None
 ) -> None:
-    """Run `vattn::attention`; `tiles` overrides what the shapes would choose, `limits` what the device can do."""
+    """Run `vattn::attention`; `tiles` overrides the choice by shape, `limits` those of the device."""
     key_rows, value_rows = (
         PackedRows(as_bytes(rows.codes), rows.scales) for rows in stored_views(args.kv_cache, config)
     )
@@ -108,7 +108,7 @@ def _attend(
 def _scratch(
     args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, num_tokens: int, num_splits: int
 ) -> tuple[Tensor, Tensor | None]:
-    """Return room for rows `[T, H, splits, V]` (fp32 if split, else the model dtype) and for their logs."""
+    """Return scratch for rows `[T, H, splits, V]` (fp32 if split, else the model dtype) and for their log-sum-exps."""
     dtype = torch.float32 if num_splits > 1 else MODEL_DTYPES[config.dtype]
     rows = num_tokens * config.num_heads * num_splits
     values = rows * config.head_size_v
@@ -135,10 +135,7 @@ def _launch_attention(
     num_tokens, splits, width = args.query.shape[0], tiles.num_splits, config.head_size_v
     chunks = -(-config.group_size // tiles.group_tile)
     row_stride = config.num_heads * splits
-    if splits > 1:
-        output_kind = "partial"
-    else:
-        output_kind = row_output(config)
+    output_kind = "partial" if splits > 1 else row_output(config)
     grid = (num_tokens // tiles.block_q + num_reqs + 1, config.num_kv_heads * chunks, splits)
     boxes = [_boxes(sources[name], tiles.tile) if tiles.boxes else None for name in ("key", "value")]
     attention_kernel[grid](
@@ -197,7 +194,7 @@ def attention_constants(config: AttentionConfig, tiles: Tiles, limits: Limits, o
 
 
 def packed_constants(config: AttentionConfig) -> dict[str, Any]:
-    """Return what a kernel is specialised for to read rows of a packed format; `LOAD_*` is `None` for other formats."""
+    """Return the constexpr arguments for reading rows of a packed format; `LOAD_*` is `None` for other formats."""
     fmt, (wide, wide_v) = KV_FORMATS[config.kv_cache_dtype], padded_widths(config)
     return {
         **_part_constants("KEY", fmt.key, config.head_size, wide),
@@ -216,7 +213,7 @@ def _part_constants(name: str, part: PackedPart | None, width: int, wide: int) -
 
 
 def scale_strides(rows: PackedRows) -> tuple[int, ...]:
-    """Return the strides of a packed format's scales by block, row and head, in elements; zeros where it has none."""
+    """Return the strides of a packed format's scales by block, row and head, in elements; zeros without scales."""
     return (0, 0, 0) if rows.scales is None else tuple(rows.scales.stride()[:3])
 
 
@@ -252,7 +249,7 @@ def _launch_finish(
 
 
 def finish_constants(config: AttentionConfig, split: bool, native_fp8: bool) -> dict[str, Any]:
-    """Return what the finishing kernel is specialised for, SCALE_COLUMNS aside."""
+    """Return the constexpr arguments of the finishing kernel but SCALE_COLUMNS."""
     fmt = OUTPUT_FORMATS[config.output_format]
     kind = "fp8_group" if fmt.name.startswith("fp8_group") else fmt.name
     columns = next_power_of_two(config.num_heads * config.head_size_v)
@@ -261,14 +258,14 @@ def finish_constants(config: AttentionConfig, split: bool, native_fp8: bool) -> 
         "H": config.num_heads, "V": config.head_size_v, "MODEL": TRITON_DTYPES[MODEL_DTYPES[config.dtype]],
         "ARITHMETIC": config.output_arithmetic, "MIN_SCALE": least,
         "OUTPUT": kind, "GROUP": fmt.group_size, "POWER_OF_TWO": fmt.power_of_two, "SPLIT": split,
-        # Whole rows in registers where their scale is one.
+        # A whole row in registers if it has one scale.
         "BLOCK": max(16, min(columns, 256 if split else 8192 if fmt.group_size < 0 else 1024)),
         "NATIVE_FP8": native_fp8,
     }  # fmt: skip
 
 
 def update_kv_cache(args: CacheUpdateArgs, config: AttentionConfig, limits: Limits | None = None) -> None:
-    """Run `vattn::kv_cache_update`; `limits` overrides what the device can do."""
+    """Run `vattn::kv_cache_update`; `limits` overrides those of the device."""
     if KV_FORMATS[config.kv_cache_dtype].packed:
         update_packed(args, config, limits)
         return

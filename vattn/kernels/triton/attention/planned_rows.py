@@ -1,6 +1,6 @@
-"""The end of a planned FlashInfer call, in one launch: base of the log-sum-exp, value scales, sinks, rows without keys.
+"""Finish a planned FlashInfer call in one launch: base of the log-sum-exp, value scales, sinks, rows without keys.
 
-The same in torch operators: `vattn.backends.flashinfer.backend`, for calls without a plan.
+`vattn.backends.flashinfer.backend` does the same in torch operators for calls without a plan.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def planned_rows_kernel(
     log = tl.zeros((BLOCK_H,), tl.float32)
     if found is not None:
         log = tl.load(found + row * stride_ft + head * stride_fh, mask=known, other=float("-inf")) * LN2
-        # NaN is no number of keys either.
+        # NaN means no keys, too.
         seen = seen & (log > float("-inf")) & (log < float("inf"))
         log = tl.where(seen, log, float("-inf"))
     sink = tl.zeros((BLOCK_H,), tl.float32)
@@ -70,13 +70,13 @@ def finish_planned(
     sinks: Tensor | None,
     group_size: int,
 ) -> None:
-    """Put right what FlashInfer wrote, in place.
+    """Correct FlashInfer's output and log-sum-exp, in place.
 
     Args:
-        output: `[T, H, V]`; rows that see no key become zero, the others are scaled.
-        lse: fp32 `[T, H]`, natural log; written, `None` if nobody asked.
-        found: fp32 `[T, H]`, FlashInfer's log-sum-exp to base 2; `None`: every row that asks sees a key.
-        kind: int32 `[T]`: 0 padding, 1 before its sequence, 2 asks.
+        output: `[T, H, V]`; rows without keys become zero, the others are scaled.
+        lse: fp32 `[T, H]`, natural log; written if not `None`.
+        found: fp32 `[T, H]`, FlashInfer's log-sum-exp to base 2; `None`: every valid row sees a key.
+        kind: int32 `[T]`: 0 padding, 1 before its sequence, 2 valid.
         v_scale: fp32, one value or one per KV head, still to be applied.
         sinks: `[H]`, still to be applied.
         group_size: query heads per KV head.

@@ -1,7 +1,6 @@
-"""The second kernel, where one is needed: merge the partials of splits, and quantise formats whose scales span heads.
+"""Second kernel: merge the partials of splits, and quantise formats with scales across heads.
 
-A row is taken as its flattened columns (head, value column), as the group formats of `vattn.quantization.codecs` take
-it.
+A row is its flattened columns (head, value column), as in `vattn.quantization.codecs`.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from vattn.kernels.triton.common.epilogue import (
 from vattn.kernels.triton.common.mask import LN2, LOG2E
 
 SPLIT_STEP = tl.constexpr(8)
-"""Partials that are merged at once."""
+"""Partials merged at once."""
 
 
 @triton.jit
 def merge_columns(source, source_lse, sinks, row, column, inside, num_splits, H: tl.constexpr, V: tl.constexpr):
-    """Return fp32 values of some columns of a row and the base-2 log of their heads' denominators."""
+    """Return fp32 values of columns of a row and the base-2 log-sum-exp of their heads."""
     head = column // V
     m = tl.full(column.shape, float("-inf"), tl.float32)
     if sinks is not None:
@@ -38,7 +37,7 @@ def merge_columns(source, source_lse, sinks, row, column, inside, num_splits, H:
         split = s + tl.arange(0, SPLIT_STEP)[:, None]
         index = first[None, :] + split
         log = tl.load(source_lse + index, mask=inside[None, :] & (split < num_splits), other=float("-inf"))
-        # Empty partials are not written, so not read either.
+        # Empty partials are not written, so they are not read.
         part = tl.load(source + index * V + (column % V)[None, :], mask=log > float("-inf"), other=0.0)
         m_new = tl.maximum(m, tl.max(log, axis=0))
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
@@ -57,7 +56,7 @@ def load_columns(
     source, source_lse, sinks, row, column, inside, is_real, num_splits, H: tl.constexpr, V: tl.constexpr,
     MODEL: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    """Return finished columns of a row, rounded to the model dtype, in fp32, and base-2 logs (zero without splits)."""
+    """Return merged columns of a row, rounded to the model dtype, as fp32, and base-2 logs (zero without splits)."""
     if SPLIT:
         readable = inside & is_real
         x, log = merge_columns(source, source_lse, sinks, row, column, readable, num_splits, H, V)
@@ -71,7 +70,7 @@ def load_columns(
 
 @triton.jit
 def codes_of(x, scale, ARITHMETIC: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """Return e4m3 bytes of many values under computed scales, which broadcast."""
+    """Return e4m3 bytes of values under computed scales, which broadcast."""
     if ARITHMETIC == "divide" and NATIVE_FP8:
         return encode_quotient(x, scale, "fp8_e4m3", True)
     else:
@@ -83,7 +82,7 @@ def store_token(
     output, lse, x, log, row_scale, row, column, inside, stride_ot, stride_oh, stride_lt, stride_lh, V: tl.constexpr,
     SPLIT: tl.constexpr, BLOCK: tl.constexpr, ARITHMETIC: tl.constexpr, NATIVE_FP8: tl.constexpr,
 ):  # fmt: skip
-    """Store columns of a row under the row's scale `[1]`, and the logs of the heads that start there."""
+    """Store columns of a row under the row's scale `[1]`, and the log-sum-exps of the heads that start there."""
     code = tl.reshape(codes_of(x[None, :], row_scale[:, None], ARITHMETIC, NATIVE_FP8), [BLOCK])
     tl.store(output + row.to(tl.int64) * stride_ot + column // V * stride_oh + column % V, code, mask=inside)
     if SPLIT and lse is not None:
@@ -110,7 +109,7 @@ def finish_kernel(
     COLUMNS: tl.constexpr = H * V
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    # Compared as a block: the interpreter turns a scalar truth value joined with a block into integers.
+    # Compare as a block: the interpreter converts a scalar bool joined with a block to integers.
     is_real = tl.zeros([BLOCK], tl.int32) + row < tl.load(query_start_loc + num_reqs)
     if OUTPUT == "nvfp4_swizzled":
         if row >= num_tokens:
@@ -120,7 +119,7 @@ def finish_kernel(
             return
     if OUTPUT == "fp8_per_token":
         if COLUMNS <= BLOCK:
-            # The whole row stays in registers.
+            # The whole row is in registers.
             inside = column < COLUMNS
             x, log = load_columns(source, source_lse, sinks, row, column, inside, is_real, num_splits, H, V,
                                   MODEL, SPLIT)  # fmt: skip

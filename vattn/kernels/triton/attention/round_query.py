@@ -1,4 +1,4 @@
-"""Round a query ahead of a kernel that does not do it itself: `query_load` as a kernel of its own."""
+"""Quantise a query for kernels that do not support `query_load`."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ def round_query_kernel(
 
 @lru_cache(maxsize=4096)
 def after_rounding(config: AttentionConfig) -> AttentionConfig:
-    """Return what a layer asks for once its query is rounded."""
+    """Return the config of a request whose query is quantised."""
     return config.replace(query_load="plain")
 
 
 def round_query(args: Args, config: AttentionConfig) -> Args:
-    """Return a call's arguments with the query as e4m3."""
+    """Return the arguments with an e4m3 query."""
     query = args.query
     codes = torch.empty(query.shape, dtype=torch.float8_e4m3fn, device=query.device)
     columns = config.num_heads * config.head_size

@@ -1,13 +1,12 @@
-"""Rows of packed KV formats in Triton: one load and one store for each codec of `vattn.quantization.packed`.
+"""Load and store rows of packed KV formats in Triton, for each codec of `vattn.quantization.packed`.
 
-A store turns fp32 rows into the reference's codes and scales, bit for bit. A load returns fp32 `x [rows, width]` within
-the range of fp16 and `factor [rows, 1]`: the rows are `x * factor`, in the basis in which they are stored and without
-the given scale. `TRITON_CODECS` has both by the name of the codec; a launcher passes those of its format to the kernel,
-which knows none by name.
+A store encodes fp32 rows as the reference does, bit for bit. A load returns fp32 `x [rows, width]` within the range of
+fp16 and `factor [rows, 1]`: the rows are `x * factor`, still rotated and without the given scale. `TRITON_CODECS` has
+both by the name of the codec; a launcher passes those of its format to the kernel.
 
 All take PART, a tuple: columns of a row, columns of a tile (a power of two), bits of a code, columns of a rotated block
-(1: not rotated), whether signs are flipped ahead of that, the rotation's shift, and columns that share a scale. What
-loads return beyond the row's columns is finite where the row is, and nothing else.
+(1: not rotated), whether signs are flipped before the rotation, the rotation's shift, and columns that share a scale.
+Columns of a load beyond the row are finite if the row is, but otherwise undefined.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ BOUNDARIES_3 = tl.constexpr(turboquant.BOUNDARIES[3])
 BOUNDARIES_4 = tl.constexpr(turboquant.BOUNDARIES[4])
 SQUARES_3 = tl.constexpr(_squares(3))
 SQUARES_4 = tl.constexpr(_squares(4))
-"""Of the positive levels, rounded to fp32 as levels and as squares."""
+"""Squares of the positive levels, levels and squares rounded to fp32."""
 
 MIN_LENGTH = tl.constexpr(turboquant.MIN_LENGTH)
 FP16_MAX = tl.constexpr(65504.0)
@@ -46,7 +45,7 @@ INFINITY = tl.constexpr(float("inf"))
 
 
 def part_constants(part: PackedPart, width: int, wide: int = 16) -> tuple[Any, ...]:
-    """Return PART for rows of `width` columns, in tiles of `wide` columns at least."""
+    """Return PART for rows of `width` columns in tiles of at least `wide` columns."""
     block = block_width(width, part.rotation)
     flips = part.rotation == "block_hadamard"
     shift = row_shift(width, part.rotation)
@@ -60,12 +59,12 @@ def halves_up(x):
 
 
 FLOOR = tl.constexpr("add.rm.f32 $0, $1, 0f4B400000;")
-"""PTX: 1.5 * 2^23 plus a number, rounded down: its lowest bits are those of the integer below."""
+"""PTX: add 1.5 * 2^23, rounding down: the lowest bits are those of the floor."""
 
 
 @triton.jit
 def floor_to_int(x, NATIVE: tl.constexpr):
-    """Return the largest integers that are not above fp32 x, int32; anything where |x| is 2^22 or more."""
+    """Return the floor of fp32 x as int32; undefined if |x| >= 2^22."""
     if NATIVE:
         raised = tl.inline_asm_elementwise(FLOOR, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
         return raised.to(tl.int32, bitcast=True) - 0x4B400000
@@ -74,14 +73,14 @@ def floor_to_int(x, NATIVE: tl.constexpr):
 
 
 MAGIC = tl.constexpr(0x4B400000)
-"""The bits of what `FLOOR` adds."""
+"""The bits of the number that `FLOOR` adds."""
 
 
 @triton.jit
 def floor_up_to(x, most, NATIVE: tl.constexpr):
-    """Return the integers below fp32 x >= 0, int32 `most` at most, with bits from 22 on that are not to be used."""
+    """Return the floor of fp32 x >= 0, at most int32 `most`; bits from 22 on are undefined."""
     if NATIVE:
-        # These bits grow with the number, up to those of infinity.
+        # The bits grow with the number, up to infinity.
         raised = tl.inline_asm_elementwise(FLOOR, "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1)
         return tl.minimum(raised.to(tl.int32, bitcast=True), most + MAGIC)
     else:
@@ -92,8 +91,8 @@ def floor_up_to(x, most, NATIVE: tl.constexpr):
 def divide_rows(x, divisor, NATIVE: tl.constexpr):
     """Return IEEE's fp32 quotients of rows `[rows, width]` by positive divisors `[rows, 1]`.
 
-    Natively as `vattn.kernels.triton.common.codec.encode_quotient` divides, with one reciprocal for a row. Divisors are
-    from 2^-45 to 2^125 here, where no step leaves fp32's range but for quotients that are far below 1.
+    Natively as in `vattn.kernels.triton.common.codec.encode_quotient`, with one reciprocal per row. For divisors from
+    2^-45 to 2^125, as here, no step leaves fp32's range but for quotients far below 1.
     """
     if NATIVE:
         reciprocal = tl.zeros_like(x) + tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
@@ -107,7 +106,7 @@ def divide_rows(x, divisor, NATIVE: tl.constexpr):
 def store_codes(codes, values, rows, PART: tl.constexpr):
     """Store int32 codes `[rows, width]` as `pack_codes` of the reference does, where `rows` `[rows, 1]` is true.
 
-    Codes of four or eight bits may have others from bit 22 on.
+    Bits from 22 on of four- and eight-bit codes are ignored.
     """
     COUNT: tl.constexpr = values.shape[0]
     WIDE: tl.constexpr = PART[1]
@@ -145,7 +144,7 @@ def load_codes(codes, rows, PART: tl.constexpr):
 
 @triton.jit
 def load_bytes(codes, rows, column, COUNT: tl.constexpr, WHOLE: tl.constexpr):
-    """Return bytes `[rows, columns]`; zero from column COUNT on, unless WHOLE says that there are none."""
+    """Return bytes `[rows, columns]`; zero from column COUNT on; WHOLE: there are none."""
     if rows is None:
         if WHOLE:
             return tl.load(codes + column)
@@ -157,7 +156,7 @@ def load_bytes(codes, rows, column, COUNT: tl.constexpr, WHOLE: tl.constexpr):
 
 @triton.jit
 def load_row_scale(scales, rows):
-    """Return the one scale of each row, fp32 `[rows, 1]`."""
+    """Return the scale of each row, fp32 `[rows, 1]`."""
     if rows is None:
         return tl.load(scales).to(tl.float32)
     else:
@@ -173,7 +172,7 @@ def lesser(a, b):
 def extremes(x):
     """Return the least and the largest of each row `[rows, 1]`, NaN if there is one."""
     if INTERPRETED:
-        # Which reduces by its own functions in one step, by others value by value.
+        # The interpreter reduces by its own functions in one step, by others value by value.
         has_nan = tl.max((x != x).to(tl.int32), axis=1) > 0
         least = tl.where(has_nan, float("nan"), tl.min(x, axis=1))
         return least[:, None], tl.where(has_nan, float("nan"), tl.max(x, axis=1))[:, None]
@@ -183,7 +182,7 @@ def extremes(x):
 
 @triton.jit
 def row_scale(x, LARGEST: tl.constexpr):
-    """Return the scale of each row `[rows, 1]`; NaN where it would not be finite."""
+    """Return the scale of each row `[rows, 1]`; NaN if it is not finite."""
     absmax = absolute_maximum(x)[:, None]
     absmax = tl.where(absmax < MIN_ABSMAX, MIN_ABSMAX, absmax)
     scale = tl.div_rn(absmax, tl.full(absmax.shape, LARGEST, tl.float32))
@@ -195,7 +194,7 @@ def store_int8(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.con
     """`vattn.quantization.packed.per_token_head.Int8`."""
     scale = row_scale(x, 127.0)
     ratio = divide_rows(x, scale, NATIVE)
-    # Halves away from zero are halves up of magnitudes, which are 127 at most by the choice of the scale.
+    # Halves away from zero are halves up of magnitudes, at most 127 by the choice of the scale.
     magnitude = floor_to_int(tl.abs(ratio) + 0.5, NATIVE)
     sign = x.to(tl.int32, bitcast=True) >> 31
     keep = tl.where(scale == scale, 255, 0)
@@ -233,7 +232,7 @@ def store_int4(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.con
     FLIP: tl.constexpr = PART[4]
     y = rotate(x, BLOCK, FLIP)
     least, most = extremes(y)
-    # Columns beyond the row are zeros, which the range holds anyway.
+    # Columns beyond the row are zeros, which are in the range anyway.
     low = tl.minimum(least, 0.0)
     high = tl.maximum(most, 0.0)
     known = (least > -INFINITY) & (most < INFINITY)
@@ -244,8 +243,7 @@ def store_int4(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.con
     step = tl.where(known, step, 1.0)
     zero_point = halves_up(tl.div_rn(-low, step))
     zero_point = tl.where(known, tl.minimum(tl.maximum(zero_point, 0.0), 15.0), 0.0).to(tl.int32)
-    # No column is so far below zero that its code would be: roundings of one number and of its negative, both of
-    # halves up, never add up to less than zero.
+    # No code is negative: x and -x, both rounded with halves up, never sum to less than zero.
     values = tl.minimum(floor_to_int(divide_rows(y, step, NATIVE) + 0.5, NATIVE) + zero_point, 15)
     store_codes(codes, values & tl.where(known, 15, 0), rows, PART)
     scale = (bits | zero_point).to(tl.float32, bitcast=True)
@@ -294,7 +292,7 @@ def store_nvfp4(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.co
 
 @triton.jit
 def e2m1_to_float32(code):
-    """Return what int32 e2m1 codes mean: as fp16 bits the value is 2^-14 of it, subnormals included."""
+    """Return the values of int32 e2m1 codes: read as fp16 the bits are 2^-14 of them, subnormals included."""
     bits = ((code & 8) << 12) | ((code & 7) << 9)
     return bits.to(tl.uint16).to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
 
@@ -333,7 +331,7 @@ def to_fp16(x):
 
 @triton.jit
 def level(code, BITS: tl.constexpr):
-    """Return the centroids of int32 codes, which are symmetric about zero: the upper half by selections, and a sign."""
+    """Return the centroids of int32 codes, symmetric about zero: the upper half by selections, then the sign."""
     HALF: tl.constexpr = 1 << (BITS - 1)
     upper = code >= HALF
     place = tl.where(upper, code - HALF, HALF - 1 - code)
@@ -366,7 +364,7 @@ def place_of(magnitude, unit, BITS: tl.constexpr):
 
 @triton.jit
 def squared_level(four, two, one, BITS: tl.constexpr):
-    """Return the squares of the centroids in these places."""
+    """Return the squares of the centroids of these indices."""
     if BITS == 4:
         lower = tl.where(two, tl.where(one, SQUARES_4[3], SQUARES_4[2]), tl.where(one, SQUARES_4[1], SQUARES_4[0]))
         upper = tl.where(two, tl.where(one, SQUARES_4[7], SQUARES_4[6]), tl.where(one, SQUARES_4[5], SQUARES_4[4]))
@@ -392,20 +390,20 @@ def store_codebook(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl
     HALF: tl.constexpr = 1 << (BITS - 1)
     length = tl.sqrt_rn(pairwise_sum(x * x))
     y = rotate(x, BLOCK, False)
-    # Where squares add up to a number, so do the sums and differences of the rotation.
+    # If the sum of squares is finite, so are the sums and differences of the rotation.
     known = length < INFINITY
     unit = length + MIN_LENGTH
-    # Boundaries are symmetric about zero, where the upper half begins. What lies on one belongs to the level above: of
-    # negative numbers that is the smaller magnitude, so theirs are taken one unit in the last place lower.
+    # Boundaries are symmetric about zero. A value on one belongs to the level above, for negative numbers the smaller
+    # magnitude, so their magnitudes are lowered by one unit in the last place.
     flipped = tl.where(y < 0.0, -1, 0)
     magnitude = (tl.abs(y).to(tl.int32, bitcast=True) + flipped).to(tl.float32, bitcast=True)
     four, two, one = place_of(magnitude, unit, BITS)
     place = tl.where(two, HALF + 2, HALF) + tl.where(one, 1, 0)
     if BITS == 4:
         place += tl.where(four, 4, 0)
-    # Codes of negative numbers count down from the middle, as bits: all of them are the other way round.
+    # Codes of negative numbers count down from the middle: invert all bits.
     values = (place ^ flipped) & tl.where(known, 2 * HALF - 1, 0)
-    # Rows that are not finite have NaN for their length, whatever their codes. Columns of padding don't count.
+    # Rows that are not finite have a length of NaN. Columns of padding do not count.
     squares = squared_level(four, two, one, BITS)
     if PART[0] < PART[1]:
         squares = tl.where(tl.arange(0, PART[1])[None, :] < PART[0], squares, 0.0)
@@ -433,7 +431,7 @@ def uniform_rows(x, PART: tl.constexpr):
         first = tl.sum(tl.where(tl.arange(0, PART[1])[None, :] == 0, x, 0.0), axis=1)[:, None]
         lowest, highest = extremes(tl.where(inside, x, first))
     known = (lowest > -INFINITY) & (highest < INFINITY)
-    # Adding zero takes the sign of a zero away, here and below.
+    # Adding zero drops the sign of a zero, here and below.
     least = to_fp16(tl.where(known, lowest, 0.0) + 0.0)
     origin = least.to(tl.float32)
     reach = tl.maximum(tl.where(known, highest, 0.0) - origin, 0.0) + 0.0
@@ -443,7 +441,7 @@ def uniform_rows(x, PART: tl.constexpr):
 
 @triton.jit
 def store_uniform_scales(scales, least, step, known, rows):
-    """Store steps and lowest values, NaN where rows are not finite."""
+    """Store steps and lowest values, NaN for rows that are not finite."""
     nan = tl.full(step.shape, float("nan"), tl.float16)
     tl.store(scales, tl.where(known, step, nan), mask=rows)
     tl.store(scales + 1, tl.where(known, least, nan), mask=rows)
@@ -457,7 +455,7 @@ def store_uniform(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.
     # A step of zero has codes of zero.
     is_kept = known & (step > 0.0)
     ratio = tl.maximum(divide_rows(x - origin, tl.where(is_kept, step.to(tl.float32), 1.0), NATIVE), 0.0)
-    # A maximum with a NaN is the other number.
+    # The maximum of NaN and a number is the number.
     values = floor_up_to(ratio + 0.5, tl.where(is_kept, STEPS, 0), NATIVE)
     if PART[2] == 3:
         values = values & 7
@@ -474,7 +472,7 @@ def load_uniform(codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
 
 
 class TritonCodec(NamedTuple):
-    """Device functions of one codec, with the arguments of the ones here."""
+    """Device functions of one codec."""
 
     load: Any
     store: Any
@@ -489,4 +487,4 @@ TRITON_CODECS: dict[str, TritonCodec] = {
     "codebook": TritonCodec(load_codebook, store_codebook),
     "uniform": TritonCodec(load_uniform, store_uniform),
 }
-"""By the name that `PackedPart.codec` has for them."""
+"""By `PackedPart.codec`."""

@@ -1,4 +1,4 @@
-"""Write new keys and values into their slots of a packed cache: one launch for both, one program for some heads."""
+"""Write new keys and values into their slots of a packed cache in one launch; a program takes some heads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def load_columns(source, rows, FIRST: tl.constexpr, COUNT: tl.constexpr, WIDTH: 
 
 @triton.jit
 def load_quarters(source, rows, PART: tl.constexpr):
-    """Return rows `[heads, width]` of which a thread gets as many columns of each quarter."""
+    """Return rows `[heads, width]`; a thread gets as many columns of each quarter."""
     QUARTER: tl.constexpr = PART[1] // 4
     WIDTH: tl.constexpr = PART[0]
     low = tl.join(load_columns(source, rows, 0, QUARTER, WIDTH), load_columns(source, rows, QUARTER, QUARTER, WIDTH))
@@ -40,10 +40,10 @@ def load_quarters(source, rows, PART: tl.constexpr):
 
 @triton.jit
 def load_groups(source, rows, PART: tl.constexpr):
-    """Return rows `[heads, width]` of which a thread gets whole groups of 16 columns."""
+    """Return rows `[heads, width]`; a thread gets whole groups of 16 columns."""
     HALF: tl.constexpr = PART[1] // 2
     column = tl.arange(0, HALF)
-    # Halves of groups, each of which a thread loads at once.
+    # A thread loads half a group at once.
     column = (column // 8 * 16 + column % 8)[None, :]
     low = tl.load(source + column, mask=rows & (column < PART[0]), other=0)
     high = tl.load(source + column + 8, mask=rows & (column < PART[0] - 8), other=0)
@@ -53,9 +53,9 @@ def load_groups(source, rows, PART: tl.constexpr):
 
 @triton.jit
 def load_rows(source, rows, PART: tl.constexpr, WORDS: tl.constexpr):
-    """Return rows `[heads, width]` as they come, rows to be rotated and what words are made of by parts.
+    """Return rows `[heads, width]`; rotated rows and words are loaded in parts.
 
-    Sums of columns far apart are made in the thread that has them all, what a row or group has once by few threads.
+    Then one thread holds the distant columns that it sums, and few threads compute what a row or group needs once.
     """
     if PART[3] >= 64 or (WORDS and PART[6] == 0 and PART[1] >= 64):
         return load_quarters(source, rows, PART)
@@ -103,7 +103,7 @@ def packed_update_kernel(
 
 
 def strides(view: Tensor | None) -> tuple[int, ...]:
-    """Return the strides of block, row and head, in elements; ones where there is no tensor."""
+    """Return the strides of block, row and head, in elements; ones without a tensor."""
     return (1, 1, 1) if view is None else tuple(view.stride()[:3])
 
 
@@ -117,17 +117,17 @@ UPDATE_CUTS: dict[str, tuple[int, int]] = {
     "turboquant_k3v4_nc": (1024, 1),
     "turboquant_3bit_nc": (1024, 1),
 }
-"""Columns, of all heads together, and warps of a program by format: what was fastest on an H200."""
+"""Columns, of all heads together, and warps of a program by format: the fastest on an H200."""
 
 
 def choose_update(config: AttentionConfig, wide: int) -> tuple[int, int]:
-    """Return the heads and the warps of a program, for rows of up to `wide` columns."""
+    """Return the heads and warps of a program for rows of up to `wide` columns."""
     columns, num_warps = UPDATE_CUTS.get(config.kv_cache_dtype, (1024, 4))
     return min(max(1, columns // wide), next_power_of_two(config.num_kv_heads)), num_warps
 
 
 def has_words(kv_cache: Tensor, parts: tuple[PackedPart, PackedPart], limits: Limits) -> bool:
-    """Return whether both parts of a format are stored by words, and the cache begins at one."""
+    """Return whether both parts of a format are stored by words, and the cache is aligned to them."""
     return limits.native_fp8 and kv_cache.data_ptr() % 4 == 0 and all(part.codec in WORD_STORES for part in parts)
 
 
@@ -137,7 +137,7 @@ def choose_store(part: PackedPart, words: bool) -> Any:
 
 
 def update_packed(args: CacheUpdateArgs, config: AttentionConfig, limits: Limits | None = None) -> None:
-    """Run `vattn::kv_cache_update` for a packed format; `limits` overrides what the device can do."""
+    """Run `vattn::kv_cache_update` for a packed format; `limits` overrides those of the device."""
     num_tokens = args.key.shape[0]
     if num_tokens == 0:
         return
@@ -154,7 +154,7 @@ def update_packed(args: CacheUpdateArgs, config: AttentionConfig, limits: Limits
         **_place(key, "K"), **_place(value, "V"), KEY_PART=constants[0], VALUE_PART=constants[1],
         STORE_KEY=choose_store(parts[0], words), STORE_VALUE=choose_store(parts[1], words),
         NATIVE=limits.native_fp8, WORDS=words, TILE=tile, num_warps=num_warps,
-        # A fused multiply and add would round once where the reference rounds twice.
+        # An FMA rounds once, the reference twice.
         enable_fp_fusion=False,
     )  # fmt: skip
 

@@ -1,8 +1,8 @@
-"""Stores of packed KV formats for GPUs that convert FP8, eight columns of a row at a time: their codes are one word.
+"""Store packed KV formats by words of eight codes, on GPUs that convert FP8.
 
-The bytes are those of `packed`, with fewer instructions an element. A thread has eight columns next to each other where
-rows are loaded 16 bytes at a time, so that no code moves between threads. Words of four-bit codes are stored as they
-are: the cache must begin at a multiple of four bytes.
+The bytes equal those of `packed_rows`, with fewer instructions per element. A thread holds eight adjacent columns of
+rows loaded 16 bytes at a time, so no code moves between threads. Words of four-bit codes are stored at once: the cache
+must start at a multiple of four bytes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from vattn.kernels.triton.common.epilogue import absolute_maximum
 from vattn.kernels.triton.common.hadamard import pairwise_sum, rotate
 
 COLUMNS = 8
-"""Of a word."""
+"""Columns of a word."""
 
 
 def _bits(number: float) -> int:
@@ -41,8 +41,8 @@ def _bits(number: float) -> int:
 def _magnitude(e: int) -> list[str]:
     """Return PTX that sets `size` to the magnitude of column e, and `below` to whether it is negative.
 
-    What lies on a boundary belongs to the level above: of negative numbers that is the smaller magnitude, so theirs are
-    multiplied by `1 - 2^-24`, which gives the number below.
+    A value on a boundary belongs to the level above, for negative numbers the smaller magnitude: theirs are multiplied
+    by `1 - 2^-24`, which gives the next lower number.
     """
     return [
         f"setp.lt.f32 below, ${2 + e}, 0f00000000;",
@@ -52,14 +52,14 @@ def _magnitude(e: int) -> list[str]:
 
 
 def _tree(name: str, kind: str, result: str) -> list[str]:
-    """Return PTX that adds up eight registers, neighbours first."""
+    """Return PTX that sums eight registers, adjacent ones first."""
     lines = [f"add.{kind} {name}{e}, {name}{e}, {name}{e + 1};" for e in (0, 2, 4, 6)]
     lines += [f"add.{kind} {name}{e}, {name}{e}, {name}{e + 2};" for e in (0, 4)]
     return [*lines, f"add.{kind} {result}, {name}0, {name}4;"]
 
 
 def _place(e: int, bits: int) -> list[str]:
-    """Return PTX that sets `code{e}` to how many boundaries above zero `size` reaches, moved to nibble e of a word."""
+    """Return PTX that sets nibble e of `code{e}` to the number of boundaries above zero that `size` reaches."""
     bounds = [f"${2 + COLUMNS + place}" for place in range((1 << (bits - 1)) - 1)]
     two, one = 2 << 4 * e, 1 << 4 * e
     if bits == 4:
@@ -104,8 +104,8 @@ def _word_ptx(bits: int) -> str:
             lines += [f"prmt.b32 pair{k}, byte{2 * k}, byte{2 * k + 1}, 0x5140;"]
             lines += [f"prmt.b32 pair{2 + k}, byte{2 * k}, byte{2 * k + 1}, 0x7362;"]
         for e in range(4):
-            first, turn = 2 * (e // 2), "0x7632" if e % 2 else "0x5410"
-            lines += [f"prmt.b32 byte{e}, pair{first}, pair{first + 1}, {turn};"]
+            first, order = 2 * (e // 2), "0x7632" if e % 2 else "0x5410"
+            lines += [f"prmt.b32 byte{e}, pair{first}, pair{first + 1}, {order};"]
             lines += [f"mov.b32 square{4 * half + e}, byte{e};"]
     lines += _tree("square", "rn.f32", "$1")
     # Bytes of ones for negative columns, two columns apart.
@@ -172,8 +172,8 @@ SCALE = tl.constexpr(
     }
     """
 )
-"""PTX: one number as e4m3, and what that means. Triton converts two at a time, whose second one ptxas 12.8 loses where
-both bytes go on as bytes."""
+"""PTX: one number as e4m3, and its value. Triton converts two at a time; ptxas 12.8 loses the second if both are used
+as bytes."""
 
 
 @triton.jit
@@ -213,16 +213,16 @@ def store_words(codes, words, rows, PART: tl.constexpr):
 
 @triton.jit
 def place_words(y, length, BITS: tl.constexpr):
-    """Return the codes of rotated rows y in words, and the sums of squares of each word's centroids.
+    """Return the codes of rotated rows y in words, and each word's sum of squared centroids.
 
-    Where squares of a row add up to a number, so do the sums and differences of the rotation; others have codes of 0.
+    If a row's sum of squares is finite, so are the sums and differences of the rotation; other rows have codes of 0.
     """
     x0, x1, x2, x3, x4, x5, x6, x7 = columns_of_words(y)
-    # A sum of zeros, the first column, may be a negative one.
+    # The first column, a sum, may be -0.
     x0 = x0 + 0.0
-    # As many columns as y, so that the compiler splits it as y, and moves neither.
+    # As many columns as y, so that the compiler splits both alike and moves neither.
     unit, _, _, _, _, _, _, _ = columns_of_words(tl.zeros_like(y) + (length + MIN_LENGTH))
-    # The sign of a length is no number that the compiler knows: it would copy tables ahead of every use.
+    # A zero that the compiler cannot fold: it would copy the tables before every use.
     zero = unit.to(tl.int32, bitcast=True) & -0x80000000
     if BITS == 4:
         words, squares = tl.inline_asm_elementwise(
@@ -256,7 +256,7 @@ def store_codebook(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl
 
 @triton.jit
 def divide(x, divisor):
-    """Return IEEE's quotients as `packed.divide_rows` does natively, of fp32 x by a divisor that broadcasts over it."""
+    """Return IEEE's quotients of fp32 x by a divisor that broadcasts, as `packed_rows.divide_rows` does natively."""
     reciprocal = tl.zeros_like(x) + tl.div_rn(tl.full(divisor.shape, 1.0, tl.float32), divisor)
     quotient = x * reciprocal
     return tl.fma(tl.fma(quotient, tl.zeros_like(x) - divisor, x), reciprocal, quotient)
@@ -272,9 +272,9 @@ def store_uniform(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.
     # A step of zero has codes of zero.
     is_kept = known & (step > 0.0)
     ratio = tl.maximum(divide(x - origin, tl.where(is_kept, step.to(tl.float32), 1.0)), 0.0)
-    # A maximum with a NaN is the other number.
+    # The maximum of NaN and a number is the number.
     raised = tl.inline_asm_elementwise(FLOOR, "=f,f", [ratio + 0.5], dtype=tl.float32, is_pure=True, pack=1)
-    # Its bits grow with the number, up to those of infinity.
+    # The bits grow with the number, up to infinity.
     places = tl.minimum(raised.to(tl.int32, bitcast=True), tl.where(is_kept, STEPS, 0) + MAGIC)
     store_words(codes, join_codes(places, BITS) - RAISED, rows, PART)
     store_uniform_scales(scales, least, step, known, rows)
@@ -294,7 +294,7 @@ def round_magnitude(x):
 def nvfp4_codes(groups, absmax, given):
     """Return the e4m3 bytes of block scales and e2m1 codes, both in int32.
 
-    For usual given scales, and groups whose scales are no larger than e4m3's largest.
+    For usual given scales, and groups whose scale fits e4m3.
     """
     SIXTH: tl.constexpr = 1.0 / 6.0
     SIX: tl.constexpr = -6.0
@@ -306,7 +306,7 @@ def nvfp4_codes(groups, absmax, given):
     )  # fmt: skip
     step = meant * given
     reciprocal = tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step)
-    # A step of zero goes with zeros, or what rounds to them.
+    # With a step of zero all values round to zero.
     reciprocal = tl.expand_dims(tl.where(step == 0.0, 0.0, reciprocal), 2)
     negative = tl.expand_dims(-step, 2)
     magnitude = tl.abs(groups)
@@ -322,8 +322,8 @@ def store_nvfp4(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.co
     """`vattn.quantization.packed.nvfp4.Nvfp4`."""
     groups = tl.reshape(x, [x.shape[0], PART[1] // PART[6], PART[6]])
     absmax = absolute_maximum(groups)
-    # Out of this range of given scales a step of a quotient might leave that of fp32; beyond the largest scale, and
-    # with NaN, remainders are no numbers.
+    # Outside this range of given scales, steps of a quotient may leave fp32's range; beyond the largest scale, and with
+    # NaN, remainders are NaN.
     is_usual = (given > 8.881784e-16) & (given < 1.1258999e15) & (absmax < 2600.0 * given)
     if tl.min(is_usual.to(tl.int32)) != 0:
         stored, values = nvfp4_codes(groups, absmax, given)

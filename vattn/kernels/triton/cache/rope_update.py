@@ -1,6 +1,6 @@
-"""Rotate queries and keys, write the queries out and keys and values into their slots of a paged cache: one launch.
+"""Rotate queries and keys, write queries to a tensor and keys and values into their slots, in one launch.
 
-See `vattn.ops.reference.rope`. A program takes some heads of one token: query heads, or key heads with their values.
+See `vattn.ops.reference.rope`. A program takes some query heads of one token, or some key heads with their values.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _store_pairs(rows, first, second, inside, SHAPE: tl.constexpr):
 
 @triton.jit
 def _table_row(table, row, known, stride_n, stride_c, SHAPE: tl.constexpr, ROWS: tl.constexpr, KEEP: tl.constexpr):
-    """Return what the first and second members of all pairs are multiplied by, fp32 `[ROWS, WIDTH]` of equal rows."""
+    """Return the factors of the first and second members of all pairs, fp32 `[ROWS, WIDTH]` with equal rows."""
     HALF: tl.constexpr = SHAPE[1]
     column = tl.zeros((ROWS, 1), tl.int32) + tl.arange(0, SHAPE[2])[None, :]
     inside = column < tl.where(known, HALF, 0)
@@ -80,15 +80,14 @@ def _table_row(table, row, known, stride_n, stride_c, SHAPE: tl.constexpr, ROWS:
 
 
 @triton.jit
-def _turned_heads(
+def _rotated_heads(
     rows, inside, weight, tables, eps, SHAPE: tl.constexpr, NORM: tl.constexpr, TILE: tl.constexpr,
     KEEP: tl.constexpr,
 ):  # fmt: skip
-    """Return fp32 first and second members after norm and rotation, and the columns that only pass.
+    """Return fp32 first and second members after norm and rotation, and the columns that are not rotated.
 
-    `tables`: cosines, sines, the row to take as a position is written, number of rows, strides. Heads are on their way
-    before the row is waited for. With KEEP every head reads the row for itself, as its own columns are held: else it
-    would be handed from thread to thread behind barriers.
+    `tables`: cosines, sines, their row, number of rows, strides. Heads are loaded before the row. With KEEP every head
+    loads the row in the layout of its own columns; otherwise threads would exchange it behind barriers.
     """
     D: tl.constexpr = SHAPE[0]
     HALF: tl.constexpr = SHAPE[1]
@@ -116,13 +115,13 @@ def _turned_heads(
             first, second = first * (weight_a + ONE), second * (weight_b + ONE)
             if D > 2 * HALF:
                 passed = passed * (_load_columns(weight, here, 2 * HALF, D - 2 * HALF, REST) + ONE)
-    # As generated code is contracted: the compiler may choose the other product to be rounded where it is left to it.
+    # Contracted as in generated code; the compiler itself might round the other product.
     return tl.fma(first, cos_a, -(second * sin_a)), tl.fma(second, cos_b, first * sin_b), passed
 
 
 @triton.jit
 def query_codes(x, scale, MODEL: tl.constexpr, ROUND: tl.constexpr, ARITHMETIC: tl.constexpr, NATIVE: tl.constexpr):
-    """Return what is stored of a query: in the model dtype, or e4m3 bytes under a scale."""
+    """Encode a query: in the model dtype, or as e4m3 bytes under a scale."""
     if ARITHMETIC == "none":
         return cast(x, MODEL)
     else:
@@ -149,7 +148,7 @@ def _query_tile(
     inside = (head < NUM_HEADS)[:, None]
     scale = head_scale(q_scale, head // GROUP, head < NUM_HEADS, PER_HEAD)
     rows = query + token * stride_t + (head * stride_h)[:, None]
-    first, second, passed = _turned_heads(rows, inside, weight, tables, eps, SHAPE, NORM, TILE, KEEP)
+    first, second, passed = _rotated_heads(rows, inside, weight, tables, eps, SHAPE, NORM, TILE, KEEP)
     target = query_out + token * (NUM_HEADS * D) + (head * D)[:, None]
     first = query_codes(first, scale, MODEL, ROUND, ARITHMETIC, NATIVE)
     second = query_codes(second, scale, MODEL, ROUND, ARITHMETIC, NATIVE)
@@ -173,7 +172,7 @@ def _key_value_tile(
     HALF: tl.constexpr = SHAPE[1]
     REST: tl.constexpr = SHAPE[3]
     STORED: tl.constexpr = key_cache.dtype.element_ty
-    # Everything is on its way before anything is waited for, scales too: loads stay behind the stores ahead of them.
+    # Issue all loads first, scales too: the compiler does not move loads above stores.
     slot = tl.load(slot_mapping + token, eviction_policy=KEEP).to(tl.int64)
     head = tile * TILE + tl.arange(0, TILE)
     scale = head_scale(k_scale, head, head < NUM_HEADS, PER_HEAD)
@@ -182,7 +181,7 @@ def _key_value_tile(
     column = tl.arange(0, VALUE_WIDTH)[None, :]
     x = tl.load(value + token * stride_vt + (head * stride_vh)[:, None] + column, mask=there & (column < V), other=0)
     rows = key + token * stride_kt + (head * stride_kh)[:, None]
-    first, second, passed = _turned_heads(rows, there, weight, tables, eps, SHAPE, NORM, TILE, KEEP)
+    first, second, passed = _rotated_heads(rows, there, weight, tables, eps, SHAPE, NORM, TILE, KEEP)
     inside = (head < tl.where((slot >= 0) & (slot < num_slots), NUM_HEADS, 0))[:, None]
     target = key_cache + slot_start(slot, num_slots, BLOCK_SIZE, K_STRIDES) + (head * K_STRIDES[2])[:, None]
     first = stored(cast(first, MODEL), scale, FORMAT, STORED, NATIVE)
@@ -213,12 +212,12 @@ def rope_update_kernel(
 ):  # fmt: skip
     """See `vattn.ops.reference.rope`. Grid: tokens, tiles of query heads and then of KV heads.
 
-    KEEP: eviction policy of what every layer of a step reads again. In a step of few tokens a launch takes little more
-    time than loads that depend on each other, so these ask to stay in the L2 cache while weights stream through it.
+    KEEP: eviction policy of what every layer of a step reads again. With few tokens a launch takes little more than its
+    dependent loads, so these should stay in the L2 cache while weights stream through it.
 
-    SHAPE: head size, pairs, both rounded up for pairs and for columns that pass, full tables, interleaved pairs.
-    EARLY: "" or else launched while the kernel before may still run, so wait for that first; "both": then the next may
-    start, and not before that: it would take what multiprocessors the kernel before leaves, two programs on one.
+    SHAPE: head size, pairs, powers of two for pairs and for columns that are not rotated, full tables, interleaved
+    pairs. EARLY: "", or launched while the previous kernel may run: wait for it first. "both": then let the next kernel
+    start; earlier it would share multiprocessors with the previous one.
     """
     if EARLY != "":
         tl.extra.cuda.gdc_wait()
@@ -246,10 +245,10 @@ def rope_update_kernel(
 
 @dataclass(frozen=True)
 class RopeTiles:
-    """How one launch is cut.
+    """Tile config of a launch.
 
     Attributes:
-        elements: of a tile, keys and values counted together.
+        elements: of a tile, keys and values together.
         num_warps: of a program.
         keep: eviction policy of what every layer reads again.
     """
@@ -260,7 +259,7 @@ class RopeTiles:
 
 
 FASTEST = RopeTiles(1024, 2, "evict_last")
-"""The cut that was fastest on an H200 from 64 to 8192 tokens; one token is 0.06 us faster in tiles of 256."""
+"""The fastest on an H200 from 64 to 8192 tokens; one token is 0.06 us faster in tiles of 256."""
 
 
 def rope_update(
@@ -274,9 +273,9 @@ def rope_update(
     """Run `vattn::rope_kv_cache_update`.
 
     Args:
-        limits, tiles: override what the device can do and how the launch is cut.
-        next_may_start: whether the next kernel waits before it reads what this one writes, so that it may be launched
-            while this one runs.
+        limits, tiles: override those of the device and the default.
+        next_may_start: whether the next kernel may be launched while this one runs; it must wait before it reads the
+            result.
     """
     num_tokens = args.query.shape[0]
     if num_tokens == 0:
@@ -303,10 +302,10 @@ def rope_update(
 
 
 def start_of_launch(num_tokens: int, programs: int, limits: Limits, next_may_start: bool) -> str:
-    """Return when a launch of so many programs a token starts and whether the next may: EARLY of the kernel.
+    """Return EARLY of the kernel for a launch with `programs` programs per token.
 
-    It starts while the kernel before runs if no multiprocessor has more than one program. In captured graphs
-    `vattn.compilation.graph_edges` takes that back where it does not pay.
+    It starts while the previous kernel runs if no multiprocessor has more than one program. In captured graphs
+    `vattn.compilation.graph_edges` undoes that where it does not pay.
     """
     if not limits.hopper or num_tokens * programs > limits.processors:
         return ""
@@ -317,7 +316,7 @@ def _rope_update_packed(
     args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig, limits: Limits | None, tiles: RopeTiles | None,
     next_may_start: bool,
 ) -> None:  # fmt: skip
-    """Rotate keys into rows of their own, then store those: a packed row is coded whole, the kernel holds halves."""
+    """Rotate keys into a scratch cache, then encode them: packed rows are encoded whole, the kernel holds halves."""
     num_tokens = args.key.shape[0]
     plain = config.replace(kv_cache_dtype=config.dtype, kv_scale="none", kv_cache_layout="NHD")
     shape = kv_cache_shape(plain, -(-num_tokens // config.block_size))
@@ -333,14 +332,14 @@ def _rope_update_packed(
 def rope_constants(
     rope: RopeConfig, config: AttentionConfig, full: bool, limits: Limits, tiles: RopeTiles
 ) -> dict[str, Any]:
-    """Return what the kernel is specialised for, strides of the cache aside, and its options."""
+    """Return the kernel's constexpr arguments but the cache's strides, and its options."""
     half, rest = rope.rotary_dim // 2, config.head_size - rope.rotary_dim
-    turns = rope.style == "interleaved"
+    interleaved = rope.style == "interleaved"
     heads = max(1, tiles.elements // next_power_of_two(config.head_size))
     return {
         "NUM_HEADS": config.num_heads, "NUM_KV_HEADS": config.num_kv_heads, "V": config.head_size_v,
         "VALUE_WIDTH": next_power_of_two(config.head_size_v), "BLOCK_SIZE": config.block_size,
-        "SHAPE": (config.head_size, half, next_power_of_two(half), next_power_of_two(max(rest, 1)), full, turns),
+        "SHAPE": (config.head_size, half, next_power_of_two(half), next_power_of_two(max(rest, 1)), full, interleaved),
         "MODEL": TRITON_DTYPES[MODEL_DTYPES[config.dtype]], "FORMAT": config.kv_cache_dtype,
         "PER_HEAD_Q": config.query_scale == "head", "PER_HEAD_KV": config.kv_scale == "head",
         "NORM": rope.norm, "ROUND": rope.round_query, "NATIVE": limits.native_fp8,

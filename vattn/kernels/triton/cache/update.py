@@ -1,4 +1,4 @@
-"""Write new keys and values into their slots of a paged cache: one launch for both."""
+"""Write new keys and values into their slots of a paged cache in one launch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from vattn.kernels.triton.common.codec import cast, encode_quotient
 
 @triton.jit
 def head_scale(scale, head, known, PER_HEAD: tl.constexpr):
-    """Return the scales of heads as `[heads, 1]`, or one as `[1, 1]`; 1 if there is none."""
+    """Return the scales of heads as `[heads, 1]`, or one as `[1, 1]`; 1 without scales."""
     # A function that is not inlined cannot return None.
     if scale is None:
         return tl.full((1, 1), 1.0, tl.float32)
@@ -22,7 +22,7 @@ def head_scale(scale, head, known, PER_HEAD: tl.constexpr):
 
 @triton.jit
 def stored(x, scale, FORMAT: tl.constexpr, STORED: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """Return model-dtype values as what a cache stores; bytes are FP8 already and stored as they are."""
+    """Encode model-dtype values for the cache; bytes are FP8 already."""
     if x.dtype == tl.uint8:
         return x
     elif STORED != tl.uint8:
@@ -33,7 +33,7 @@ def stored(x, scale, FORMAT: tl.constexpr, STORED: tl.constexpr, NATIVE_FP8: tl.
 
 @triton.jit
 def slot_start(slot, num_slots, BLOCK_SIZE: tl.constexpr, STRIDES: tl.constexpr):
-    """Return where a slot's first head lies in a cache with strides of block, row and head; 0 for a slot outside."""
+    """Return the offset of a slot's first head; STRIDES are of block, row and head. 0 for a slot out of range."""
     inside = (slot >= 0) & (slot < num_slots)
     block = tl.where(inside, slot // BLOCK_SIZE, 0)
     return block * STRIDES[0] + tl.where(inside, slot % BLOCK_SIZE, 0) * STRIDES[1]

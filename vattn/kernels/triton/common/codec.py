@@ -1,9 +1,7 @@
-"""Stored values to and from arithmetic ones, shared by every Triton kernel. `vattn.quantization.codecs` says what each
-means.
+"""Decode and encode stored values in Triton kernels, as `vattn.quantization.codecs` specifies.
 
-FP8 reaches the kernels as bytes. Two lowerings decode e4m3: the plain one moves bits and runs everywhere, the
-interpreter and machines without FP8 included; the native one is the hardware's own conversion (CUDA sm_89 and newer).
-Encoding is one lowering on every target, so that a cache is bit for bit the same wherever it was written.
+Kernels take FP8 as bytes. e4m3 has two lowerings: the plain one shifts bits and runs everywhere, also in the
+interpreter; the native one is the hardware's conversion (CUDA sm_89 and newer). Encoded bytes are equal on all targets.
 """
 
 from __future__ import annotations
@@ -13,12 +11,12 @@ import triton.language as tl
 from triton import knobs
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))
-"""Whether kernels of this process run in Triton's interpreter, which cannot multiply bf16 matrices."""
+"""Whether this process runs kernels in Triton's interpreter, which cannot multiply bf16 matrices."""
 
 
 @triton.jit
 def cast(x, DTYPE: tl.constexpr):
-    """Return x rounded to the nearest DTYPE; the interpreter's own cast to bf16 cuts bits off instead."""
+    """Return x rounded to the nearest DTYPE; the interpreter's own cast to bf16 truncates."""
     if INTERPRETED and DTYPE == tl.bfloat16:
         x = x.to(tl.float32)
         bits = x.to(tl.uint32, bitcast=True)
@@ -29,7 +27,7 @@ def cast(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _e4m3_to_float16(raw):
-    # As fp16 bits the value is 2^-8 of what it means (exponent bias 7 against 15), subnormals included.
+    # Read as fp16 the bits are 2^-8 of the value (exponent bias 7 against 15), subnormals included.
     sign_and_rest = ((raw & 0x80).to(tl.uint16) << 8) | ((raw & 0x7F).to(tl.uint16) << 7)
     small = sign_and_rest.to(tl.float16, bitcast=True)
     return tl.where((raw & 0x7F) == 0x7F, float("nan"), small * 256.0).to(tl.float16)
@@ -97,7 +95,7 @@ def encode_e2m1(x):
 
 @triton.jit
 def encode(x, FORMAT: tl.constexpr, STORED: tl.constexpr):
-    """Return values divided by their scale already as what the cache stores."""
+    """Encode values that are divided by their scale already."""
     if FORMAT == "fp8_e4m3":
         return encode_e4m3(x.to(tl.float32))
     elif FORMAT == "fp8_e5m2":
@@ -110,16 +108,15 @@ def encode(x, FORMAT: tl.constexpr, STORED: tl.constexpr):
 def encode_quotient(x, scale, FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr):
     """Return fp32 x over a scale that broadcasts over it as FP8 bytes: saturating, nearest even, NaN stays NaN.
 
-    Both lowerings give the same bytes, except which NaN it is. The native one divides by multiplication: a product with
-    the reciprocal is within two units of the quotient's last place, its remainder, which FMA gives exactly, corrects
-    it to the nearest. Scales so small or large that a step of that leaves fp32's range are divided by.
+    Both lowerings give the same bytes but for the kind of NaN. The native one multiplies by the reciprocal, which is
+    within two units in the last place of the quotient, and corrects it to the nearest by the exact remainder of an FMA.
+    For scales so small or large that a step would leave fp32's range it divides.
     """
     if NATIVE_FP8:
         reciprocal = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
         product = x * reciprocal
         corrected = tl.fma(tl.fma(-product, tl.zeros_like(x) + scale, x), tl.zeros_like(x) + reciprocal, product)
-        # Beyond 2^40, infinities included, the code is the largest one or NaN whatever the last places hold; below
-        # 2^-40 it is a zero, whose sign the correction may lose.
+        # Above 2^40 the code is the largest or NaN; below 2^-40 it is zero, and the correction could lose its sign.
         largeness = tl.abs(product)
         quotient = tl.where((largeness < 1.0995116e12) & (largeness > 9.094947e-13), corrected, product)
         size = tl.abs(scale)
@@ -142,7 +139,7 @@ def encode_native(x, FORMAT: tl.constexpr):
 
 @triton.jit
 def dot(a, b, acc):
-    """Return a @ b + acc in fp32; fp32 operands are multiplied exactly as IEEE says."""
+    """Return a @ b + acc in fp32; fp32 operands are multiplied in IEEE fp32."""
     if INTERPRETED and a.dtype == tl.bfloat16:
         return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
     elif a.dtype == tl.float32:

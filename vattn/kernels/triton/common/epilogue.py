@@ -1,10 +1,9 @@
-"""Results to what the caller asked for, shared by every kernel.
+"""Write results in the output format, in all kernels.
 
-They are rounded to the model dtype first, then quantised in fp32. ARITHMETIC is `output_arithmetic` of the config. With
-"divide" and "multiply" every division is IEEE's, so that codes equal those of `vattn.quantization.codecs` bit for bit;
-the
-approximate ones divide as code that Inductor generates for CUDA: `/` is `div.full`, and a divisor known at compile time
-is multiplied by its reciprocal.
+Results are rounded to the model dtype first, then quantised in fp32. ARITHMETIC is `output_arithmetic` of the config.
+With "divide" and "multiply" every division is IEEE's, so codes equal those of `vattn.quantization.codecs` bit for bit;
+the approximate ones divide as Inductor's generated CUDA code does: `/` is `div.full`, and a divisor known at compile
+time becomes a multiplication by its reciprocal.
 """
 
 from __future__ import annotations
@@ -24,16 +23,16 @@ MIN_ABSMAX = tl.constexpr(1e-10)
 
 
 def groups_fit_heads(config: AttentionConfig) -> bool:
-    """Return whether a kernel that owns whole heads can compute the scales of the output format."""
+    """Return whether a kernel with whole heads per program can compute the scales of the output format."""
     fmt = OUTPUT_FORMATS[config.output_format]
     return fmt.group_size > 0 and not fmt.swizzled and config.head_size_v % fmt.group_size == 0
 
 
 def group_constants(config: AttentionConfig) -> tuple[Any, ...]:
-    """Return what `group_scales` and `group_codes` are specialised for: GROUPS.
+    """Return GROUPS of `group_scales` and `group_codes`.
 
-    Columns of a group (0: none), whether it is NVFP4, powers of two, floor (negative: the default), arithmetic, of
-    which "corrected" is "divide" by corrected products.
+    Columns of a group (0: none), NVFP4 or not, powers of two or not, least scale (negative: the default), arithmetic;
+    "corrected" is "divide" by corrected products.
     """
     fmt = OUTPUT_FORMATS[config.output_format]
     least = -1.0 if config.output_min_scale is None else config.output_min_scale
@@ -43,9 +42,9 @@ def group_constants(config: AttentionConfig) -> tuple[Any, ...]:
 
 
 def row_output(config: AttentionConfig) -> str:
-    """Return how a kernel that owns whole rows stores them: `OUTPUT` of `store_rows`.
+    """Return `OUTPUT` of `store_rows` for a config.
 
-    Formats that compute scales are stored in the model dtype here, for the finishing kernel.
+    Formats with computed scales are stored in the model dtype, for the finishing kernel.
     """
     if config.output_format != "fp8_static":
         return "none"
@@ -55,7 +54,7 @@ def row_output(config: AttentionConfig) -> str:
 
 @triton.jit
 def load_scale(output_scale):
-    """Return a given scale, long before it is needed; 1 if there is none."""
+    """Return a given scale, loaded early; 1 without one."""
     if output_scale is None:
         return 1.0
     else:
@@ -101,7 +100,7 @@ def divide_by_constant(x, DIVISOR: tl.constexpr, APPROXIMATE: tl.constexpr):
 
 @triton.jit
 def encode_output(x, NATIVE_FP8: tl.constexpr):
-    """Return fp32 values as e4m3 bytes; both lowerings give the same, except which NaN it is."""
+    """Return fp32 values as e4m3 bytes; both lowerings give the same but for the kind of NaN."""
     if NATIVE_FP8:
         return encode_native(x, "fp8_e4m3")
     else:
@@ -110,7 +109,7 @@ def encode_output(x, NATIVE_FP8: tl.constexpr):
 
 @triton.jit
 def quantise_static(x, scale, ARITHMETIC: tl.constexpr, NATIVE_FP8: tl.constexpr = False):
-    """Return e4m3 bytes of x under a given scale, which is the reciprocal already where ARITHMETIC multiplies."""
+    """Return e4m3 bytes of x under a given scale, the reciprocal if ARITHMETIC multiplies."""
     if ARITHMETIC == "multiply" or ARITHMETIC == "approximate_multiply":
         return encode_output(x * scale, NATIVE_FP8)
     else:
@@ -137,7 +136,7 @@ def larger(a, b):
 def absolute_maximum(x, AXIS: tl.constexpr = -1):
     """Return the largest magnitude along an axis, NaN if there is one."""
     if INTERPRETED:
-        # Which reduces by its own maximum in one step, by another function value by value.
+        # The interpreter reduces by `tl.max` in one step, by other functions value by value.
         largest = tl.max(tl.abs(x), axis=AXIS)
         has_nan = tl.max((x != x).to(tl.int32), axis=AXIS) > 0
         return tl.where(has_nan, float("nan"), largest)
@@ -163,7 +162,7 @@ def dynamic_scale(absmax, POWER_OF_TWO: tl.constexpr, MIN_SCALE: tl.constexpr, A
 
 @triton.jit
 def nvfp4_scales(absmax, scale, APPROXIMATE: tl.constexpr, NATIVE_FP8: tl.constexpr = False):
-    """Return the e4m3 bytes of the block scales of groups with these maxima, and what their values are divided by."""
+    """Return the e4m3 bytes of the block scales of groups with these maxima, and the divisors of their values."""
     per_block = divide(divide_by_constant(absmax, 6.0, APPROXIMATE), scale, APPROXIMATE)
     block_scale = encode_output(per_block, NATIVE_FP8)
     step = decode(block_scale, "fp8_e4m3", tl.float32, NATIVE_FP8) * scale
@@ -187,9 +186,9 @@ def divide_by_steps(x, step):
 
 @triton.jit
 def quotients(x, step):
-    """Return IEEE's fp32 quotients without a branch a value, but for some that codes round to zero or to their limit.
+    """Return IEEE's fp32 quotients, but for some that codes round to zero or to their limit, without branches.
 
-    As `divide_by_steps`, for steps of any size: `vattn.kernels.hopper.epilogue.quotients` says how.
+    As `divide_by_steps`, for steps of any size: see `vattn.kernels.hopper.epilogue.quotients`.
     """
     size = tl.abs(step)
     factor = tl.where(size < 8.6736174e-19, 1.8446744e19, tl.where(size > 1.1529215e18, 5.421011e-20, 1.0))
@@ -206,7 +205,7 @@ def quotients(x, step):
 def round_e2m1(x):
     """Return fp32 values as e2m1 codes 0 to 15 in int32, as `encode_e2m1`, in half as many instructions.
 
-    Adding a power of two whose unit in the last place is the spacing of the codes there lets the adder round.
+    Adds a power of two with the spacing of the codes as its unit in the last place, so that the adder rounds.
     """
     magnitude = tl.minimum(tl.abs(x), 6.0)
     binade = tl.maximum(magnitude.to(tl.int32, bitcast=True) & 0x7F800000, 0x3F800000)
@@ -218,7 +217,7 @@ def round_e2m1(x):
 
 @triton.jit
 def nvfp4_codes(x, step, APPROXIMATE: tl.constexpr, MANY: tl.constexpr = False):
-    """Return e2m1 codes in int32; `step` broadcasts. MANY: of so many values that instructions count, not latency."""
+    """Return e2m1 codes in int32; `step` broadcasts. MANY: optimise for throughput, not latency."""
     if MANY and not APPROXIMATE:
         ratio = divide_by_steps(x, step)
     else:
@@ -240,12 +239,12 @@ def quantise_nvfp4(x, scale, ARITHMETIC: tl.constexpr, NATIVE_FP8: tl.constexpr 
 
 @triton.jit
 def group_scales(absmax, scale, GROUPS: tl.constexpr, NATIVE_FP8: tl.constexpr = False):
-    """Return what is stored as the scales of groups with these maxima, and what their values are divided by."""
+    """Return the stored scales of groups with these maxima, and the divisors of their values."""
     if GROUPS[1]:
         stored, step = nvfp4_scales(absmax, scale, GROUPS[4] == "approximate_divide", NATIVE_FP8)
         return stored, step
     else:
-        # Names first: Triton 3.6 does not take an element of a tuple for a constexpr argument.
+        # Triton 3.6 does not take a tuple element as a constexpr argument.
         POWER_OF_TWO: tl.constexpr = GROUPS[2]
         LEAST: tl.constexpr = GROUPS[3]
         ARITHMETIC: tl.constexpr = GROUPS[4]
@@ -273,7 +272,7 @@ def store_group_row(
     output, scales, x, scale, stride_group, COLUMNS: tl.constexpr, MODEL: tl.constexpr, GROUPS: tl.constexpr,
     NATIVE_FP8: tl.constexpr,
 ):  # fmt: skip
-    """Quantise and store fp32 columns `[COLUMNS]` of whole groups and their scales, from these addresses on."""
+    """Quantise and store fp32 columns `[COLUMNS]` of whole groups, and their scales."""
     SIZE: tl.constexpr = GROUPS[0]
     COUNT: tl.constexpr = COLUMNS // SIZE
     groups = tl.reshape(cast(x, MODEL).to(tl.float32), [COUNT, SIZE])
@@ -289,6 +288,6 @@ def store_group_row(
 
 @triton.jit
 def swizzled_offset(row, column, COLUMNS: tl.constexpr):
-    """Return where a block scale lies in 128 x 4 tiles, COLUMNS being the padded number of columns."""
+    """Return the offset of a block scale in 128 x 4 tiles; COLUMNS is the padded number of columns."""
     tile = (row // 128) * (COLUMNS // 4) + column // 4
     return tile.to(tl.int64) * 512 + (row % 32) * 16 + (row % 128) // 32 * 4 + column % 4

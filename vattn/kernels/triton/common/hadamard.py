@@ -25,12 +25,12 @@ def sum_and_difference(pairs):
     """Return `(a + b, a - b)` of each pair along axis 2 of fp32 `[i, j, 2, k]`."""
     which = tl.arange(0, 2)[None, None, :, None]
     if INTERPRETED:
-        # It folds sums fast and nothing else. Sums of two are exact in either order.
+        # The interpreter is only fast at sums. A sum of two is the same in either order.
         total = tl.sum(pairs, axis=2)
         difference = tl.sum(tl.where(which == 0, pairs, -pairs), axis=2)
         return tl.where(which == 0, tl.expand_dims(total, 2), tl.expand_dims(difference, 2))
     else:
-        # One exchange between threads and one instruction: a product with 1 or -1 is exact.
+        # One exchange between threads and one FMA; products with 1 or -1 are exact.
         bits = pairs.to(tl.int32, bitcast=True)
         other = (tl.expand_dims(tl.xor_sum(bits, axis=2), 2) ^ bits).to(tl.float32, bitcast=True)
         return tl.fma(tl.zeros_like(pairs) + (1 - 2 * which).to(tl.float32), pairs, other)
@@ -41,7 +41,7 @@ def pairwise_sum(x):
     """Return the sums of rows `[rows, 1]` of fp32 `[rows, width]`: columns 1 apart first, then 2, 4 and so on."""
     ROWS: tl.constexpr = x.shape[0]
     WIDTH: tl.constexpr = x.shape[1]
-    # Every column ends with the sum, so that no step moves rows into another layout.
+    # Keep the sum in every column, so that no step changes the layout.
     for step in tl.static_range(0, 10):
         if (1 << step) < WIDTH:
             pairs = tl.reshape(x, [ROWS, WIDTH >> (step + 1), 2, 1 << step])
@@ -52,14 +52,14 @@ def pairwise_sum(x):
 
 @triton.jit
 def flip(x):
-    """Change the signs of the columns of fp32 `[rows, width]` that `flips` of the reference has as -1."""
+    """Multiply fp32 rows `[rows, width]` by the signs `flips` of the reference."""
     column = tl.arange(0, x.shape[1]).to(tl.uint32) + 1
     return tl.where(((column * 0x9E3779B9) >> 31)[None, :] == 0, x, -x)
 
 
 @triton.jit
 def rotate(x, BLOCK: tl.constexpr, FLIP: tl.constexpr):
-    """Return fp32 rows in the rotated basis, not scaled. BLOCK 1: no rotation."""
+    """Return rotated fp32 rows, not scaled. BLOCK 1: no rotation."""
     if FLIP:
         x = flip(x)
     return butterflies(x, BLOCK)
@@ -67,13 +67,13 @@ def rotate(x, BLOCK: tl.constexpr, FLIP: tl.constexpr):
 
 @triton.jit
 def rotate_query(x, FACTOR: tl.constexpr, BLOCK: tl.constexpr, FLIP: tl.constexpr):
-    """Return fp32 queries turned so that they meet rotated keys."""
+    """Return fp32 queries rotated for products with rotated keys."""
     return rotate(x, BLOCK, FLIP) * FACTOR
 
 
 @triton.jit
 def rotate_back(x, FACTOR: tl.constexpr, BLOCK: tl.constexpr, FLIP: tl.constexpr):
-    """Return fp32 sums of rotated values in their own basis."""
+    """Rotate fp32 sums of rotated values back."""
     x = butterflies(x, BLOCK) * FACTOR
     if FLIP:
         x = flip(x)

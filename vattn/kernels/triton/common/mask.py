@@ -1,4 +1,4 @@
-"""The mask algebra of `vattn.ops.reference.attention` as device functions: who sees whom, and what happens to a score.
+"""The mask, bias and soft cap of `vattn.ops.reference.attention` as device functions.
 
 Letters: `q` and `k` are absolute positions, broadcast against each other; `causal` is the request's flag (only read
 with CAUSALITY "per_request"). WINDOW and CHUNK are 0 when off.
@@ -24,7 +24,7 @@ def count_held(length, RANK: tl.constexpr, WORLD: tl.constexpr, INTERLEAVE: tl.c
 
 @triton.jit
 def position_held(index, RANK: tl.constexpr, WORLD: tl.constexpr, INTERLEAVE: tl.constexpr):
-    """Return the positions of the keys that this rank holds at `index`, which is not negative."""
+    """Return the positions of the keys with local indices `index` >= 0 on this rank."""
     return index // INTERLEAVE * (WORLD * INTERLEAVE) + RANK * INTERLEAVE + index % INTERLEAVE
 
 
@@ -48,7 +48,7 @@ def key_range(
     elif CAUSALITY == "per_request":
         high = tl.where(causal != 0, tl.minimum(seq_len, q_last + 1), high)
     if MM != "none":
-        # A range may reach anywhere.
+        # Ranges may be anywhere.
         low = 0
         high = seq_len
     high = tl.where(q_last < 0, 0, high)
@@ -81,7 +81,7 @@ def visible(
     q, k, seq_len, causal, mm_ranges, num_ranges,
     CAUSALITY: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, LOOKBACK: tl.constexpr, MM: tl.constexpr,
 ):  # fmt: skip
-    """Return which row sees which key."""
+    """Return which rows see which keys."""
     if CAUSALITY == "causal":
         sees = k <= q
     elif CAUSALITY == "per_request":
@@ -92,7 +92,7 @@ def visible(
         ahead = q // CHUNK - k // CHUNK
         sees = sees & (ahead <= LOOKBACK) & (ahead >= -LOOKBACK)
     elif WINDOW > 0:
-        # A causal row passes the second comparison by itself.
+        # Causal rows always pass the second comparison.
         sees = sees & (q - k < WINDOW) & (k - q < WINDOW)
     if MM != "none":
         for r in range(num_ranges):
@@ -117,7 +117,7 @@ def modify_scores(
         bias: pointer to the request's square bias, or `None`; `bias_size` is 0 for a request without one.
     """
     if SOFT_CAP:
-        # tanh(y) as 1 - 2 / (exp(2 y) + 1): an overflowing exponential is 1, an underflowing one -1.
+        # tanh(y) as 1 - 2 / (exp(2 y) + 1): an overflowing exponential gives 1, an underflowing one -1.
         s = soft_cap * (1.0 - 2.0 / (tl.exp2(s * (2.0 * LOG2E / soft_cap)) + 1.0))
     if ALIBI == "linear":
         distance = (k - q).to(tl.float32)

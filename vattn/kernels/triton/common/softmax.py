@@ -1,4 +1,4 @@
-"""How the general attention kernel folds tiles of keys and values into the running sums of its rows."""
+"""Online softmax of the general attention kernel: add tiles of keys and values to the running sums."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from vattn.kernels.triton.common.codec import cast, dot
 
 @triton.jit
 def softmax_step(s, v, acc, m, total):
-    """Fold scores (times log2 e) and values of one tile into the running sums."""
+    """Add scores (times log2 e) and values of one tile to the running sums."""
     m_new = tl.maximum(m, tl.max(s, axis=1))
-    # A row that has seen nothing yet keeps its sums at zero instead of exp2(-inf + inf).
+    # A row without visible keys so far keeps its sums at zero instead of exp2(-inf + inf).
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s - m_safe[:, None])
     alpha = tl.exp2(m - m_safe)
@@ -23,7 +23,7 @@ def softmax_step(s, v, acc, m, total):
 
 @triton.jit
 def softmax_step_of_products(s, factor, v, acc, m, total):
-    """Do the same with products whose scores are `factor` times as large, which is not negative."""
+    """Do the same with products; scores are `factor` >= 0 times as large."""
     m_new = tl.maximum(m, tl.max(s, axis=1) * factor)
     m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
     p = tl.exp2(s * factor[:, None] - m_safe[:, None])
@@ -35,9 +35,9 @@ def softmax_step_of_products(s, factor, v, acc, m, total):
 
 @triton.jit
 def softmax_step_apart(s, factor, v, acc, m, sums):
-    """Do the same with sums of every eighth key, `[rows, 8]`, which threads have apart and add up at the end.
+    """Do the same with sums over every eighth key, `[rows, 8]`, which stay in separate threads until the end.
 
-    Largest scores are of every eighth key first too: one chain of comparisons would take twice as long.
+    Maxima are taken over every eighth key first, too: one chain of comparisons would take twice as long.
     """
     ROWS: tl.constexpr = s.shape[0]
     EIGHTHS: tl.constexpr = s.shape[1] // 8
@@ -55,16 +55,16 @@ def attend_ahead(
     q, factor, acc, m, total, key_boxes, value_boxes, kv_head, kv_start, num_keys, begin, end, TILE: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Fold tiles [begin, end) that need no mask, the keys of each multiplied beside the weights of the tile before.
+    """Add unmasked tiles [begin, end), multiplying the keys of each while the weights of the previous one are applied.
 
-    Two products and a softmax depend on each other only from tile to tile then, so that neither waits for the other.
+    The two products and the softmax then depend on each other only from tile to tile.
 
     Args:
-        factor: what scores are of products, above 0.
-        key_boxes, value_boxes: tensor maps over packed keys and values.
-        num_keys: packed keys in all, beyond which maps give zeros.
+        factor: scores per product, above 0.
+        key_boxes, value_boxes: tensor maps over varlen keys and values.
+        num_keys: all varlen keys; maps give zeros beyond them.
     """
-    # Nothing comes before the first tile: its place is taken by weights and values of zero.
+    # Weights and values of zero stand for the tile before the first one.
     before = tl.full([q.shape[0], TILE], float("-inf"), tl.float32)
     for j in tl.range(tl.where(begin < end, begin - 1, end), end, num_stages=STAGES):
         following = tl.minimum(j + 1, end - 1)

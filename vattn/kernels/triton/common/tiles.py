@@ -1,4 +1,4 @@
-"""Host-side choices of one attention launch, from shapes and the device alone: no length is ever read."""
+"""Choose the tile config of an attention launch from shapes and the device; lengths are not read."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from vattn.quantization.formats import KV_FORMATS
 
 
 def next_power_of_two(n: int) -> int:
-    """Return the smallest power of two that is not below n >= 1."""
+    """Return the smallest power of two >= n >= 1."""
     return 1 << (n - 1).bit_length()
 
 
 def padded_widths(config: AttentionConfig) -> tuple[int, int]:
     """Return how many columns of keys and of values the attention kernel multiplies: powers of two."""
     block_d, block_v = (max(16, next_power_of_two(width)) for width in (config.head_size, config.head_size_v))
-    # Tiles of keys and of values may lie at one shared-memory address, one after the other. Where their swizzles differ
-    # (rows under 128 bytes), the assembler of CUDA 12.8 was seen to mix up the two kinds of wgmma descriptors.
+    # Tiles of keys and of values may reuse one shared-memory address. If their swizzles differ (rows under 128 bytes),
+    # the assembler of CUDA 12.8 may mix up the two kinds of wgmma descriptors.
     narrowest = min(64, max(block_d, block_v))
     if KV_FORMATS[config.kv_cache_dtype].packed:
-        # Keys of 16 columns unpacked from four bits came out wrong on an H200 with Triton 3.6.
+        # Keys of 16 columns unpacked from four bits are wrong on an H200 with Triton 3.6.
         narrowest = max(narrowest, 32)
     return max(block_d, narrowest), max(block_v, narrowest)
 
@@ -37,17 +37,17 @@ INVARIANT_ROWS = 64
 
 @dataclass(frozen=True)
 class Limits:
-    """What a launch must know about its device.
+    """Properties of a device that a launch depends on.
 
     Attributes:
         processors: multiprocessors.
-        shared_bytes: shared memory that one program can have.
+        shared_bytes: most shared memory of a program.
         native_fp8: whether the hardware converts FP8.
-        most_rows: query rows beyond which registers spill whatever the head size.
+        most_rows: query rows beyond which registers spill for every head size.
         warpgroups: whether matrix instructions read keys from shared memory (sm_90, sm_100); elsewhere they pass
             through registers.
-        interpreted: tiles stay small, since the interpreter's time goes by programs and operations.
-        hopper: whether results lie in registers as Hopper's matrix instructions leave them.
+        interpreted: whether Triton's interpreter runs kernels; tiles stay small then.
+        hopper: whether the device is sm_90.
     """
 
     processors: int
@@ -75,26 +75,25 @@ class Limits:
 
 @dataclass(frozen=True)
 class Tiles:
-    """How one launch is cut.
+    """Tile config of a launch.
 
     Attributes:
         block_m: query rows of a program, (token, head) pairs.
-        group_tile: heads of a group that share a program.
+        group_tile: heads of a group in one program.
         tile: keys of one step.
-        d_step: key columns that are multiplied at once.
+        d_step: key columns multiplied at once.
         num_splits: programs that share the keys of a tile of rows.
-        full_loop: run tiles that need no mask in a loop of their own.
+        full_loop: run unmasked tiles in a separate loop.
         num_warps, num_stages: launch options.
-        masked_tile: keys of one step where a mask is needed, a part of `tile`; 0 for all of it.
-        folded: whether that loop multiplies by the scale inside the exponent's argument, and looks up block ids a
-            tile ahead.
-        hoisted: whether that loop computes where keys lie in their blocks once; its tiles are whole blocks of whole
-            rows in the dtype of the products then.
-        positive: whether it is known that no factor of a score is negative, so that products read the query from
-            shared memory as it was loaded.
-        boxes: whether that loop loads keys and values by tensor maps.
-        together: KV heads (or head chunks, if a group has several) whose tiles start side by side.
-        scores_ahead: whether that loop multiplies keys a tile ahead; by tensor maps and `positive` then.
+        masked_tile: keys of one step with a mask, a divisor of `tile`; 0: `tile`.
+        folded: whether the unmasked loop multiplies by the scale inside the exponent, and looks up block ids one tile
+            ahead.
+        hoisted: whether the unmasked loop computes offsets in blocks once; its tiles are then whole blocks of whole
+            rows in the dtype of the products.
+        positive: whether no factor of a score can be negative; products then read the loaded query from shared memory.
+        boxes: whether the unmasked loop loads keys and values by tensor maps.
+        together: KV heads (or head chunks, if a group has several) that start their tiles together.
+        scores_ahead: whether the unmasked loop multiplies keys one tile ahead; needs `boxes` and `positive`.
     """
 
     block_m: int
@@ -122,9 +121,9 @@ class Tiles:
 def compute_dtype(config: AttentionConfig) -> torch.dtype:
     """Return the dtype in which keys and values are multiplied.
 
-    FP8 caches of 16-bit models use fp16, which holds every FP8 value and is the cheapest to convert to; bf16 queries
-    are brought into its range row by row. Packed formats do too, for keys without their scales; values, which have
-    them, are multiplied in the model dtype.
+    FP8 caches of 16-bit models use fp16, which holds every FP8 value and is cheapest to convert to; bf16 queries are
+    scaled into its range per row. So do packed formats for keys without their scales; values, with scales, are
+    multiplied in the model dtype.
     """
     model, stored = config.dtype, config.kv_cache_dtype
     if "float32" in (model, stored):
@@ -135,28 +134,28 @@ def compute_dtype(config: AttentionConfig) -> torch.dtype:
 
 
 TALL: dict[str, Any] = {"tile": 64, "masked_tile": 32, "num_stages": 3, "folded": True}
-"""How long prefills are cut where keys are packed and no tensor map can be made of them: 128 rows by 64 keys."""
+"""Long prefills over varlen keys without tensor maps: 128 rows by 64 keys."""
 
 PAIRED = {**TALL, "block_m": 64, "num_warps": 4}
-"""How other long prefills are: 64 rows by 64 keys, two programs on a multiprocessor."""
+"""Other long prefills: 64 rows by 64 keys, two programs on a multiprocessor."""
 
 MOST_TOGETHER = 8192
-"""Tokens of a request, on average, up to which tiles of several KV heads start side by side: L2 holds their keys."""
+"""Average tokens of a request up to which tiles of several KV heads start together: L2 holds their keys."""
 
 LONG_AHEAD = 4096
-"""Tokens of a request, on average, from which a program has so many tiles that one more for scores ahead pays."""
+"""Average tokens of a request from which `scores_ahead` pays."""
 
 LEAST_SCALE = 2.0**-100
-"""Below, products of minus infinity and the scale may be NaN, which fp32 rounds to zero."""
+"""Below, the scale may round to zero, and minus infinity times it is NaN."""
 
 
 def choose_tiles(
     config: AttentionConfig, num_tokens: int, num_reqs: int, max_keys: int, limits: Limits, mapped: bool = False
 ) -> Tiles:
-    """Cut a step of `num_tokens` query rows and `num_reqs` requests of up to `max_keys` keys each.
+    """Choose tiles for `num_tokens` query rows and `num_reqs` requests of up to `max_keys` keys each.
 
-    A batch-invariant layer is cut by its config and the device alone. `mapped`: tensor maps can be made over packed
-    keys and values.
+    Those of a batch-invariant layer depend on its config and the device alone. `mapped`: tensor maps can be made over
+    varlen keys and values.
     """
     wide = next_power_of_two(max(config.head_size, config.head_size_v, 16))
     item = compute_dtype(config).itemsize
@@ -170,7 +169,7 @@ def choose_tiles(
     num_splits = 1
     if not config.batch_invariant:
         num_splits = _choose_splits(config, num_tokens, num_reqs, max_keys, block_m, tile, limits)
-    # Which tiles need no mask depends on a row's neighbours, and the two loops may round differently.
+    # Whether a tile needs a mask depends on neighbouring rows, and the two loops may round differently.
     full_loop = block_m > 16 and num_splits == 1 and config.mm_prefix == "none" and not config.batch_invariant
     num_warps = 8 if block_m >= 128 or (block_m >= 64 and (wide >= 256 or demanding)) or wide >= 512 else 4
     num_stages = _stages(config, wide, item, block_m, tile, limits)
@@ -183,15 +182,15 @@ def choose_tiles(
 def _cut_long_prefill(
     chosen: Tiles, config: AttentionConfig, wide: int, limits: Limits, mapped: bool, tokens: int
 ) -> Tiles:
-    """Return how a prefill is cut that fills programs of 128 rows: what was fastest on an H200.
+    """Return the fastest tiles on an H200 for a prefill that fills programs of 128 rows.
 
-    `tokens`: of a request, on average.
+    `tokens`: average of a request.
     """
     fits = _fits_long_tiles(config, wide, compute_dtype(config).itemsize, limits)
     positive, packed = _has_positive_factors(config), config.block_size == 0
     boxes = mapped and packed and fits and positive and limits.hopper and _is_of_128_columns(config)
     if packed and config.sliding_window is not None and not boxes:
-        # Places of rows and windows leave too few registers: matrix instructions would be serialised.
+        # Row offsets and windows leave too few registers: matrix instructions would be serialised.
         return chosen
     if not fits:
         return replace(chosen, folded=True)
@@ -205,7 +204,7 @@ def _cut_long_prefill(
     if hoisted:
         return replace(paired, together=math.gcd(heads, 8))
     ahead = boxes and config.sliding_window is None and config.scale >= LEAST_SCALE
-    # The assembler of Triton 3.9 (CUDA 13) makes products wait for each other there.
+    # The assembler of Triton 3.9 (CUDA 13) serialises the products.
     if ahead and tokens >= LONG_AHEAD and triton.__version__.startswith("3.6."):
         return replace(paired, together=math.gcd(heads, 4), scores_ahead=True)
     return paired
@@ -216,13 +215,13 @@ def _is_padded(config: AttentionConfig, wide: int) -> bool:
 
 
 def _is_demanding(config: AttentionConfig, wide: int) -> bool:
-    """Whether padded columns or changes to the scores cost registers beyond those of the sums."""
+    """Return whether padded columns or changes to scores need more registers."""
     changed = config.logits_soft_cap is not None or config.alibi != "none" or config.tree_bias
     return changed or config.mm_prefix != "none" or _is_padded(config, wide)
 
 
 def _most_rows(wide: int, item: int, demanding: bool, limits: Limits) -> int:
-    """The fp32 accumulator `[rows, wide]` must stay in registers."""
+    """Return the most rows whose fp32 accumulator `[rows, wide]` fits registers."""
     if item == 4:
         return 16
     return min(limits.most_rows, {512: 32, 256: 64}.get(wide, 64 if demanding else 128))
@@ -248,33 +247,33 @@ def _keys_of_a_step(config: AttentionConfig, wide: int, item: int, block_m: int,
 
 
 def _fewest_keys(config: AttentionConfig, item: int) -> int:
-    """Return the fewest keys of a step for which Triton multiplies weights and values right.
+    """Return the fewest keys of a step for which Triton multiplies weights and values correctly.
 
-    It gives a thread eight keys in a row where codes of half a byte become values, and with 16 it counts keys twice;
-    exact fp32 products are no such products.
+    It gives a thread eight consecutive keys of 4-bit codes, and counts keys twice in tiles of 16; fp32 products are not
+    affected.
     """
     part = KV_FORMATS[config.kv_cache_dtype].value
     return 32 if part is not None and part.bits == 4 and item == 2 else 16
 
 
 def _fits_long_tiles(config: AttentionConfig, wide: int, item: int, limits: Limits) -> bool:
-    """Whether keys and values are multiplied as they lie, and three stages of two programs fit beside the queries."""
+    """Return whether keys and values need no conversion, and three stages of two programs fit shared memory."""
     plain = KV_FORMATS[config.kv_cache_dtype].element_size == item == 2 and wide == 128
     return plain and limits.warpgroups and limits.shared_bytes >= (3 * 2 + 1) * 2 * 64 * wide * item
 
 
 def _has_positive_factors(config: AttentionConfig) -> bool:
-    """Whether it is known without reading a scale that no factor of a score is negative."""
+    """Return whether no factor of a score can be negative, without reading a scale."""
     return config.scale > 0 and config.kv_scale == config.query_scale == config.query_format == "none"
 
 
 def _is_of_128_columns(config: AttentionConfig) -> bool:
-    """Whether keys and values have 128 columns each in the dtype of the model."""
+    """Return whether keys and values have 128 columns each in the model dtype."""
     return config.head_size == config.head_size_v == 128 and config.kv_cache_dtype == config.dtype
 
 
 def _is_whole_blocks(config: AttentionConfig, tile: int) -> bool:
-    """Whether every step reads whole blocks of rows of the full width."""
+    """Return whether every step reads whole blocks of whole rows."""
     return config.block_size > 0 and tile % config.block_size == 0 and _is_of_128_columns(config)
 
 
@@ -282,7 +281,7 @@ def _stages(config: AttentionConfig, wide: int, item: int, block_m: int, tile: i
     stored = KV_FORMATS[config.kv_cache_dtype].element_size
     stage = 2 * tile * wide * stored
     fixed = block_m * (wide + tile) * item + (2 * tile * wide * item if stored != item else 0)
-    # The block table's loads take stages of the pipeline too, so that longer ones pay where registers allow them.
+    # Loads of the block table take stages of the pipeline, too, so more stages pay if registers allow them.
     most = 5 if block_m >= 64 else 3
     return max(1, min(most, (limits.shared_bytes - fixed) // stage))
 
@@ -290,7 +289,7 @@ def _stages(config: AttentionConfig, wide: int, item: int, block_m: int, tile: i
 def _choose_splits(
     config: AttentionConfig, num_tokens: int, num_reqs: int, max_keys: int, block_m: int, tile: int, limits: Limits
 ) -> int:
-    """Return splits such that about two programs run on each multiprocessor."""
+    """Return the splits for about two programs on each multiprocessor."""
     heads = config.num_kv_heads * -(-config.group_size // block_m)
     block_q = max(1, block_m // config.group_size)
     programs = min(num_tokens, num_tokens // block_q + num_reqs) * heads
