@@ -23,7 +23,7 @@ def check_packed(batch: Batch, groups: int, padded: bool = False) -> None:
     from vattn.kernels.hopper.prefill import launch as prefill_launch
 
     packs = prefill_launch.padded_pack if padded else prefill_launch.packs
-    cut = prefill_launch.Cut(groups, packs(batch.config))
+    cut = prefill_launch.TileConfig(groups, packs(batch.config))
     prefill_launch.prefill(batch.args, batch.config, cut)
     torch.cuda.synchronize()
     compare_rows(batch)
@@ -236,12 +236,8 @@ def test_drafts_of_few_tiles_and_uneven_groups(
     assert [(cut.groups, cut.pack) for cut in cuts] == [(1, 8)] * 2
 
 
-CUTS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
-    "panels of 64": (NATIVE, {"turn": 64}),
+TILES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "four converters": (NATIVE, {"converters": 4}),
-    "both": (NATIVE, {"converters": 4, "turn": 64}),
-    "narrow, panels of 64": ({"head_size": 64, **NATIVE}, {"turn": 64}),
-    "narrow, both": ({"head_size": 64, **NATIVE}, {"converters": 4, "turn": 64}),
     "narrow, three warpgroups": ({"head_size": 64, **FP8}, {"groups": 3}),
     "narrow, three warpgroups, FP8 query": ({"head_size": 64, **NATIVE}, {"groups": 3}),
     "one warpgroup, not packed": ({}, {"groups": 1}),
@@ -251,14 +247,14 @@ CUTS: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CUTS)
-def test_other_cuts(case: str) -> None:
+@pytest.mark.parametrize("case", TILES)
+def test_other_tile_configs(case: str) -> None:
     from vattn.kernels.hopper.prefill import launch as prefill_launch
 
-    changes, cut = CUTS[case]
+    changes, tiles = TILES[case]
     for block_size in (16, 128):
         for features in ({}, {"sliding_window": 333, "sinks": True}):
             batch = prefill_batch(block_size=block_size, padding=70, **changes, **features)
-            prefill_launch.prefill(batch.args, batch.config, prefill_launch.Cut(**cut))
+            prefill_launch.prefill(batch.args, batch.config, prefill_launch.TileConfig(**tiles))
             torch.cuda.synchronize()
             compare_rows(batch)

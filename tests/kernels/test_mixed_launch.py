@@ -57,9 +57,9 @@ def test_groups_that_do_not_fill_tiles_are_not_packed() -> None:
     for heads, pack in ((8, 1), (16, 2), (32, 4), (40, 1), (64, 8), (128, 16)):
         config = make_config(**{**LLAMA, "num_heads": heads})
         assert prefill_launch.packs(config) == pack
-        cut = mixed_launch.cut_of(config, 4224, 136)
+        cut = mixed_launch.choose_tiles(config, 4224, 136)
         assert (cut.groups, cut.pack, cut.tokens) == (2, pack, 128 // pack)
-    assert mixed_launch.cut_of(make_config(**LLAMA), 512, 64).tokens == 16
+    assert mixed_launch.choose_tiles(make_config(**LLAMA), 512, 64).tokens == 16
     for heads, rows in ((8, 16), (32, 4), (40, 3), (128, 1)):
         assert mixed_launch.short_rows(make_config(**{**LLAMA, "num_heads": heads})) == rows
     assert mixed_launch.short_rows(make_config(**{**LLAMA, "head_size": 256})) == 1
@@ -72,13 +72,13 @@ def test_drafts_of_uneven_groups_leave_rows_unused() -> None:
     device = torch.device("cpu")
     for heads, tokens, pack in ((24, 6, 4), (40, 4, 8), (40, 8, 8), (40, 9, 1), (56, 4, 8), (32, 8, 4), (136, 2, 1)):
         config = make_config(**{**LLAMA, "num_heads": heads})
-        cut = mixed_launch.cut_of(config, 64 * tokens, 64)
+        cut = mixed_launch.choose_tiles(config, 64 * tokens, 64)
         assert (cut.groups, cut.pack) == (1, pack)
         assert mixed_launch.route_of(config, 64 * tokens, 64, device) == "packed_gqa"
         room = prefill_launch.plan_rows(64 * tokens, 64, cut)
         assert room <= mixed_launch.decode_fast.plan_shape(config, 64 * tokens, 64, device)[0]
         # Prompts and requests of other lengths have a tile for each head.
-        assert mixed_launch.cut_of(config, 4224, 136).pack == prefill_launch.packs(config)
+        assert mixed_launch.choose_tiles(config, 4224, 136).pack == prefill_launch.packs(config)
 
 
 def test_few_drafts_go_to_the_decode_or_the_prefill_kernel() -> None:
@@ -105,8 +105,10 @@ def test_a_schedule_has_room_for_both_parts(heads: int) -> None:
         for tokens in (reqs + 1, 2 * reqs, 5 * reqs, 8 * reqs + 1, 31 * reqs, 63 * reqs, 300 * reqs):
             rows = decode_fast.plan_shape(config, tokens, reqs, device)[0]
             assert decode_fast.tokens_of_plan(torch.empty(rows, 8), config, reqs) == tokens
-            assert prefill_launch.plan_rows(tokens, reqs, prefill_launch.cut_of(config, tokens, reqs, 132)) <= rows
-            cut = mixed_launch.cut_of(config, tokens, reqs)
+            assert (
+                prefill_launch.plan_rows(tokens, reqs, prefill_launch.choose_tiles(config, tokens, reqs, 132)) <= rows
+            )
+            cut = mixed_launch.choose_tiles(config, tokens, reqs)
             needed = prefill_launch.plan_rows(tokens, reqs, cut)
             assert needed <= rows
             if cut.groups == 2:

@@ -15,7 +15,7 @@ from vattn.backends.triton_attn import run_fast_path
 from vattn.config.device import DeviceInfo
 from vattn.kernels.hopper import mixed_launch
 from vattn.kernels.hopper.prefill import launch as prefill_launch
-from vattn.kernels.hopper.prefill.launch import Cut
+from vattn.kernels.hopper.prefill.launch import TileConfig
 
 HOPPER = DeviceInfo("cuda", (9, 0), "a Hopper GPU")
 LLAMA: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": "bfloat16"}
@@ -92,7 +92,9 @@ def test_tensor_maps_describe_the_cache() -> None:
         config = make_config(**LLAMA, kv_cache_layout=layout, block_size=64)
         rows = torch.arange(5 * 64 * 2).view(5, 64, 2, 1) if layout == "NHD" else torch.arange(640).view(5, 2, 64, 1)
         storage = rows.expand(-1, -1, -1, 128).bfloat16().contiguous()
-        boxes = prefill_launch.cache_boxes(storage if layout == "NHD" else storage.transpose(1, 2), config, Cut())
+        boxes = prefill_launch.cache_boxes(
+            storage if layout == "NHD" else storage.transpose(1, 2), config, TileConfig()
+        )
         assert boxes.block_shape == [1, 64, 64]
         assert boxes.shape == ([5, 64, 256] if layout == "NHD" else [10, 64, 128])
         seen = storage.as_strided(boxes.shape, boxes.strides)
@@ -110,7 +112,7 @@ def test_products() -> None:
     ]
     assert found == ["plain", "widened", "native"]
     wide = make_config(**{**quantised, "query_format": "fp8_e4m3", "head_size": 256})
-    assert prefill_launch.refusals(wide, HOPPER) == [] and prefill_launch.key_tile(wide, Cut()) == 64
+    assert prefill_launch.refusals(wide, HOPPER) == [] and prefill_launch.key_tile(wide, TileConfig()) == 64
     narrow = make_config(**{**LLAMA, "head_size": 64})
     assert prefill_launch.warpgroups(make_config(**LLAMA), 8192) == prefill_launch.warpgroups(narrow, 2047) == 2
 
@@ -118,73 +120,82 @@ def test_products() -> None:
 def test_wide_heads_take_long_turns() -> None:
     """Two warpgroups on 16-bit heads of 256 alone, for which they were timed."""
     wide = {**LLAMA, "head_size": 256}
-    shape = prefill_launch.shape_of(make_config(**wide), Cut(2, 4), False)
-    assert (shape.LONG_TURNS, shape.HELD) == (True, 128)
+    shape = prefill_launch.shape_of(make_config(**wide), TileConfig(2, 4), False)
+    assert (shape.LONG_PING_PONG, shape.HELD) == (True, 128)
     fp8 = make_config(**wide, kv_cache_dtype="fp8_e4m3", query_format="fp8_e4m3")
-    for config, cut in ((make_config(**wide), Cut(1)), (make_config(**LLAMA), Cut(2)), (fp8, Cut(2))):
+    for config, cut in (
+        (make_config(**wide), TileConfig(1)),
+        (make_config(**LLAMA), TileConfig(2)),
+        (fp8, TileConfig(2)),
+    ):
         shape = prefill_launch.shape_of(config, cut, False)
-        assert (shape.LONG_TURNS, shape.HELD) == (False, 0)
+        assert (shape.LONG_PING_PONG, shape.HELD) == (False, 0)
     widened = make_config(**wide, kv_cache_dtype="fp8_e4m3")
     assert prefill_launch.refusals(widened, HOPPER) == []
-    shape = prefill_launch.shape_of(widened, Cut(2, 4), False)
-    assert (shape.LONG_TURNS, shape.HELD, shape.CONVERTERS) == (True, 0, 2)
+    shape = prefill_launch.shape_of(widened, TileConfig(2, 4), False)
+    assert (shape.LONG_PING_PONG, shape.HELD, shape.CONVERTERS) == (True, 0, 2)
 
 
 def test_cuts_of_few_row_tiles_and_of_narrow_windows() -> None:
     """Half as many rows where whole tiles would not fill the card; several short tiles where few keys are seen."""
     one_head = make_config(**{**LLAMA, "num_heads": 4, "num_kv_heads": 1})
-    groups = [prefill_launch.cut_of(one_head, tokens, 1, 132).groups for tokens in (2048, 4096, 4256, 8192)]
+    groups = [prefill_launch.choose_tiles(one_head, tokens, 1, 132).groups for tokens in (2048, 4096, 4256, 8192)]
     assert groups == [1, 1, 2, 2]
     quantised = one_head.replace(kv_cache_dtype="fp8_e4m3", kv_scale="tensor")
-    assert prefill_launch.cut_of(quantised, 2048, 1, 132).groups == 2
+    assert prefill_launch.choose_tiles(quantised, 2048, 1, 132).groups == 2
     of_both = quantised.replace(query_format="fp8_e4m3", query_scale="tensor")
-    assert [prefill_launch.cut_of(of_both, tokens, 1, 132).groups for tokens in (4096, 4352)] == [1, 2]
+    assert [prefill_launch.choose_tiles(of_both, tokens, 1, 132).groups for tokens in (4096, 4352)] == [1, 2]
     window = {"num_heads": 64, "num_kv_heads": 8, "head_size": 64, "sliding_window": 128}
     narrow = make_config(**{**LLAMA, **window})
-    assert prefill_launch.cut_of(narrow, 8192, 1, 132) == Cut(1, 8, keys=64, residents=3)
+    assert prefill_launch.choose_tiles(narrow, 8192, 1, 132) == TileConfig(1, 8, keys=64, residents=3)
     of_fp8 = narrow.replace(kv_cache_dtype="fp8_e4m3", kv_scale="tensor")
     of_both = of_fp8.replace(query_format="fp8_e4m3", query_scale="tensor")
-    assert prefill_launch.cut_of(of_both, 8192, 1, 132).residents == 2
-    assert prefill_launch.cut_of(of_fp8, 8192, 1, 132) == Cut(1, 8, converters=2, keys=64, residents=2)
+    assert prefill_launch.choose_tiles(of_both, 8192, 1, 132).residents == 2
+    assert prefill_launch.choose_tiles(of_fp8, 8192, 1, 132) == TileConfig(1, 8, converters=2, keys=64, residents=2)
     for other in (narrow.replace(sliding_window=129), narrow.replace(num_heads=8)):
-        assert prefill_launch.cut_of(other, 8192, 1, 132).residents == 1
+        assert prefill_launch.choose_tiles(other, 8192, 1, 132).residents == 1
 
 
 def test_heads_of_long_prompts_run_side_by_side() -> None:
     """Eight KV heads of requests of 4k to 8k rows, two of others; as many as divide their number."""
     config = make_config(**{**LLAMA, "num_heads": 32, "num_kv_heads": 8})
     steps = ((8192, 1), (8192, 2), (8192, 3), (32768, 4), (32768, 1))
-    assert [prefill_launch.cut_of(config, *step, 132).together for step in steps] == [8, 8, 2, 8, 2]
+    assert [prefill_launch.choose_tiles(config, *step, 132).together for step in steps] == [8, 8, 2, 8, 2]
     for other in ({"sliding_window": 1024}, {"head_size": 64}, {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"}):
-        assert prefill_launch.cut_of(config.replace(**other), 8192, 1, 132).together == 2
-    shapes = [prefill_launch.shape_of(config.replace(num_kv_heads=n), Cut(together=8), False) for n in (8, 32, 4, 1)]
+        assert prefill_launch.choose_tiles(config.replace(**other), 8192, 1, 132).together == 2
+    shapes = [
+        prefill_launch.shape_of(config.replace(num_kv_heads=n), TileConfig(together=8), False) for n in (8, 32, 4, 1)
+    ]
     assert [shape.KV_GROUP for shape in shapes] == [8, 8, 4, 1]
-    assert mixed_launch.cut_of(config, 256, 64).together == 8 and mixed_launch.cut_of(config, 300, 64).together == 2
+    assert (
+        mixed_launch.choose_tiles(config, 256, 64).together == 8
+        and mixed_launch.choose_tiles(config, 300, 64).together == 2
+    )
 
 
 def test_short_prompts_of_fp8_queries_multiply_values_by_halves() -> None:
     config = make_config(**{**LLAMA, "num_heads": 32, "num_kv_heads": 8})
     of_fp8 = config.replace(kv_cache_dtype="fp8_e4m3", kv_scale="tensor")
     of_both = of_fp8.replace(query_format="fp8_e4m3", query_scale="tensor")
-    assert [prefill_launch.cut_of(of_both, tokens, 4, 132).halves for tokens in (2048, 8188, 8192)] == [
+    assert [prefill_launch.choose_tiles(of_both, tokens, 4, 132).halves for tokens in (2048, 8188, 8192)] == [
         True,
         True,
         False,
     ]
-    assert not prefill_launch.cut_of(of_both, 512, 1, 132).halves, "one warpgroup was not timed so"
+    assert not prefill_launch.choose_tiles(of_both, 512, 1, 132).halves, "one warpgroup was not timed so"
     for other in (config, of_fp8, of_both.replace(head_size=64, head_size_v=64)):
-        assert not prefill_launch.cut_of(other, 2048, 4, 132).halves
+        assert not prefill_launch.choose_tiles(other, 2048, 4, 132).halves
 
 
 def test_row_tiles_are_taken_late_where_they_are_few() -> None:
     config, takes = make_config(**LLAMA), prefill_launch.takes_late
-    assert takes(config, Cut(2, 4), 8 * 132, 132) and not takes(config, Cut(2, 4), 8 * 132 + 1, 132)
-    assert not any(takes(config, cut, 1, 132) for cut in (Cut(3), Cut(2, 4, ahead=True)))
+    assert takes(config, TileConfig(2, 4), 8 * 132, 132) and not takes(config, TileConfig(2, 4), 8 * 132 + 1, 132)
+    assert not any(takes(config, cut, 1, 132) for cut in (TileConfig(3), TileConfig(2, 4, ahead=True)))
 
 
 def test_tensor_maps_of_fp8_caches_have_whole_rows() -> None:
     config = make_config(**{**LLAMA, "kv_cache_dtype": "fp8_e4m3"}, block_size=256)
-    boxes = prefill_launch.cache_boxes(torch.zeros(5, 256, 2, 128, dtype=torch.float8_e4m3fn), config, Cut())
+    boxes = prefill_launch.cache_boxes(torch.zeros(5, 256, 2, 128, dtype=torch.float8_e4m3fn), config, TileConfig())
     assert boxes.block_shape == [1, 128, 128] and boxes.shape == [5, 256, 256]
 
 
@@ -206,7 +217,7 @@ def test_the_shape_of_a_schedule_tells_the_step(monkeypatch: pytest.MonkeyPatch)
         if prefill_launch.is_prefill(tokens, reqs):
             for layer in (config, narrow, narrow.replace(num_heads=32)):
                 room = decode_fast.plan_shape(layer, tokens, reqs, device)[0]
-                cut = prefill_launch.cut_of(layer, tokens, reqs, 132)
+                cut = prefill_launch.choose_tiles(layer, tokens, reqs, 132)
                 assert prefill_launch.plan_rows(tokens, reqs, cut) <= room
         rows = decode_fast.rows_at_a_time(config, tokens, reqs, device)
         if rows:

@@ -125,7 +125,7 @@ def _rotate(config: MLAConfig, rope: RopeConfig, limits: Limits) -> None:
     table, slots, cache = meta(4096, columns // 2), meta(64, dtype=torch.int64), arguments(config, 1, 1).kv_cache
     weight, scale = meta(config.kv_lora_rank, dtype=dtype), None if config.kv_scale == "none" else meta(1)
     args = MLARopeUpdateArgs(*rows, table, table, slots, cache, slots, weight, scale, rope.encode(), "")
-    rope_update.update_turned(args, rope, config, limits)
+    rope_update.rope_update(args, rope, config, limits)
 
 
 def _quantise(config: MLAConfig, limits: Limits) -> None:

@@ -16,7 +16,7 @@ from vattn.kernels.hopper import fp4_rows
 from vattn.kernels.hopper.linear import small_m
 from vattn.kernels.hopper.linear.launch import streamed_linear
 from vattn.kernels.hopper.prefill import launch
-from vattn.kernels.hopper.prefill.launch import Cut
+from vattn.kernels.hopper.prefill.launch import TileConfig
 from vattn.ops.linear_arguments import E4M3, LinearArgs
 from vattn.quantization.formats import MODEL_DTYPES
 
@@ -55,12 +55,12 @@ def _layer(heads: int, size: int, dtype: str, **changes: Any) -> AttentionConfig
     return AttentionConfig(heads, 8, size, size, size**-0.5, dtype, **{"kv_cache_dtype": dtype, **changes})
 
 
-def _prefill(config: AttentionConfig, cut: Cut, early: bool = False) -> Iterator[Launch]:
+def _prefill(config: AttentionConfig, tiles: TileConfig, early: bool = False) -> Iterator[Launch]:
     if launch.refusals(config, HOPPER):
         return
     args = paged_arguments(config, 160, 2, 48, 6)
-    call = partial(launch.launch, args, config, integers(9, 8), args.output, 132, cut, early)
-    yield from record(f"{cut} {config.encode()}", "sm_90", call, SPILLS)
+    call = partial(launch.launch, args, config, integers(9, 8), args.output, 132, tiles, early)
+    yield from record(f"{tiles} {config.encode()}", "sm_90", call, SPILLS)
 
 
 def _prompts() -> Iterator[Launch]:
@@ -69,7 +69,7 @@ def _prompts() -> Iterator[Launch]:
         for size, cache, features in itertools.product(sizes, CACHES, FEATURES):
             config = _layer(32, size, dtype, block_size=block_size, kv_cache_layout=layout, **cache, **features)
             for groups in sorted({launch.warpgroups(config, rows) for rows in (64, 8192)}):
-                yield from _prefill(config, Cut(groups))
+                yield from _prefill(config, TileConfig(groups))
 
 
 def _between_decode_and_prefill() -> Iterator[Launch]:
@@ -78,14 +78,14 @@ def _between_decode_and_prefill() -> Iterator[Launch]:
         for heads in (8, 32, 128) if features in FEATURES[:3] else (32,):
             config = _layer(heads, size, "bfloat16", block_size=16, **cache, **features)
             for groups in (1, 2):
-                yield from _prefill(config, Cut(groups, launch.packs(config), ahead=True), early=groups == 2)
+                yield from _prefill(config, TileConfig(groups, launch.packs(config), ahead=True), early=groups == 2)
             if heads == 32:
                 uneven = config.replace(num_heads=40)
-                yield from _prefill(uneven, Cut(1, launch.padded_pack(uneven), ahead=True))
+                yield from _prefill(uneven, TileConfig(1, launch.padded_pack(uneven), ahead=True))
             if config.takes_fp8_query and size == 128:
-                yield from _prefill(config, Cut(2, halves=True))
+                yield from _prefill(config, TileConfig(2, halves=True))
             if cache and size == 64 and triton.__version__.startswith("3.6."):
-                yield from _prefill(config, Cut(3))
+                yield from _prefill(config, TileConfig(3))
 
 
 def _narrow_windows() -> Iterator[Launch]:
@@ -93,7 +93,7 @@ def _narrow_windows() -> Iterator[Launch]:
     for cache, features in itertools.product(CACHES, FEATURES):
         config = _layer(64, 64, "bfloat16", block_size=16, **{**cache, **features, "sliding_window": 128})
         if launch.sees_few_keys(config):
-            yield from _prefill(config, launch.cut_of(config, 8192, 1, 132))
+            yield from _prefill(config, launch.choose_tiles(config, 8192, 1, 132))
 
 
 def _fp4_rows() -> Iterator[Launch]:

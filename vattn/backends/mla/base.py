@@ -137,6 +137,6 @@ class TritonMLAUpdate:
 
     def mla_rope_kv_cache_update(self, args: MLARopeUpdateArgs, rope: RopeConfig, config: MLAConfig) -> None:
         """Run `vattn::mla_rope_kv_cache_update` in one launch."""
-        from vattn.kernels.triton.mla.rope_update import update_turned
+        from vattn.kernels.triton.mla.rope_update import rope_update
 
-        update_turned(args, rope, config)
+        rope_update(args, rope, config)

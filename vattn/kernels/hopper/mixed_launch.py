@@ -22,7 +22,7 @@ from vattn.kernels.hopper import fp4_rows
 from vattn.kernels.hopper.decode import launch as decode_fast
 from vattn.kernels.hopper.decode.launch import Tuning
 from vattn.kernels.hopper.prefill import launch as prefill_launch
-from vattn.kernels.hopper.prefill.launch import Cut, packs, padded_pack, products_of
+from vattn.kernels.hopper.prefill.launch import TileConfig, packs, padded_pack, products_of
 from vattn.kernels.hopper.prefill.load import GROUP_ROWS
 from vattn.ops.arguments import AttentionArgs
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
@@ -56,17 +56,17 @@ def is_speculative(config: AttentionConfig, num_tokens: int, num_reqs: int) -> b
     return num_tokens % num_reqs == 0 and num_tokens // num_reqs * packs(config) <= GROUP_ROWS.value
 
 
-def cut_of(config: AttentionConfig, num_tokens: int, num_reqs: int) -> Cut:
-    """Return how the prefill kernel's rows are cut: one warpgroup where a request's rows do not fill it.
+def choose_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int) -> TileConfig:
+    """Return the prefill kernel's row tiles: one warpgroup where a request's rows do not fill it.
 
     Heads that do not fill a tile evenly leave some of its rows unused there; a tile for each would load keys again.
     Drafts are bound by memory, which gives keys of all heads of a request sooner than those of two.
     """
     if not is_speculative(config, num_tokens, num_reqs):
-        return Cut(2, packs(config), ahead=True)
+        return TileConfig(2, packs(config), ahead=True)
     pack = padded_pack(config)
     fits = num_tokens // num_reqs * pack <= GROUP_ROWS.value
-    return Cut(1, pack if fits else packs(config), ahead=True, together=config.num_kv_heads)
+    return TileConfig(1, pack if fits else packs(config), ahead=True, together=config.num_kv_heads)
 
 
 def short_rows(config: AttentionConfig) -> int:
@@ -106,14 +106,14 @@ def plan(
 ) -> None:
     """Fill the schedule of a step on the device, for what `route_of` returned."""
     num_reqs = seq_lens.shape[0]
-    cut = cut_of(config, num_tokens, num_reqs)
+    tiles = choose_tiles(config, num_tokens, num_reqs)
     if route == "packed_gqa":
-        prefill_launch.plan(query_start_loc, seq_lens, schedule, num_tokens, config, cut)
+        prefill_launch.plan(query_start_loc, seq_lens, schedule, num_tokens, config, tiles)
         return
     rows, of_decode, of_prefill = short_rows(config), *_parts(schedule, config, num_reqs)
     tuning = tuning_of(config, num_reqs)
     decode_fast.plan(query_start_loc, seq_lens, of_decode, config, tuning, rows_at_once(config), longest=rows)
-    prefill_launch.plan(query_start_loc, seq_lens, of_prefill, num_tokens, config, cut, least_rows=rows + 1)
+    prefill_launch.plan(query_start_loc, seq_lens, of_prefill, num_tokens, config, tiles, least_rows=rows + 1)
 
 
 def _parts(schedule: Tensor, config: AttentionConfig, num_reqs: int) -> tuple[Tensor, Tensor]:
@@ -132,7 +132,11 @@ def attend(args: AttentionArgs, config: AttentionConfig, route: str = "") -> Non
     if schedule is None:
         schedule = torch.empty(shape, dtype=torch.int32, device=device)
         plan(args.query_start_loc, args.seq_lens, schedule, num_tokens, config, route)
-    cut, fmt, rows = cut_of(config, num_tokens, num_reqs), OUTPUT_FORMATS[config.output_format], rows_at_once(config)
+    tiles, fmt, rows = (
+        choose_tiles(config, num_tokens, num_reqs),
+        OUTPUT_FORMATS[config.output_format],
+        rows_at_once(config),
+    )
     tuning = tuning_of(config, num_reqs)
     finished = not fmt.group_size or prefill_launch.computes_scales(config)
     if route != "packed_gqa" and fmt.group_size:
@@ -141,10 +145,10 @@ def attend(args: AttentionArgs, config: AttentionConfig, route: str = "") -> Non
     if not finished:
         output = torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=device)
     if route == "packed_gqa":
-        prefill_launch.launch(args, config, schedule, output, devices.multiprocessors(device), cut)
+        prefill_launch.launch(args, config, schedule, output, devices.multiprocessors(device), tiles)
     else:
         of_decode, of_prefill = _parts(schedule, config, num_reqs)
-        prefill_launch.launch(args, config, of_prefill, output, devices.multiprocessors(device), cut, early=True)
+        prefill_launch.launch(args, config, of_prefill, output, devices.multiprocessors(device), tiles, early=True)
         sizes = decode_fast.sizing(config, num_reqs, tuning, device, rows, longest=short_rows(config))
         decode_fast.launch(args, config, of_decode, output, tuning, sizes, rows)
     if not finished:

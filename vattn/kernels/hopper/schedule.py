@@ -138,5 +138,5 @@ def items_of(part, parts, units, on_line, first_share, item, rank, cuts):
     of_line = tl.where(place + begin == share_begin, share, shares + rank[:, None])
     next_of_line = tl.where(place + end < share_end, shares + rank[:, None] + 1, -1)
     number = tl.where(even_shares, of_line, item[:, None] + part)
-    next_of_turn = tl.where(number + ctas < num_chunks, number + ctas, -1)
-    return begin, end, number, tl.where(even_shares, next_of_line, next_of_turn)
+    next_of_wave = tl.where(number + ctas < num_chunks, number + ctas, -1)
+    return begin, end, number, tl.where(even_shares, next_of_line, next_of_wave)

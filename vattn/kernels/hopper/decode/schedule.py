@@ -1,4 +1,4 @@
-"""Device code of the fast decode path's schedule: one small kernel turns a step's lengths into work items.
+"""Device code of the fast decode path's schedule: one small kernel makes work items of a step's lengths.
 
 The schedule is int32 `[1 + max_items + num_reqs, FIELDS]`:
 

@@ -1,4 +1,4 @@
-"""How the fast decode path for packed KV formats turns codes into fp16 operands with about two instructions a code.
+"""How the fast decode path for packed KV formats makes codes into fp16 operands with about two instructions a code.
 
 Codes are read as int16, two of eight bits or four of four bits at a time. A result of `unpack` is made of one code of
 each int16, so that no value moves between threads.
@@ -11,7 +11,7 @@ eight positive levels and a sign.
 
 Instructions of one 32-bit register, of which a lane holds twice as many as there are bits in a code (a head of
 128, 16 tokens), keys or values: integers of four bits 5 for 8 codes, int8 3 for 4, e4m3 keys 2 and values 3 for 4,
-centroids 16 for 8. e2m1 codes are in `decode_packed_e2m1`, codes of three bits in `decode_packed_short`.
+centroids 16 for 8. e2m1 codes are in `codes_e2m1`, codes of three bits in `codes_3bit`.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def nibble(quads, j: tl.constexpr):
 
 @triton.jit
 def unpack(codes, CODEC: tl.constexpr, OF_KEYS: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Turn int16 into four fp16 tensors of their codes; codes of eight bits fill two, which come twice.
+    """Make int16 into four fp16 tensors of their codes; codes of eight bits fill two, which come twice.
 
     Integers are as the module says. Result j of n holds the columns `n * c + j`. Where `is_paired` says so, it holds
     `2 n * (c // 2) + 2 * j + c % 2`.

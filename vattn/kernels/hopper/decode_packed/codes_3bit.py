@@ -1,4 +1,4 @@
-"""How the fast decode path for packed KV formats turns codes of three bits into fp16; see `decode_packed_codes`.
+"""How the fast decode path for packed KV formats makes codes of three bits into fp16; see `codes`.
 
 Codes of three bits do not end where bytes do, and boxes are as wide as the next power of two; what lies beyond the row
 is harmless. There are six results. For keys a thread has words of 32 bits and the words after them, and looks up the
@@ -165,7 +165,7 @@ def last_part(codes, first):
 
 @triton.jit
 def short_centroids(codes, following, first, ASSEMBLY: tl.constexpr):
-    """Turn int16 into six fp16 tensors of the centroids of their codes of three bits, as `begun_column` tells.
+    """Make int16 into six fp16 tensors of the centroids of their codes of three bits, as `begun_column` tells.
 
     following: the int16 a unit further on. first: as `first_bits` says, of the last axis.
     """
@@ -185,7 +185,7 @@ def short_centroids(codes, following, first, ASSEMBLY: tl.constexpr):
 
 @triton.jit
 def short_parts(codes, first, ASSEMBLY: tl.constexpr):
-    """Turn int16 into six fp16 tensors of their integers of three bits, times 1, 8, 64, 1, 8 and 1, and 2^-24.
+    """Make int16 into six fp16 tensors of their integers of three bits, times 1, 8, 64, 1, 8 and 1, and 2^-24.
 
     Five codes, of which the fifth lacks its highest bit where the first begins at bit 2. Then what is left: the lowest
     bit of a code, the upper two of one, the highest of one, where the first begins at bit 0, 2 and 1.

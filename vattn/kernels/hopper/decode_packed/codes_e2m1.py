@@ -1,4 +1,4 @@
-"""How the fast decode path for packed KV formats turns e2m1 codes into fp16 by additions; see `decode_packed_codes`.
+"""How the fast decode path for packed KV formats makes e2m1 codes fp16 by additions; see `codes`.
 
 Where an fp16 has its sign, its lowest exponent bits and its highest of the mantissa, a code is `code * 2^-14`,
 subnormals included. Times their e4m3 scale codes are exact in fp16: multiples of 2^-24 with six digits. A code
@@ -90,7 +90,7 @@ def scale_selectors(nothing, length):
 
 @triton.jit
 def unpack_e2m1(codes, words, selectors, OF_KEYS: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Turn int16 `[heads, tokens, D / 4]` into four fp16 tensors of their e2m1 codes times scales, columns as `unpack`.
+    """Make int16 `[heads, tokens, D / 4]` into four fp16 tensors of their e2m1 codes times scales, columns as `unpack`.
 
     words: the e4m3 scales of a token, one for 16 columns, four in an int32, `[heads, tokens, D / 64]`. Assembly wants
     what operands of products give: four int16 that a thread has in a row are of one token for keys; for values they are

@@ -1,6 +1,6 @@
 """Device code of the fast decode path for packed KV formats on Hopper; see `decode_fast_kernels` for how it is cut.
 
-`decode_packed_codes` turns codes into operands. Scales of a token stay out of the products. Keys' multiply scores.
+`codes` makes operands of codes. Scales of a token stay out of the products. Keys' multiply scores.
 Values' move into the weights, whose range fp16 could not hold: with `u = score + L(scale)`, where L is a logarithm read
 off the bits of a float, never above the true one and less than 0.09 below, and with the running maximum m of u, the
 denominator adds `exp2(score - m)` and a value gets that times its scale as its weight, which is below 2^14.1. What zero
@@ -444,15 +444,15 @@ def decode_packed_kernel(
             wide = wide.to(tl.float32)
             if KEY_BLOCK > 1:
                 wide = rotate_query(wide, KEY_FACTOR, KEY_BLOCK, KEY_FLIP)
-            turned, row_factor = fit_rows(wide)
+            fitted, row_factor = fit_rows(wide)
             row_factor = low_rows(row_factor, HEADS) * key_factor[:, None]
             query_sum = row_factor
             if is_integer(KEY_CODEC):
-                query_sum = low_rows(tl.sum(turned.to(tl.float32), 1), HEADS) * (1.0 / INTEGER_UNIT)
+                query_sum = low_rows(tl.sum(fitted.to(tl.float32), 1), HEADS) * (1.0 / INTEGER_UNIT)
             if is_short(KEY_COUNT):
-                q0, q1, q2, q3, q4, q5 = split_short_query(turned, HEADS, ASSEMBLY)
+                q0, q1, q2, q3, q4, q5 = split_short_query(fitted, HEADS, ASSEMBLY)
             else:
-                q0, q1, q2, q3 = split_query(turned, HEADS, HEAD_SIZE, KEY_COUNT, KEY_CODEC, ASSEMBLY)
+                q0, q1, q2, q3 = split_query(fitted, HEADS, HEAD_SIZE, KEY_COUNT, KEY_CODEC, ASSEMBLY)
                 q4 = q0
                 q5 = q0
 

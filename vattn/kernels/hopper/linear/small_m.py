@@ -51,8 +51,8 @@ def few_rows_kernel(
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How a product is cut.
+class TileConfig:
+    """The tiles of a product.
 
     Attributes:
         features: rows of the weight in a program.
@@ -68,7 +68,7 @@ class Cut:
 
 LEAST_ROWS, MOST_ROWS = 3, 32
 
-VALUES, WIDE = Cut(64, 128, 4, 5), Cut(128, 128, 8, 4)
+VALUES, WIDE = TileConfig(64, 128, 4, 5), TileConfig(128, 128, 8, 4)
 
 MANY_FEATURES, MANY_COLUMNS, HEAD = 8192, 8192, 65536
 """Above the first two, cuBLAS reads weights as fast, but for the very many features of a head."""
@@ -98,29 +98,29 @@ def streams(args: LinearArgs) -> bool:
     return few_rows_launch.accepts(args)
 
 
-def choose(args: LinearArgs) -> Cut | None:
-    """Return the cut of a product, `None` where torch's is as fast."""
+def choose(args: LinearArgs) -> TileConfig | None:
+    """Return the tiles of a product, `None` where torch's is as fast."""
     rows, (features, columns) = args.input.shape[0], args.weight.shape
     if columns > MANY_COLUMNS or features % 16 or MANY_FEATURES < features < HEAD:
         return None
-    cut = WIDE if features >= HEAD and rows > 16 else VALUES
-    return cut if columns % cut.columns == 0 else None
+    tiles = WIDE if features >= HEAD and rows > 16 else VALUES
+    return tiles if columns % tiles.columns == 0 else None
 
 
-def small_m_linear(args: LinearArgs, cut: Cut | None = None) -> Tensor:
-    """Run a product that `takes` accepts; `cut` overrides the one that its sizes would choose."""
-    if cut is None and streams(args):
+def small_m_linear(args: LinearArgs, tiles: TileConfig | None = None) -> Tensor:
+    """Run a product that `takes` accepts; `tiles` overrides the one that its sizes would choose."""
+    if tiles is None and streams(args):
         from vattn.kernels.hopper.linear.launch import streamed_linear
 
         return streamed_linear(args)
-    cut = cut or choose(args)
-    assert cut is not None
+    tiles = tiles or choose(args)
+    assert tiles is not None
     x, (rows, columns), features = args.input, args.input.shape, args.weight.shape[0]
     output = torch.empty(rows, features, dtype=MODEL_DTYPES[args.dtype], device=x.device)
     overlap = not INTERPRETED.value
-    few_rows_kernel[(-(-features // cut.features),)](
+    few_rows_kernel[(-(-features // tiles.features),)](
         input=x, weight=args.weight, output=output, num_rows=rows, num_features=features, input_stride=x.stride(0),
-        K=columns, ROWS=max(16, triton.next_power_of_2(rows)), FEATURES=cut.features, COLUMNS=cut.columns,
-        STAGES=cut.stages, OVERLAP=overlap, num_warps=cut.warps, launch_pdl=overlap, enable_fp_fusion=True,
+        K=columns, ROWS=max(16, triton.next_power_of_2(rows)), FEATURES=tiles.features, COLUMNS=tiles.columns,
+        STAGES=tiles.stages, OVERLAP=overlap, num_warps=tiles.warps, launch_pdl=overlap, enable_fp_fusion=True,
     )  # fmt: skip
     return output

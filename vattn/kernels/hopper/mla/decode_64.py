@@ -1,4 +1,4 @@
-"""Latent decode on Hopper for 64 query rows at a time: two warpgroups take turns at tiles and share columns of results.
+"""Latent decode on Hopper for 64 query rows at a time: two warpgroups alternate between tiles.
 
 The first scores the even tiles of an item, the second the odd ones, while the other exponentiates or multiplies: a
 tile's weights are multiplied by the left half of its latents in the first and by the right half in the second. Weights

@@ -1,10 +1,9 @@
 """Latent decode on Hopper from FP8 rows: codes become fp16 in registers, on their way into the matrix instructions.
 
 As in `vattn.kernels.hopper.mla.decode_16_32` cached rows are the tall operand of both products, but here a thread loads
-pairs of
-codes, widens them and multiplies: fp16 holds every e4m3 value. Two warpgroups take alternate tiles and merge their
-results in shared memory, since converting and multiplying take turns in one. Queries are widened to fp16 too: each row
-is scaled by a power of two into fp16's range first.
+pairs of codes, widens them and multiplies: fp16 holds every e4m3 value. Two warpgroups take alternate tiles, since each
+must convert a tile before it multiplies, and merge their results in shared memory. Queries are widened to fp16 too:
+each row is scaled by a power of two into fp16's range first.
 
 NATIVE: queries are e4m3 codes as well, and the first product takes both from shared memory as they are.
 
@@ -249,7 +248,7 @@ def consume(
     room = weights_room.index(PART)
     # Tiles that the program has had before this item: their number says which stage a tile is in.
     before = 0
-    turn = 0
+    group_phase = 0
     item = first_item(schedule, gl.program_id(0) // GROUPS, not GATHER)
     while item >= 0:
         row0, rows, seq_len, keys, first, last, slot, item, table, last_block = open_item(
@@ -266,7 +265,7 @@ def consume(
                     )
                 mbarrier.arrive(query_ready.index(0), count=1)
             else:
-                mbarrier.wait(query_ready.index(0), turn)
+                mbarrier.wait(query_ready.index(0), group_phase)
             row = group * ROWS + column
             limit = keys_seen(row, rows, seq_len, keys, HEADS)
             factor = gl.zeros([ROWS], gl.float32, COLUMNS) + scale * row_scale
@@ -328,7 +327,7 @@ def consume(
                 other_results.index(3).store(high_right)
                 mbarrier.arrive(merge_ready.index(0), count=1)
             else:
-                mbarrier.wait(merge_ready.index(0), turn)
+                mbarrier.wait(merge_ready.index(0), group_phase)
                 other_maximum = other_stats.index(0).load(COLUMNS)
                 new_maximum = gl.maximum(maximum, other_maximum)
                 own = gl.exp2(maximum - new_maximum)
@@ -363,7 +362,7 @@ def consume(
                     gl.store(target + 257, (high_right * norm).to(output.dtype.element_ty), mask=mask)
                     if lse is not None:
                         store_lse(lse, place, maximum, safe, seen, inside)
-            turn ^= 1
+            group_phase ^= 1
 
 
 @gluon.jit(

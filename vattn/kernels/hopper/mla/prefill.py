@@ -22,7 +22,7 @@ from vattn.kernels.hopper.compat import block_barrier, load_box
 from vattn.kernels.hopper.mla.prefill_parts import PART_COLUMNS, store_parts
 from vattn.kernels.hopper.mla.prefill_store import store_fp8
 from vattn.kernels.hopper.prefill.load import GROUP_ROWS, WORDS
-from vattn.kernels.hopper.prefill.ping_pong import TURNS, give_turn, own_end_of, pass_tiles, take_turn
+from vattn.kernels.hopper.prefill.ping_pong import BARRIERS, own_end_of, pass_tiles, ping_pong_signal, ping_pong_wait
 from vattn.kernels.hopper.prefill.softmax import LOWEST, add_tile, as_left, weights_of
 from vattn.kernels.hopper.prefill.store import store_rows
 from vattn.kernels.hopper.prefill.tile_queue import RECORD, announce, new_barriers, read_word, receive
@@ -86,13 +86,13 @@ def produce(
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     most_keys = table_width * BLOCK_SIZE
     item = gl.program_id(0)
-    turn = 0
+    message = 0
     used = 0
     step = 0
     rows = 1
     while rows > 0:
-        fields, rows = announce(schedule, messages, message_full, message_empty, item, turn, HEADS, TOGETHER)
-        turn += 1
+        fields, rows = announce(schedule, messages, message_full, message_empty, item, message, HEADS, TOGETHER)
+        message += 1
         end = gl.minimum(read_word(fields.index(6), 1), (most_keys + KEYS - 1) // KEYS)
         if rows > 0:
             if end <= 0:
@@ -207,8 +207,8 @@ def consume(
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=RESULT, k_width=2)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     RESULT_ROW: gl.constexpr = gl.SliceLayout(1, RESULT)
-    MINE: gl.constexpr = TURNS[GROUP_INDEX]
-    NEXT: gl.constexpr = TURNS[1 - GROUP_INDEX]
+    MINE: gl.constexpr = BARRIERS[GROUP_INDEX]
+    NEXT: gl.constexpr = BARRIERS[1 - GROUP_INDEX]
     query = queries.index(GROUP_INDEX)
     query_rope = query_ropes.index(GROUP_INDEX)
     most_keys = table_width * BLOCK_SIZE
@@ -219,10 +219,10 @@ def consume(
         inverse = gl.div_rn(1.0, given)
     step = 0
     used = 0
-    turn = 0
+    message = 0
     if GROUP_INDEX == 1:
-        give_turn(NEXT)
-    rows, first_row, tile_position, seq_len, _, end, head = receive(messages, message_full, message_empty, turn, 4)
+        ping_pong_signal(NEXT)
+    rows, first_row, tile_position, seq_len, _, end, head = receive(messages, message_full, message_empty, message, 4)
     while rows > 0:
         end = gl.minimum(end, (most_keys + N - 1) // N)
         if end > 0:
@@ -240,9 +240,9 @@ def consume(
             mbarrier.wait(key_full.index(stage), phase)
             missing = read_word(words.index(step % WORDS), 4)
             zero = gl.zeros([GROUP_ROWS, N], gl.float32, SCORES)
-            take_turn(MINE)
+            ping_pong_wait(MINE)
             scores0 = multiply_keys(query, query_rope, keys, ropes, stage, zero)
-            give_turn(NEXT)
+            ping_pong_signal(NEXT)
             scores0 = warpgroup_mma_wait(num_outstanding=0, deps=(scores0,))
             mbarrier.arrive(key_empty.index(stage), count=1)
             scores0 = hide(scores0, position, own_end - 1, held, missing, BLOCK_SIZE, SCORES)
@@ -260,9 +260,9 @@ def consume(
                 next_phase = (next_step // STAGES) & 1
                 mbarrier.wait(key_full.index(next_stage), next_phase)
                 missing = read_word(words.index(next_step % WORDS), 4)
-                take_turn(MINE)
+                ping_pong_wait(MINE)
                 scores = multiply_keys(query, query_rope, keys, ropes, next_stage, zero)
-                give_turn(NEXT)
+                ping_pong_signal(NEXT)
                 scores, acc = warpgroup_mma_wait(num_outstanding=0, deps=(scores, acc))
                 mbarrier.arrive(value_empty.index(step % STAGES), count=1)
                 mbarrier.arrive(key_empty.index(next_stage), count=1)
@@ -298,10 +298,12 @@ def consume(
                 empty, first_row, rows, head, GROUP_INDEX, HEADS, VALUES, MODEL, OUTPUT, OUTPUT_GROUPS, SCALE_COLUMNS,
                 CORRECTED, True,
             )  # fmt: skip
-        turn += 1
-        rows, first_row, tile_position, seq_len, _, end, head = receive(messages, message_full, message_empty, turn, 4)
+        message += 1
+        rows, first_row, tile_position, seq_len, _, end, head = receive(
+            messages, message_full, message_empty, message, 4
+        )
     if GROUP_INDEX == 0:
-        take_turn(MINE)
+        ping_pong_wait(MINE)
 
 
 @gluon.jit(

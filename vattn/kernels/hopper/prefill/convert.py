@@ -1,6 +1,6 @@
 """The converter warps of the Hopper prefill kernel: tiles of an FP8 cache into what the matrix instructions take.
 
-- FP8 queries are multiplied in FP8. Its second product wants values whose tokens are contiguous: `turn_tile`
+- FP8 queries are multiplied in FP8. Its second product wants values whose tokens are contiguous: `transpose_tile`
   transposes them on the way through shared memory. Inside each 16 tokens the order is permuted, position
   4 q + 2 i + e holding token 8 i + 2 q + e, so that the weights already lie as the product takes them.
 - 16-bit queries are multiplied in fp16, which holds every FP8 value: `widen_tile` turns keys and values into it.
@@ -35,32 +35,38 @@ def sort_bytes(pairs):
 
 
 @gluon.jit
-def turn_tile(raw, turned, D: gl.constexpr, KEYS: gl.constexpr, TURN: gl.constexpr, WARPS: gl.constexpr):
-    """Transpose an FP8 tile `[KEYS, D]` into `[D, KEYS]`, stored as panels of TURN tokens (32 or 64); by 2 or 4 warps.
+def transpose_tile(
+    raw, transposed, D: gl.constexpr, KEYS: gl.constexpr, PANEL_TOKENS: gl.constexpr, WARPS: gl.constexpr
+):
+    """Transpose an FP8 tile `[KEYS, D]` into `[D, KEYS]`, panels of PANEL_TOKENS tokens (32 or 64); by 2 or 4 warps.
 
     A thread of the layout holds tokens 2 q, 2 q + 1, 8 + 2 q and 9 + 2 q of a pair of columns, next to each other.
     """
-    PANELS: gl.constexpr = KEYS // TURN
+    PANELS: gl.constexpr = KEYS // PANEL_TOKENS
     # A panel of the tile has 128 columns; wider rows are several, one behind the other.
     COLUMNS: gl.constexpr = 128 if D >= 128 else D
     PARTS: gl.constexpr = D // COLUMNS
     PAIRS: gl.constexpr = COLUMNS // 2
     as_pairs: gl.constexpr = gl.NVMMASharedLayout(COLUMNS, 16, 2)
-    as_panel: gl.constexpr = gl.NVMMASharedLayout(TURN, 8, 2)
+    as_panel: gl.constexpr = gl.NVMMASharedLayout(PANEL_TOKENS, 8, 2)
     # Half of the pairs of columns are those of other warps, or a thread's own where there are fewer warps.
     MORE: gl.constexpr = [[32, 0]] if PAIRS == 64 and WARPS == 2 else []
-    in_thread: gl.constexpr = [[0, 1], [0, 8], [8, 0], [0, 16]] + ([[0, 32]] if TURN == 64 else []) + MORE
+    in_thread: gl.constexpr = [[0, 1], [0, 8], [8, 0], [0, 16]] + ([[0, 32]] if PANEL_TOKENS == 64 else []) + MORE
     WARP: gl.constexpr = [[16, 0]] if WARPS == 2 else [[16, 0], [32, 0] if PAIRS == 64 else [0, 0]]
     held: gl.constexpr = gl.DistributedLinearLayout(
-        in_thread, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], WARP, [], [PAIRS, TURN]
+        in_thread, [[0, 2], [0, 4], [1, 0], [2, 0], [4, 0]], WARP, [], [PAIRS, PANEL_TOKENS]
     )
-    sources = as_tiles(raw, gl.int16, PARTS * PANELS, [TURN, PAIRS], as_pairs)
-    targets = as_tiles(turned, gl.int8, PANELS * PARTS, [COLUMNS, TURN], as_panel)
+    sources = as_tiles(raw, gl.int16, PARTS * PANELS, [PANEL_TOKENS, PAIRS], as_pairs)
+    targets = as_tiles(transposed, gl.int8, PANELS * PARTS, [COLUMNS, PANEL_TOKENS], as_panel)
     for i in gl.static_range(PANELS):
         for part in gl.static_range(PARTS):
             even, odd = sort_bytes(sources.index(part * PANELS + i).permute((1, 0)).load(held))
-            codes = gl.join(even, odd).permute((0, 2, 1)).reshape([COLUMNS, TURN])
-            codes = codes.reshape([COLUMNS, TURN // 16, 2, 4, 2]).permute((0, 1, 3, 2, 4)).reshape([COLUMNS, TURN])
+            codes = gl.join(even, odd).permute((0, 2, 1)).reshape([COLUMNS, PANEL_TOKENS])
+            codes = (
+                codes.reshape([COLUMNS, PANEL_TOKENS // 16, 2, 4, 2])
+                .permute((0, 1, 3, 2, 4))
+                .reshape([COLUMNS, PANEL_TOKENS])
+            )
             targets.index(i * PARTS + part).store(codes)
 
 
@@ -89,8 +95,8 @@ def convert(arguments, SHAPE: gl.constexpr):
     CACHE: gl.constexpr = SHAPE.CACHE
     WARPS: gl.constexpr = SHAPE.CONVERTERS
     step = 0
-    turn = 0
-    rows, _, _, _, first, end, _ = receive(messages, message_full, message_empty, turn, WARPS)
+    message = 0
+    rows, _, _, _, first, end, _ = receive(messages, message_full, message_empty, message, WARPS)
     while rows > 0:
         for _ in range(end - first):
             source = step % RAW_STAGES
@@ -110,11 +116,11 @@ def convert(arguments, SHAPE: gl.constexpr):
             if CACHE == "widened":
                 widen_tile(raw_values.index(source), values.index(target), D, KEYS, WARPS)
             else:
-                turn_tile(raw_values.index(source), values.index(target), D, KEYS, SHAPE.TURN, WARPS)
+                transpose_tile(raw_values.index(source), values.index(target), D, KEYS, SHAPE.PANEL_TOKENS, WARPS)
             fence_async_shared()
             block_barrier()
             mbarrier.arrive(raw_value_empty.index(source), count=1)
             mbarrier.arrive(value_full.index(target), count=1)
             step += 1
-        turn += 1
-        rows, _, _, _, first, end, _ = receive(messages, message_full, message_empty, turn, WARPS)
+        message += 1
+        rows, _, _, _, first, end, _ = receive(messages, message_full, message_empty, message, WARPS)

@@ -1,16 +1,16 @@
 """Prefill attention over a paged cache for Hopper (sm_90), in Gluon.
 
-One persistent CTA per multiprocessor: a producer warp that loads by bulk tensor copies (`prefill_load`), two or three
+One persistent CTA per multiprocessor: a producer warp that loads by bulk tensor copies (`load`), two or three
 consumer warpgroups of 64 query rows each that share every key and value tile, and for an FP8 cache some converter warps
-(`prefill_convert`). Row tiles come from a schedule made on the device (`prefill_plan`), longest first; the producer
-takes the next one from a counter in device memory and passes it on through shared memory (`prefill_messages`).
+(`convert`). Row tiles come from a schedule made on the device (`schedule`), longest first; the producer
+takes the next one from a counter in device memory and passes it on through shared memory (`tile_queue`).
 
 Inside a row tile the key tiles run from the diagonal backwards. A warpgroup leaves its second product in flight while
-it asks for the next first one; the warpgroups cover each other and take turns by named barriers. A turn is the first
-product. For 16-bit heads of 256 it is the second product and the next first one: each is longer than the weights take,
-so that the matrix units are one warpgroup's while the other computes weights.
+it asks for the next first one; the warpgroups cover each other in a ping-pong by named barriers. Each has the
+matrix units for the first product, and with 16-bit heads of 256 for the second product and the next first one: these
+take longer than the weights, which the other warpgroup computes meanwhile.
 
-`prefill_shape.Shape` says what a launch is specialised for. Its PACK is 1, or the query heads of a KV head: a row is
+`shape.Shape` says what a launch is specialised for. Its PACK is 1, or the query heads of a KV head: a row is
 one head of a token then, and the rows of a tile are PACK heads of 64 // PACK tokens for each warpgroup. Requests of few
 tokens fill their tiles that way. Where PACK is more than a KV head has, the last rows of each token are left unused.
 """
@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from vattn.kernels.hopper.compat import as_tiles, block_barrier, let_next_kernel_start
 from vattn.kernels.hopper.prefill.convert import convert
 from vattn.kernels.hopper.prefill.load import GROUP_ROWS, WORDS, produce
-from vattn.kernels.hopper.prefill.ping_pong import TURNS, give_turn, own_end_of, pass_tiles, take_turn
+from vattn.kernels.hopper.prefill.ping_pong import BARRIERS, own_end_of, pass_tiles, ping_pong_signal, ping_pong_wait
 from vattn.kernels.hopper.prefill.softmax import (
     LOWEST,
     NATIVE_BITS,
@@ -54,7 +54,7 @@ from vattn.kernels.triton.common.mask import LN2, LOG2E
 def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROUP: gl.constexpr):
     """Attend this warpgroup's rows of every row tile that the producer announces.
 
-    NEXT_GROUP: whose turn comes after this one's; a warpgroup alone is its own next and takes no turns.
+    NEXT_GROUP: the warpgroup that has the matrix units after this one; a warpgroup alone is its own next.
     """
     (
         output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale, v_scale, scale,
@@ -85,10 +85,10 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=RESULT, k_width=DEPTH // 8)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
     RESULT_ROW: gl.constexpr = gl.SliceLayout(1, RESULT)
-    MINE: gl.constexpr = TURNS[GROUP_INDEX]
-    NEXT: gl.constexpr = TURNS[NEXT_GROUP]
-    TURNING: gl.constexpr = GROUP_INDEX != NEXT_GROUP
-    LONG_TURNS: gl.constexpr = TURNING and SHAPE.LONG_TURNS
+    MINE: gl.constexpr = BARRIERS[GROUP_INDEX]
+    NEXT: gl.constexpr = BARRIERS[NEXT_GROUP]
+    PING_PONG: gl.constexpr = GROUP_INDEX != NEXT_GROUP
+    LONG_PING_PONG: gl.constexpr = PING_PONG and SHAPE.LONG_PING_PONG
     HELD: gl.constexpr = SHAPE.HELD
     # Both the cache's tiles and those made of them, of 256 columns, leave no shared memory to sort results in.
     DIRECT: gl.constexpr = CACHE == "widened" and D == 256
@@ -102,11 +102,11 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
         query = raw_query
     step = 0
     used = 0
-    turn = 0
-    if TURNING and NEXT_GROUP == 0:
-        give_turn(NEXT)
+    message = 0
+    if PING_PONG and NEXT_GROUP == 0:
+        ping_pong_signal(NEXT)
     rows, first_row, tile_position, seq_len, first, end, packed = receive(
-        messages, message_full, message_empty, turn, 4
+        messages, message_full, message_empty, message, 4
     )
     while rows > 0:
         head = packed * FILLED
@@ -114,7 +114,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
             position = tile_position + GROUP_INDEX * TOKENS
             own_end = own_end_of(position, rows, first, end, GROUP_INDEX, TOKENS, N)
             step = pass_tiles(
-                end - own_end, step, key_full, key_empty, value_full, value_empty, MINE, NEXT, TURNING, STAGES
+                end - own_end, step, key_full, key_empty, value_full, value_empty, MINE, NEXT, PING_PONG, STAGES
             )
             # Key tiles from `whole_from` on reach past the first row; those before `window_to` reach out of a window.
             whole_from = gl.maximum(position + 1, 0) // N
@@ -133,14 +133,14 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
             mbarrier.wait(key_full.index(stage), phase)
             missing = read_word(words.index(step % WORDS), 4)
             no_scores = gl.zeros([GROUP_ROWS, N], gl.float32, SCORES)
-            if TURNING:
-                take_turn(MINE)
+            if PING_PONG:
+                ping_pong_wait(MINE)
             held = query
             if HELD > 0:
                 held = query.slice(0, HELD, dim=1).load(QUERY)
             raw0 = multiply_keys(held, query, keys.index(stage), no_scores, HELD, D)
-            if TURNING:
-                give_turn(NEXT)
+            if PING_PONG:
+                ping_pong_signal(NEXT)
             raw0 = warpgroup_mma_wait(num_outstanding=0, deps=(raw0,))
             mbarrier.arrive(key_empty.index(stage), count=1)
             scores0 = cap_scores(raw0, head_scale, SOFT_CAP)
@@ -158,8 +158,8 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
             sums = gl.sum(weights0.reshape(GROUP_ROWS, N // 8, 8), 1)
             left0 = as_left(weights0, N, CACHE, MATH, LEFT)
             mbarrier.wait(value_full.index(stage), phase)
-            if LONG_TURNS:
-                take_turn(MINE)
+            if LONG_PING_PONG:
+                ping_pong_wait(MINE)
             no_result = gl.zeros([GROUP_ROWS, D], gl.float32, RESULT)
             acc = warpgroup_mma(left0, as_right(values.index(stage), CACHE), no_result, use_acc=False, is_async=True)
             for back in range(1, own_end - first):
@@ -168,11 +168,11 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
                 next_phase = (next_step // STAGES) & 1
                 mbarrier.wait(key_full.index(next_stage), next_phase)
                 missing = read_word(words.index(next_step % WORDS), 4)
-                if TURNING and not LONG_TURNS:
-                    take_turn(MINE)
+                if PING_PONG and not LONG_PING_PONG:
+                    ping_pong_wait(MINE)
                 raw = multiply_keys(held, query, keys.index(next_stage), no_scores, HELD, D)
-                if TURNING:
-                    give_turn(NEXT)
+                if PING_PONG:
+                    ping_pong_signal(NEXT)
                 raw, acc = warpgroup_mma_wait(num_outstanding=0, deps=(raw, acc))
                 mbarrier.arrive(value_empty.index(step % STAGES), count=1)
                 mbarrier.arrive(key_empty.index(next_stage), count=1)
@@ -182,11 +182,11 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
                     scores = hide(scores, position, key_tile, seq_len, missing, PACK, N, WINDOW, BLOCK_SIZE, SCORES)
                 maximum, sums, acc = add_tile(
                     scores, maximum, sums, acc, weight_scale, values, value_full, next_stage, next_phase, BITS, CACHE,
-                    MATH, LEFT, MINE if LONG_TURNS else None, SHAPE.HALVES,
+                    MATH, LEFT, MINE if LONG_PING_PONG else None, SHAPE.HALVES,
                 )  # fmt: skip
                 step += 1
-            if LONG_TURNS:
-                give_turn(NEXT)
+            if LONG_PING_PONG:
+                ping_pong_signal(NEXT)
             mbarrier.arrive(query_empty.index(GROUP_INDEX), count=1)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
             mbarrier.arrive(value_empty.index(step % STAGES), count=1)
@@ -224,12 +224,12 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
                 output, lse, block_scale, output_scale, scale_stride, group_stride, nothing, empty, first_row, rows,
                 head, GROUP_INDEX, HEADS, D, PACK, FILLED, MODEL, OUTPUT, OUTPUT_GROUPS, DIRECT,
             )  # fmt: skip
-        turn += 1
+        message += 1
         rows, first_row, tile_position, seq_len, first, end, packed = receive(
-            messages, message_full, message_empty, turn, 4
+            messages, message_full, message_empty, message, 4
         )
-    if TURNING and GROUP_INDEX == 0:
-        take_turn(MINE)
+    if PING_PONG and GROUP_INDEX == 0:
+        ping_pong_wait(MINE)
 
 
 @gluon.jit(do_not_specialize=["scale_stride", "group_stride"])
@@ -240,7 +240,7 @@ def prefill_kernel(
 ):  # fmt: skip
     """Attend every row of the schedule; see the module's description.
 
-    SHAPE: a `prefill_shape.Shape`.
+    SHAPE: a `shape.Shape`.
     EARLY: the next kernel may start while this one runs; it must wait for this one's end before it ends itself.
     """
     D: gl.constexpr = SHAPE.D
@@ -286,7 +286,9 @@ def prefill_kernel(
         raw_value_empty = new_barriers(RAW_STAGES, 1)
         if CACHE == "native":
             keys = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, KEYS, D], narrow)
-            values = gl.allocate_shared_memory(gl.float8e4nv, [STAGES, D, KEYS], gl.NVMMASharedLayout(SHAPE.TURN, 8, 2))
+            values = gl.allocate_shared_memory(
+                gl.float8e4nv, [STAGES, D, KEYS], gl.NVMMASharedLayout(SHAPE.PANEL_TOKENS, 8, 2)
+            )
             raw_keys = keys
         else:
             keys = gl.allocate_shared_memory(gl.float16, [STAGES, KEYS, D], panels)

@@ -75,8 +75,8 @@ _SCALE_KINDS = {"none": 0, "tensor": 1, "head": 2}
 
 
 @dataclass(frozen=True)
-class Cut:
-    """How query rows are cut into row tiles.
+class TileConfig:
+    """How query rows are grouped into row tiles.
 
     Attributes:
         groups: consumer warpgroups of a CTA, 64 rows each.
@@ -117,26 +117,26 @@ def padded_pack(config: AttentionConfig) -> int:
     return triton.next_power_of_2(config.group_size) if config.group_size <= 16 else 1
 
 
-def cut_of(config: AttentionConfig, num_tokens: int, num_reqs: int, processors: int) -> Cut:
-    """Return the cut of a prefill step: by what a request has on average, and by the multiprocessors of the GPU."""
+def choose_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int, processors: int) -> TileConfig:
+    """Return the row tiles of a prefill step, by a request's rows on average and by the multiprocessors of the GPU."""
     if sees_few_keys(config):
         # Several short row tiles cover each other's loads and results.
         converters = 2 if products_of(config) == "widened" else 0
         residents = 3 if products_of(config) == "plain" else 2
-        return Cut(1, packs(config), converters, keys=64, residents=residents)
+        return TileConfig(1, packs(config), converters, keys=64, residents=residents)
     groups = warpgroups(config, num_tokens // num_reqs)
     # Heads side by side take as long for prompts and a share of the time for requests of few rows among them.
     side_by_side = config.head_size == 256 or (groups == 2 and products_of(config) == "plain")
     together = heads_together(config, num_tokens // num_reqs)
     # Prompts of 8k rows take 0.7 % longer by halves, chunks of 512 rows 2 % and prompts of 1k rows 5 % less.
     halves = config.head_size == 128 and products_of(config) == "native" and num_tokens // num_reqs < LONG_REQUEST
-    cut = Cut(groups, packs(config) if side_by_side else 1, together=together, halves=halves)
+    tiles = TileConfig(groups, packs(config) if side_by_side else 1, together=together, halves=halves)
     timed = config.head_size == 128 and products_of(config) != "widened"
-    heads = config.num_heads // min(cut.pack, config.group_size)
-    if timed and (num_tokens // cut.tokens + num_reqs - 1) * heads <= processors:
+    heads = config.num_heads // min(tiles.pack, config.group_size)
+    if timed and (num_tokens // tiles.tokens + num_reqs - 1) * heads <= processors:
         # The longest of few row tiles are the step: half as many rows take less time.
-        return replace(cut, groups=1, halves=False)
-    return cut
+        return replace(tiles, groups=1, halves=False)
+    return tiles
 
 
 def sees_few_keys(config: AttentionConfig) -> bool:
@@ -154,10 +154,10 @@ def heads_together(config: AttentionConfig, rows_per_request: int) -> int:
     return 8 if timed and config.sliding_window is None and LEAST_TOGETHER <= rows_per_request <= MOST_TOGETHER else 2
 
 
-def items_of(config: AttentionConfig, num_tokens: int, num_reqs: int, cut: Cut) -> int:
+def items_of(config: AttentionConfig, num_tokens: int, num_reqs: int, tiles: TileConfig) -> int:
     """Return the most row tiles of all heads that a step of these shapes can have."""
-    heads = config.num_heads // min(cut.pack, config.group_size)
-    return max_row_tiles(num_tokens, num_reqs, cut.tokens) * heads
+    heads = config.num_heads // min(tiles.pack, config.group_size)
+    return max_row_tiles(num_tokens, num_reqs, tiles.tokens) * heads
 
 
 def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
@@ -208,47 +208,47 @@ def plan(
     schedule: Tensor,
     num_tokens: int,
     config: AttentionConfig,
-    cut: Cut | None = None,
+    tiles: TileConfig | None = None,
     least_rows: int = 1,
 ) -> None:
     """Fill the schedule of a prefill step on the device: rows of `RECORD_WORDS`, as many as `plan_rows` or more.
 
     Args:
-        cut: of the rows; by the shapes if it is not given.
+        tiles: of the rows; by the shapes if it is not given.
         least_rows: requests of fewer rows are left out.
     """
     num_reqs = seq_lens.shape[0]
-    cut = cut or cut_of(config, num_tokens, num_reqs, devices.multiprocessors(seq_lens.device))
-    rows = cut.tokens
+    tiles = tiles or choose_tiles(config, num_tokens, num_reqs, devices.multiprocessors(seq_lens.device))
+    rows = tiles.tokens
     prefill_plan_kernel[(1,)](
         query_start_loc, seq_lens, schedule, num_reqs, num_tokens, max_row_tiles(num_tokens, num_reqs, rows),
-        WINDOW=config.sliding_window or 0, ROWS=rows, LEAST=least_rows, KEYS=key_tile(config, cut), CHUNK=128,
+        WINDOW=config.sliding_window or 0, ROWS=rows, LEAST=least_rows, KEYS=key_tile(config, tiles), CHUNK=128,
         REQUESTS=min(128, triton.next_power_of_2(max(num_reqs, 16))), num_warps=8,
     )  # fmt: skip
 
 
-def plan_rows(num_tokens: int, num_reqs: int, cut: Cut) -> int:
+def plan_rows(num_tokens: int, num_reqs: int, tiles: TileConfig) -> int:
     """Return how many rows a schedule needs."""
-    return 1 + 2 * max_row_tiles(num_tokens, num_reqs, cut.tokens)
+    return 1 + 2 * max_row_tiles(num_tokens, num_reqs, tiles.tokens)
 
 
-def prefill(args: AttentionArgs, config: AttentionConfig, cut: Cut | None = None) -> None:
-    """Run `vattn::attention` for a call that `accepts` took; `cut` overrides what the shapes would choose."""
+def prefill(args: AttentionArgs, config: AttentionConfig, tiles: TileConfig | None = None) -> None:
+    """Run `vattn::attention` for a call that `accepts` took; `tiles` overrides what the shapes would choose."""
     num_tokens, num_reqs = args.query.shape[0], args.seq_lens.shape[0]
     if num_tokens == 0:
         return
-    cut = cut or cut_of(config, num_tokens, num_reqs, devices.multiprocessors(args.query.device))
+    tiles = tiles or choose_tiles(config, num_tokens, num_reqs, devices.multiprocessors(args.query.device))
     shape = decode_fast.plan_shape(config, num_tokens, num_reqs, args.query.device)
     schedule = next((s for s in args.plan if tuple(s.shape) == shape), None)
     if schedule is None:
-        shape = plan_rows(num_tokens, num_reqs, cut), RECORD_WORDS
+        shape = plan_rows(num_tokens, num_reqs, tiles), RECORD_WORDS
         schedule = torch.empty(shape, dtype=torch.int32, device=args.query.device)
-        plan(args.query_start_loc, args.seq_lens, schedule, num_tokens, config, cut)
+        plan(args.query_start_loc, args.seq_lens, schedule, num_tokens, config, tiles)
     fmt = OUTPUT_FORMATS[config.output_format]
     output, finished = args.output, not fmt.group_size or computes_scales(config)
     if not finished:
         output = torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=output.device)
-    launch(args, config, schedule, output, devices.multiprocessors(args.query.device), cut)
+    launch(args, config, schedule, output, devices.multiprocessors(args.query.device), tiles)
     if not finished:
         fp4_rows.finish(args, config, num_reqs, output)
 
@@ -271,7 +271,7 @@ def launch(
     schedule: Tensor,
     output: Tensor,
     ctas: int,
-    cut: Cut,
+    tiles: TileConfig,
     early: bool = False,
 ) -> None:
     """Launch the attention kernel; `output` is the final one, or in the model dtype where another kernel follows.
@@ -299,16 +299,16 @@ def launch(
         strides = (scales.stride(0), scales.stride(1))
     # Layers share the schedule, so what hands out its row tiles is of this call.
     counter = torch.zeros(1, dtype=torch.int32, device=query.device)
-    items = items_of(config, query.shape[0], args.seq_lens.shape[0], cut)
-    prefill_kernel[(min(ctas * cut.residents, items),)](
-        query_boxes=query_boxes(query, cut.pack), key_boxes=cache_boxes(key, config, cut),
-        value_boxes=cache_boxes(value, config, cut),
+    items = items_of(config, query.shape[0], args.seq_lens.shape[0], tiles)
+    prefill_kernel[(min(ctas * tiles.residents, items),)](
+        query_boxes=query_boxes(query, tiles.pack), key_boxes=cache_boxes(key, config, tiles),
+        value_boxes=cache_boxes(value, config, tiles),
         output=as_bytes(output), lse=args.lse, block_scale=scales, scale_stride=strides[0], group_stride=strides[1],
         sinks=args.sinks, q_scale=args.q_scale, k_scale=args.k_scale, v_scale=args.v_scale,
         output_scale=args.output_scale, schedule=schedule, counter=counter, block_table=args.block_table,
         table_stride=args.block_table.stride(0), table_width=args.block_table.shape[1], num_blocks=key.shape[0],
         query_head_stride=query.stride(1), scale=scale, soft_cap=soft_cap, EARLY=early,
-        SHAPE=shape_of(config, cut, takes_late(config, cut, items, ctas)), **launch_options(config, cut),
+        SHAPE=shape_of(config, tiles, takes_late(config, tiles, items, ctas)), **launch_options(config, tiles),
     )  # fmt: skip
 
 
@@ -319,10 +319,10 @@ def products_of(config: AttentionConfig) -> str:
     return "native" if config.takes_fp8_query else "widened"
 
 
-def key_tile(config: AttentionConfig, cut: Cut) -> int:
+def key_tile(config: AttentionConfig, tiles: TileConfig) -> int:
     """Return keys of a tile: registers hold fewer scores beside a wide result."""
-    if cut.keys:
-        return cut.keys
+    if tiles.keys:
+        return tiles.keys
     return 64 if config.head_size == 256 else 128
 
 
@@ -335,28 +335,28 @@ def warpgroups(config: AttentionConfig, rows_per_request: int) -> int:
     return 3 if fits and rows_per_request >= LONG_REQUEST else 2
 
 
-def takes_late(config: AttentionConfig, cut: Cut, items: int, ctas: int) -> bool:
+def takes_late(config: AttentionConfig, tiles: TileConfig, items: int, ctas: int) -> bool:
     """Return whether CTAs take their next row tile at the end of the one before, not at its start.
 
     So the longest that are left go to who is free first, which counts while tiles are few; with many it costs a wait a
     tile. Three warpgroups leave no registers for it, and wide heads were not timed so.
     """
-    return items <= LATE_BELOW * ctas and not cut.ahead and cut.groups < 3 and config.head_size < 256
+    return items <= LATE_BELOW * ctas and not tiles.ahead and tiles.groups < 3 and config.head_size < 256
 
 
-def shape_of(config: AttentionConfig, cut: Cut, late: bool) -> Shape:
+def shape_of(config: AttentionConfig, tiles: TileConfig, late: bool) -> Shape:
     """Return what the kernel is specialised for; `late`: see `takes_late`."""
     cache = products_of(config)
-    stages, raw_stages = ring_sizes(config, cut)
-    wide = config.head_size == 256 and cache != "native" and cut.groups == 2
+    stages, raw_stages = ring_sizes(config, tiles)
+    wide = config.head_size == 256 and cache != "native" and tiles.groups == 2
     return Shape(
         HEADS=config.num_heads,
         KV_HEADS=config.num_kv_heads,
         # Heads that share keys run together too, so that the keys of a few heads stay in L2.
-        KV_GROUP=math.gcd(config.num_kv_heads, cut.together),
+        KV_GROUP=math.gcd(config.num_kv_heads, tiles.together),
         D=config.head_size,
-        PACK=cut.pack,
-        KEYS=key_tile(config, cut),
+        PACK=tiles.pack,
+        KEYS=key_tile(config, tiles),
         BLOCK_SIZE=config.block_size,
         HND=config.kv_cache_layout == "HND",
         WINDOW=config.sliding_window or 0,
@@ -364,13 +364,13 @@ def shape_of(config: AttentionConfig, cut: Cut, late: bool) -> Shape:
         STAGES=stages,
         RAW_STAGES=raw_stages,
         CACHE=cache,
-        GROUPS=cut.groups,
-        CONVERTERS=cut.converters or converter_warps(config, cut),
-        TURN=turned_tokens(config),
-        LONG_TURNS=wide,
+        GROUPS=tiles.groups,
+        CONVERTERS=tiles.converters or converter_warps(config, tiles),
+        PANEL_TOKENS=panel_tokens(config),
+        LONG_PING_PONG=wide,
         # Tiles of 64 keys, queries of 256 columns and loads want all that shared memory can give.
         HELD=128 if wide and cache == "plain" else 0,
-        HALVES=cut.halves,
+        HALVES=tiles.halves,
         QUERY_SCALE=_SCALE_KINDS[config.query_scale],
         KV_SCALE=_SCALE_KINDS[config.kv_scale],
         MODEL=_GLUON_DTYPES[config.dtype],
@@ -380,43 +380,43 @@ def shape_of(config: AttentionConfig, cut: Cut, late: bool) -> Shape:
     )
 
 
-def launch_options(config: AttentionConfig, cut: Cut) -> dict[str, Any]:
+def launch_options(config: AttentionConfig, tiles: TileConfig) -> dict[str, Any]:
     """Return options of the compiler: eight warps have more registers between them than the assembler gives a thread.
 
     It would drop the limit, and with it the hand-over of registers between partitions. CTAs that share a multiprocessor
     share its registers.
     """
     cache = products_of(config)
-    converters = 0 if cache == "plain" else cut.converters or converter_warps(config, cut)
-    warps = 4 * cut.groups + converters + 1
-    if cut.residents > 1:
-        threads = 32 * triton.cdiv(warps, 4) * 4 * cut.residents
+    converters = 0 if cache == "plain" else tiles.converters or converter_warps(config, tiles)
+    warps = 4 * tiles.groups + converters + 1
+    if tiles.residents > 1:
+        threads = 32 * triton.cdiv(warps, 4) * 4 * tiles.residents
         return {"num_warps": 4, "maxnreg": REGISTERS // threads // 8 * 8}
     return {"num_warps": 4} | ({"maxnreg": 240} if warps <= 8 else {})
 
 
-def converter_warps(config: AttentionConfig, cut: Cut) -> int:
+def converter_warps(config: AttentionConfig, tiles: TileConfig) -> int:
     """Return the warps that convert an FP8 cache."""
     # Beside wide results, or three warpgroups', there are no registers for more.
-    if cut.groups == 3 or config.head_size == 256:
+    if tiles.groups == 3 or config.head_size == 256:
         return 2
     if products_of(config) == "native":
         return 4 if config.head_size == 128 else 2
-    return 8 if cut.groups == 1 else 4
+    return 8 if tiles.groups == 1 else 4
 
 
-def turned_tokens(config: AttentionConfig) -> int:
-    """Return the tokens of a panel of turned values."""
+def panel_tokens(config: AttentionConfig) -> int:
+    """Return the tokens of a panel of transposed values."""
     return 32 if config.head_size == 64 else 64
 
 
-def ring_sizes(config: AttentionConfig, cut: Cut) -> tuple[int, int]:
+def ring_sizes(config: AttentionConfig, tiles: TileConfig) -> tuple[int, int]:
     """Return tiles of keys and values under way, as they are multiplied and as they are loaded: what memory holds."""
     cache, narrow = products_of(config), config.head_size == 64
-    if cut.groups == 1 and config.head_size == 128:
+    if tiles.groups == 1 and config.head_size == 128:
         # Few rows a tile are bound by loads, and their queries take less room.
         return {"plain": (3, 1), "native": (4, 3), "widened": (2, 2)}[cache]
-    if cut.residents > 1:
+    if tiles.residents > 1:
         return 3, 2
     return 4 if narrow else 3 if cache == "native" else 2, 2 if narrow or cache == "native" else 1
 
@@ -437,10 +437,10 @@ def query_boxes(query: Tensor, pack: int = 1) -> TensorDescriptor:
     return TensorDescriptor(query, [tokens, columns], [query.stride(0), 1], [GROUP_ROWS.value, width], layout)
 
 
-def cache_boxes(cache: Tensor, config: AttentionConfig, cut: Cut) -> TensorDescriptor:
+def cache_boxes(cache: Tensor, config: AttentionConfig, tiles: TileConfig) -> TensorDescriptor:
     """Return a tensor map over keys or values `[blocks, block_size, K, D]` whose box is a panel of a block's tokens."""
     blocks, block_size, heads, width = cache.shape
-    box = [1, min(block_size, key_tile(config, cut)), min(width, 128 // cache.itemsize)]
+    box = [1, min(block_size, key_tile(config, tiles)), min(width, 128 // cache.itemsize)]
     if config.kv_cache_layout == "HND":
         shape, strides = [blocks * heads, block_size, width], [cache.stride(2), cache.stride(1), 1]
     else:

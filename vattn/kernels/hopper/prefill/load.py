@@ -97,13 +97,13 @@ def produce(arguments, SHAPE: gl.constexpr):
     LATE: gl.constexpr = SHAPE.LATE
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     item = gl.program_id(0)
-    turn = 0
+    message = 0
     used = 0
     step = 0
     rows = 1
     while rows > 0:
-        fields, rows = announce(schedule, messages, message_full, message_empty, item, turn, HEADS, TOGETHER)
-        turn += 1
+        fields, rows = announce(schedule, messages, message_full, message_empty, item, message, HEADS, TOGETHER)
+        message += 1
         first = read_word(fields.index(5), 1)
         end = read_word(fields.index(6), 1)
         if rows > 0:

@@ -1,4 +1,4 @@
-"""Consumer warpgroups of the Hopper prefill kernels side by side: their turns, and tiles that only others attend."""
+"""The ping-pong of consumer warpgroups in the Hopper prefill kernels, and tiles that only others attend."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-TURNS = gl.constexpr(("8", "9", "10"))
+BARRIERS = gl.constexpr(("8", "9", "10"))
 """Named barriers of the warpgroups; the compiler uses the first few."""
 
 
 @gluon.jit
-def take_turn(barrier: gl.constexpr):
+def ping_pong_wait(barrier: gl.constexpr):
     """Wait until the warpgroup before has let this one go."""
     x = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
     gl.inline_asm_elementwise(
@@ -20,7 +20,7 @@ def take_turn(barrier: gl.constexpr):
 
 
 @gluon.jit
-def give_turn(barrier: gl.constexpr):
+def ping_pong_signal(barrier: gl.constexpr):
     """Let the next warpgroup go."""
     x = gl.arange(0, 128, gl.BlockedLayout([1], [32], [4], [0]))
     gl.inline_asm_elementwise(
@@ -40,14 +40,14 @@ def own_end_of(position, rows, first, end, GROUP_INDEX: gl.constexpr, TOKENS: gl
 @gluon.jit
 def pass_tiles(
     count, step, key_full, key_empty, value_full, value_empty, MINE: gl.constexpr, NEXT: gl.constexpr,
-    TURNING: gl.constexpr, STAGES: gl.constexpr,
+    PING_PONG: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """Let key tiles go that only other warpgroups attend; return the step after them."""
     for _ in range(count):
         mbarrier.wait(key_full.index(step % STAGES), (step // STAGES) & 1)
-        if TURNING:
-            take_turn(MINE)
-            give_turn(NEXT)
+        if PING_PONG:
+            ping_pong_wait(MINE)
+            ping_pong_signal(NEXT)
         mbarrier.arrive(key_empty.index(step % STAGES), count=1)
         mbarrier.wait(value_full.index(step % STAGES), (step // STAGES) & 1)
         mbarrier.arrive(value_empty.index(step % STAGES), count=1)

@@ -8,7 +8,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Shape:
-    """Constants of a launch; `prefill_launch.shape_of` makes them.
+    """Constants of a launch; `launch.shape_of` makes them.
 
     Attributes:
         HEADS, KV_HEADS, D: of the layer.
@@ -20,11 +20,12 @@ class Shape:
         SOFT_CAP: whether scores are capped.
         STAGES, RAW_STAGES: tiles of keys and values under way, as they are multiplied and as they are loaded.
         CACHE: what the products are made of: "plain", the model dtype on both sides; "native", FP8 on both sides,
-            weights included; "widened", an FP8 cache turned into fp16.
+            weights included; "widened", an FP8 cache widened to fp16.
         GROUPS: consumer warpgroups.
         CONVERTERS: warps that convert an FP8 cache.
-        TURN: tokens of a panel of turned values.
-        LONG_TURNS: whether a warpgroup's turn is its second product and the next first one, not the first alone.
+        PANEL_TOKENS: tokens of a panel of transposed values.
+        LONG_PING_PONG: whether a warpgroup has the matrix units for its second product and the next first one, not for
+            the first alone.
         HELD: columns of the queries that consumers keep in registers.
         HALVES: whether values of the first half of a tile are multiplied while weights of the second are computed.
         QUERY_SCALE, KV_SCALE: 0 none, 1 one value, 2 one a head.
@@ -50,8 +51,8 @@ class Shape:
     CACHE: str
     GROUPS: int
     CONVERTERS: int
-    TURN: int
-    LONG_TURNS: bool
+    PANEL_TOKENS: int
+    LONG_PING_PONG: bool
     HELD: int
     HALVES: bool
     QUERY_SCALE: int

@@ -8,7 +8,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from vattn.kernels.hopper.compat import as_tiles, block_barrier
 from vattn.kernels.hopper.prefill.load import GROUP_ROWS
-from vattn.kernels.hopper.prefill.ping_pong import take_turn
+from vattn.kernels.hopper.prefill.ping_pong import ping_pong_wait
 
 LOWEST = gl.constexpr(-1.0e30)
 """Where running maxima start: finite, so that differences are never NaN."""
@@ -161,11 +161,11 @@ def widen_query(query, D: gl.constexpr, SHRINK: gl.constexpr):
 @gluon.jit
 def add_tile(
     scores, maximum, sums, acc, scale, values, value_full, stage, phase, BITS: gl.constexpr, CACHE: gl.constexpr,
-    MATH: gl.constexpr, LEFT: gl.constexpr, TURN: gl.constexpr = None, HALVES: gl.constexpr = False,
+    MATH: gl.constexpr, LEFT: gl.constexpr, BARRIER: gl.constexpr = None, HALVES: gl.constexpr = False,
 ):  # fmt: skip
     """Start adding a tile of values, weighed, to the results; return the new maximum, sums and results.
 
-    TURN: the turn to be taken first, or `None`. HALVES: values of the first half of the tile are multiplied while the
+    BARRIER: of the ping-pong to wait for first, or `None`. HALVES: values of the first half are multiplied while the
     weights of the second are computed.
     """
     N: gl.constexpr = scores.shape[1]
@@ -178,8 +178,8 @@ def add_tile(
         acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, LEFT.parent))[:, None]
         left = as_left(first, N // 2, CACHE, MATH, LEFT)
         mbarrier.wait(value_full.index(stage), phase)
-        if TURN is not None:
-            take_turn(TURN)
+        if BARRIER is not None:
+            ping_pong_wait(BARRIER)
         acc = warpgroup_mma(left, half_of(values.index(stage), 0, N, CACHE), acc, is_async=True)
         second = gl.exp2(high)
         right = as_left(second, N // 2, CACHE, MATH, LEFT)
@@ -191,8 +191,8 @@ def add_tile(
         acc = acc * gl.convert_layout(decay, gl.SliceLayout(1, LEFT.parent))[:, None]
         left = as_left(weights, N, CACHE, MATH, LEFT)
         mbarrier.wait(value_full.index(stage), phase)
-        if TURN is not None:
-            take_turn(TURN)
+        if BARRIER is not None:
+            ping_pong_wait(BARRIER)
         acc = warpgroup_mma(left, as_right(values.index(stage), CACHE), acc, is_async=True)
         new_sums = gl.sum(weights.reshape(GROUP_ROWS, N // 8, 8), 1)
     sums = sums * gl.convert_layout(decay, gl.SliceLayout(1, sums.type.layout))[:, None] + new_sums

@@ -29,7 +29,9 @@ def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 
 @gluon.jit
-def announce(schedule, messages, message_full, message_empty, item, turn, HEADS: gl.constexpr, TOGETHER: gl.constexpr):
+def announce(
+    schedule, messages, message_full, message_empty, item, message, HEADS: gl.constexpr, TOGETHER: gl.constexpr
+):
     """Pass the next row tile on: its record of the schedule, the head in the last word; no rows if there is none.
 
     Returns:
@@ -37,7 +39,7 @@ def announce(schedule, messages, message_full, message_empty, item, turn, HEADS:
     """
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     num_tiles = gl.load(schedule)
-    slot = turn % 2
+    slot = message % 2
     at = gl.minimum(item, num_tiles * HEADS - 1)
     of_group = num_tiles * TOGETHER
     rest = at % of_group
@@ -46,7 +48,7 @@ def announce(schedule, messages, message_full, message_empty, item, turn, HEADS:
     record = gl.load(schedule + (1 + rest // TOGETHER) * RECORD + word)
     record = gl.where(word == 7, head, record)
     record = gl.where((word == 2) & (item >= num_tiles * HEADS), 0, record)
-    mbarrier.wait(message_empty.index(slot), ((turn // 2) & 1) ^ 1)
+    mbarrier.wait(message_empty.index(slot), ((message // 2) & 1) ^ 1)
     messages.index(slot).store(record)
     mbarrier.arrive(message_full.index(slot), count=1)
     fields = as_words(messages.index(slot), RECORD)
@@ -54,11 +56,11 @@ def announce(schedule, messages, message_full, message_empty, item, turn, HEADS:
 
 
 @gluon.jit
-def receive(messages, message_full, message_empty, turn, NUM_WARPS: gl.constexpr):
+def receive(messages, message_full, message_empty, message, NUM_WARPS: gl.constexpr):
     """Return the next row tile: rows (0: no more), first row, position, seq_len, first and end key tile, head."""
-    slot = turn % 2
+    slot = message % 2
     fields = as_words(messages.index(slot), RECORD)
-    mbarrier.wait(message_full.index(slot), (turn // 2) & 1)
+    mbarrier.wait(message_full.index(slot), (message // 2) & 1)
     first_row = read_word(fields.index(1), NUM_WARPS)
     rows = read_word(fields.index(2), NUM_WARPS)
     position = read_word(fields.index(3), NUM_WARPS)

@@ -74,7 +74,7 @@ def mla_rope_update_kernel(
     store_row(target, cast(latent, MODEL), cast(rope, MODEL), scale, L, R, L_TILE, R_TILE, FORMAT, NATIVE_FP8)
 
 
-def update_turned(args: MLARopeUpdateArgs, rope: RopeConfig, config: MLAConfig, limits: Limits | None = None) -> None:
+def rope_update(args: MLARopeUpdateArgs, rope: RopeConfig, config: MLAConfig, limits: Limits | None = None) -> None:
     """Run `vattn::mla_rope_kv_cache_update`."""
     if not args.slot_mapping.numel():
         return
