@@ -34,7 +34,7 @@ from vattn.layers.base.cache_scales import CacheScales
 from vattn.layers.base.checks import check_storage_kind
 from vattn.layers.base.dcp import check_context_parallel, partial_request
 from vattn.layers.base.scales import QuantConfig
-from vattn.layers.base.two_parts import PrefixOps, context_request, prefix_ops, step_ops, step_request
+from vattn.layers.base.two_parts import CascadeOps, cascade_ops, context_request, step_ops, step_request
 from vattn.quantization.formats import KV_FORMATS, dtype_name, resolve_kv_cache_dtype
 
 
@@ -137,7 +137,7 @@ class BoundCache(CacheScales):
         self._step_ops: dict[StepKind, str] = {}
         """With `exact_prefill`: the part of the step's own keys and values."""
         self._refused: dict[StepKind, str] = {}
-        self._prefix_ops = PrefixOps({}, "", {}, 0)
+        self._cascade_ops = CascadeOps({}, "", {}, 0)
         self._plan_key = ""
         self.kv_cache_group: CacheGroup | None = None
         """The layer's group in a cache that was allocated with `hybrid=True`."""
@@ -289,7 +289,7 @@ class BoundCache(CacheScales):
             self._ops, self._step_ops, self._refused = step_ops(config, device)
         else:
             self._ops, self._refused = step_configs(config, device)
-        self._prefix_ops = prefix_ops(config, device)
+        self._cascade_ops = cascade_ops(config, device)
         self.config = config
         self._plan_key = selector.get_backend(config.backend).plan_key(config)
         self.kv_cache = storage

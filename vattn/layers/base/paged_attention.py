@@ -21,7 +21,7 @@ from vattn.layers.base.cache_binding import BoundCache
 from vattn.layers.base.checks import check_bound, check_inputs, check_no_gradients, given_step
 from vattn.layers.base.dcp import all_heads, attend_parts, check_step_ranks, partial_arguments
 from vattn.layers.base.step import LayerResult, LayerStep, given, part_of, split_heads
-from vattn.layers.base.two_parts import Part, attend_in_parts, prefix_parts, step_parts, suffix_config
+from vattn.layers.base.two_parts import Part, attend_in_parts, cascade_parts, step_parts, suffix_config
 from vattn.layers.kv_transfer_utils import save_kv_layer, wait_for_layer_load
 from vattn.metadata import forward_context as context
 from vattn.metadata.attention_metadata import AttentionMetadata
@@ -112,7 +112,7 @@ class CachedAttention(BoundCache):
     ) -> tuple[Part, ...]:
         """Return the calls of attention ops that share the work: one, or two whose results are merged."""
         if step.prefix is not None:
-            return prefix_parts(args, step.prefix, self._prefix_ops)
+            return cascade_parts(args, step.prefix, self._cascade_ops)
         if self._step_ops and key is not None and value is not None:
             return step_parts(args, key, value, self._step_ops[step.kind()])
         return (args,)
@@ -171,7 +171,7 @@ class CachedAttention(BoundCache):
 
     def _op_config(self, step: LayerStep) -> str:
         if step.prefix is not None:
-            return suffix_config(self._prefix_ops, step, self.prefix)
+            return suffix_config(self._cascade_ops, step, self.prefix)
         variant = step.kind()
         if variant not in self._ops:
             raise UnsupportedRequestError(

@@ -45,7 +45,7 @@ def part_of(
     return step
 
 
-class PrefixStep(NamedTuple):
+class CascadeStep(NamedTuple):
     """The prefix that all requests share, as two requests: all rows of the step, and none.
 
     Attributes:
@@ -84,7 +84,7 @@ class LayerStep(NamedTuple):
     host_plan: Tensor | None = None
     block_size: int = 0
     local_seq_lens: Tensor | None = None
-    prefix: PrefixStep | None = None
+    prefix: CascadeStep | None = None
 
     @staticmethod
     def of(metadata: AttentionMetadata, plan_key: str) -> LayerStep:
@@ -96,7 +96,7 @@ class LayerStep(NamedTuple):
             and metadata.suffix_lens is not None
             and metadata.suffix_block_table is not None
         ):
-            prefix = PrefixStep(metadata.prefix_start_loc, metadata.prefix_lens, table[:2])
+            prefix = CascadeStep(metadata.prefix_start_loc, metadata.prefix_lens, table[:2])
             seq_lens, table = metadata.suffix_lens, metadata.suffix_block_table
         return LayerStep(
             query_start_loc=metadata.query_start_loc,

@@ -23,7 +23,7 @@ from vattn.config.device import DeviceInfo
 from vattn.config.features import requested_features
 from vattn.errors import ConfigError, UnsupportedRequestError
 from vattn.layers.base.arguments import StepKind, step_configs
-from vattn.layers.base.step import LayerResult, LayerStep, PrefixStep, with_own_result
+from vattn.layers.base.step import CascadeStep, LayerResult, LayerStep, with_own_result
 from vattn.ops.arguments import AttentionArgs, VarlenAttentionArgs
 from vattn.quantization.codecs import quantise_output
 
@@ -58,7 +58,7 @@ _NO_CASCADE = {
 """Features that a cascade cannot have, and why."""
 
 
-class PrefixOps(NamedTuple):
+class CascadeOps(NamedTuple):
     """Encoded configs of the two parts of a cascade.
 
     Attributes:
@@ -77,7 +77,7 @@ class PrefixOps(NamedTuple):
 
 
 @lru_cache(maxsize=256)
-def prefix_ops(config: AttentionConfig, device: DeviceInfo) -> PrefixOps:
+def cascade_ops(config: AttentionConfig, device: DeviceInfo) -> CascadeOps:
     """Encode what a layer asks of its backend in a step with a cascade."""
     features = requested_features(config)
     problems = [f"{name}: {why}" for name, why in _NO_CASCADE.items() if name in features]
@@ -87,15 +87,15 @@ def prefix_ops(config: AttentionConfig, device: DeviceInfo) -> PrefixOps:
     suffix, refused = step_configs(part, device)
     if problems:
         why = dict.fromkeys((*suffix, *refused), "; ".join(problems))
-        return PrefixOps({}, "", why, 0, "build the step without shared_prefix_len: no backend could")
+        return CascadeOps({}, "", why, 0, "build the step without shared_prefix_len: no backend could")
     prefix = part.replace(causality="bidirectional", sinks=False)
     problems = selector.get_backend(prefix.backend).reasons(prefix, device)
     if problems:
-        return PrefixOps({}, "", dict.fromkeys((*suffix, *refused), "; ".join(problems)), 0)
-    return PrefixOps(suffix, prefix.encode(), refused, config.head_size_v)
+        return CascadeOps({}, "", dict.fromkeys((*suffix, *refused), "; ".join(problems)), 0)
+    return CascadeOps(suffix, prefix.encode(), refused, config.head_size_v)
 
 
-def suffix_config(ops: PrefixOps, step: LayerStep, layer: str) -> str:
+def suffix_config(ops: CascadeOps, step: LayerStep, layer: str) -> str:
     """Return the encoded config of what a step attends behind the prefix.
 
     Raises:
@@ -111,7 +111,7 @@ def suffix_config(ops: PrefixOps, step: LayerStep, layer: str) -> str:
     return ops.suffix[kind]
 
 
-def prefix_parts(args: AttentionArgs, prefix: PrefixStep, ops: PrefixOps) -> tuple[Part, Part]:
+def cascade_parts(args: AttentionArgs, prefix: CascadeStep, ops: CascadeOps) -> tuple[Part, Part]:
     """Return the arguments of both parts of a cascade: the prefix, and what lies behind it.
 
     Args:
