@@ -11,6 +11,7 @@ import dataclasses
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
+from typing import Any
 
 from vattn.config import encoding
 from vattn.config.arguments import integer
@@ -63,6 +64,28 @@ def check_window(window: object, name: str = "sliding_window") -> None:
         f"{name}={window!r:.60}",
         f"None or an int from 1 to {MAX_WINDOW}",
         "pass None for none",
+    )
+
+
+def check_output(config: Any, columns: int) -> None:
+    """Refuse an output format, or a smallest scale, that rows of `columns` columns cannot have.
+
+    Raises:
+        ConfigError: so it is.
+    """
+    fmt, lowest = OUTPUT_FORMATS[config.output_format], config.output_min_scale
+    _check(
+        fmt.group_size <= 0 or columns % fmt.group_size == 0,
+        f"output_format={config.output_format!r} with rows of {columns} columns",
+        f"rows that are a multiple of {fmt.group_size}",
+        "use another group size or per-token scales",
+    )
+    fp8 = fmt.container is not None and fmt.container.is_floating_point
+    _check(
+        lowest is None or (fp8 and not fmt.static_scale and lowest >= 0),
+        f"output_min_scale={lowest} with output_format={config.output_format!r}",
+        "a number from 0 up with FP8 output formats that compute scales",
+        "pass None for the default",
     )
 
 
@@ -210,14 +233,7 @@ class AttentionConfig:
         )
         self._check_head_pairs()
         self._check_output_variant()
-        group = OUTPUT_FORMATS[self.output_format].group_size
-        columns = self.num_heads * self.head_size_v
-        _check(
-            group <= 0 or columns % group == 0,
-            f"output_format={self.output_format!r} with rows of {columns} columns",
-            f"rows that are a multiple of {group}",
-            "use another group size or per-token scales",
-        )
+        check_output(self, self.num_heads * self.head_size_v)
 
     def _check_head_pairs(self) -> None:
         if self.head_pairs == "none":
@@ -244,7 +260,7 @@ class AttentionConfig:
         )
 
     def _check_output_variant(self) -> None:
-        fmt, lowest = OUTPUT_FORMATS[self.output_format], self.output_min_scale
+        fmt = OUTPUT_FORMATS[self.output_format]
         fp8 = fmt.container is not None and fmt.container.is_floating_point
         divides = self.output_arithmetic.removeprefix("approximate_") == "divide"
         _check(
@@ -252,12 +268,6 @@ class AttentionConfig:
             f"output_arithmetic={self.output_arithmetic!r} with output_format={self.output_format!r}",
             "multiplication with FP8 output formats, approximate arithmetic with quantised ones",
             "use output_arithmetic='divide'",
-        )
-        _check(
-            lowest is None or (fp8 and not fmt.static_scale and lowest >= 0),
-            f"output_min_scale={lowest} with output_format={self.output_format!r}",
-            "a number from 0 up with FP8 output formats that compute scales",
-            "pass None for the default",
         )
 
     def _check_mask(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from vattn.config import encoding
+from vattn.config.attention import check_output
 from vattn.config.dcp import DCPShard, check_shard, shard_of
 from vattn.config.encoding import check as _check
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_ARITHMETICS, OUTPUT_FORMATS, QUERY_FORMATS
@@ -130,13 +131,8 @@ class MLAConfig:
             f"a multiple of {row.latent_multiple}",
             "use a plain cache format",
         )
-        fmt, columns = OUTPUT_FORMATS[self.output_format], self.num_heads * self.v_head_dim
-        _check(
-            fmt.group_size <= 0 or columns % fmt.group_size == 0,
-            f"output_format={self.output_format!r} with rows of {columns} columns",
-            f"rows that are a multiple of {fmt.group_size}",
-            "use another group size or per-token scales",
-        )
+        check_output(self, self.num_heads * self.v_head_dim)
+        fmt = OUTPUT_FORMATS[self.output_format]
         _check(
             fmt.group_size != 16 or self.v_head_dim % 16 == 0,
             f"output_format={self.output_format!r} with v_head_dim={self.v_head_dim}",
@@ -149,13 +145,6 @@ class MLAConfig:
             f"output_arithmetic={self.output_arithmetic!r} with output_format={self.output_format!r}",
             "other arithmetic with FP8 output formats",
             "use output_arithmetic='divide'",
-        )
-        lowest = self.output_min_scale
-        _check(
-            lowest is None or (fp8 and not fmt.static_scale and lowest >= 0),
-            f"output_min_scale={lowest} with output_format={self.output_format!r}",
-            "a number from 0 up with FP8 output formats that compute scales",
-            "pass None for the default",
         )
 
     @property
