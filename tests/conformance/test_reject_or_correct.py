@@ -119,6 +119,7 @@ def test_the_table_lists_every_backend() -> None:
             assert len(must_accept(name, "cpu")) > (10 if required else 60)
 
 
+@pytest.mark.sample(20)
 def test_most_drawn_requests_are_accepted_with_every_listed_pair(backend: str, device: str) -> None:
     """Drawing is cheap: this counts many requests without running them."""
     counts: Counter[str] = Counter()
@@ -214,7 +215,7 @@ def test_bad_input_is_refused_and_nothing_is_written(backend: str, op: str, devi
     rng = random.Random(fuzz_seed())
     classes: Counter[str] = Counter()
     cache_update = op == "kv_cache_update"
-    examples = 400 if backend == "TORCH_SDPA" else 150 if device == "cpu" and backend != "TREE_ATTN" else 60
+    examples = 400 if backend == "TORCH_SDPA" else 60
     last = None
     for seed in range(examples):
         request = draw_request(rng, backend, (), Size(seq_len=20, reqs=3, wide_heads=0.0), search(backend, device))

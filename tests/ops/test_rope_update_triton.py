@@ -15,10 +15,10 @@ from vattn.config.rope import RopeConfig
 from vattn.kernels.triton.cache.rope_update import RopeTiles, rope_update, start_of_launch
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(3, "cpu")
 @pytest.mark.parametrize("call", list(CALLS))
-def test_it_equals_the_oracle(call: str) -> None:
-    check_call(call, "TRITON_ATTN")
+def test_it_equals_the_oracle(call: str, device: str) -> None:
+    check_call(call, "TRITON_ATTN", device)
 
 
 @pytest.mark.sample(3)
