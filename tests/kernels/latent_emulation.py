@@ -24,7 +24,7 @@ from vattn.kernels.hopper.mla import decode_64, rows_64, work_items
 FUNCTIONS: dict[Any, tuple[str, ...]] = {
     decode_64: (
         "load_tile", "load_tiles", "score", "raised", "add_weights", "multiply_sent", "total_of", "close_rows",
-        "attend_even", "attend_odd", "mla_decode_turns_kernel",
+        "attend_even", "attend_odd", "mla_decode_64_kernel",
     ),
     work_items: ("first_item", "load_item", "load_request", "item_rows", "open_item", "block_ids"),
     rows_64: (
@@ -138,7 +138,7 @@ class LatentProgram:
             for name in functions:
                 function = getattr(module, name).fn
                 names[name] = types.FunctionType(function.__code__, names, name, function.__defaults__)
-        self.kernel = names["mla_decode_turns_kernel"]
+        self.kernel = names["mla_decode_64_kernel"]
 
     def pause(self) -> None:
         """Be late, now and then."""

@@ -21,7 +21,7 @@ KERNELS = {
     8: "streamed_kernel_2",
     10: "rope_update_kernel",
     11: "decode_cluster_kernel",
-    12: "few_rows_kernel",
+    12: "small_m_kernel",
     13: "triton_poi_fused_add_view_3",
     14: "triton_red_fused_mean_mul_rsqrt_0",
     15: "triton_per_fused_mean_10",

@@ -19,7 +19,7 @@ from typing import Any
 
 from vattn.errors import DeviceError
 
-EARLY_KERNELS = ("streamed_kernel", "few_rows_kernel", "rope_update_kernel")
+EARLY_KERNELS = ("streamed_kernel", "small_m_kernel", "rope_update_kernel")
 """Names of kernels that wait for the one before them to end, whenever they start."""
 
 INDUCTOR, FIRST = re.compile(r"triton_(poi|red|per)_fused_\w*_\d+"), re.compile(r"triton_(poi|red|per)_fused_\w*_0")

@@ -20,7 +20,7 @@ from vattn.quantization.formats import MODEL_DTYPES
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def few_rows_kernel(
+def small_m_kernel(
     input, weight, output, num_rows, num_features, input_stride, K: tl.constexpr, ROWS: tl.constexpr,
     FEATURES: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
@@ -118,7 +118,7 @@ def small_m_linear(args: LinearArgs, tiles: TileConfig | None = None) -> Tensor:
     x, (rows, columns), features = args.input, args.input.shape, args.weight.shape[0]
     output = torch.empty(rows, features, dtype=MODEL_DTYPES[args.dtype], device=x.device)
     overlap = not INTERPRETED.value
-    few_rows_kernel[(-(-features // tiles.features),)](
+    small_m_kernel[(-(-features // tiles.features),)](
         input=x, weight=args.weight, output=output, num_rows=rows, num_features=features, input_stride=x.stride(0),
         K=columns, ROWS=max(16, triton.next_power_of_2(rows)), FEATURES=tiles.features, COLUMNS=tiles.columns,
         STAGES=tiles.stages, OVERLAP=overlap, num_warps=tiles.warps, launch_pdl=overlap, enable_fp_fusion=True,

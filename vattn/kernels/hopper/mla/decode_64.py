@@ -387,14 +387,17 @@ def attend_odd(
     do_not_specialize=["num_tokens", "num_reqs", "num_blocks", "table_stride", "table_width"],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table"],
 )
-def mla_decode_turns_kernel(
+def mla_decode_64_kernel(
     query_boxes, query_rope_boxes, boxes, rope_boxes, output_boxes, partial_boxes, query_start_loc, seq_lens,
     block_table, schedule, output, lse, partial, stats, num_tokens, num_reqs, num_blocks, table_stride, table_width,
     scale, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
     PARTIAL_ROWS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
-    """See `vattn.kernels.hopper.mla.decode_64_gather.mla_decode_wide_kernel`, whose arguments these are but for lists
-    of keys."""
+    """Attend blocks of cached rows, which `boxes` and `rope_boxes` load, by a FULL schedule.
+
+    The other arguments are those of `vattn.kernels.hopper.mla.decode_16_32.mla_decode_kernel`. Results of 64 whole rows
+    leave by bulk copies: parts, in bf16, by `partial_boxes`, others by `output_boxes`.
+    """
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     VECTORS: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     DTYPE: gl.constexpr = query_boxes.dtype

@@ -236,7 +236,7 @@ def attend_right(
     do_not_specialize=["num_tokens", "num_reqs", "num_blocks", "table_stride", "table_width"],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table"],
 )
-def mla_decode_wide_kernel(
+def mla_decode_64_gather_kernel(
     query_boxes, query_rope_boxes, cache, output_boxes, partial_boxes, query_start_loc, seq_lens,
     block_table, schedule, output, lse, partial, stats, num_tokens, num_reqs, num_blocks, table_stride, table_width,
     scale,

@@ -21,7 +21,7 @@ from vattn.config.mla import MLAConfig
 from vattn.errors import ShapeError
 from vattn.kernels.hopper import availability as hopper
 from vattn.kernels.hopper.mla.decode_16_32 import mla_decode_kernel
-from vattn.kernels.hopper.mla.decode_64 import mla_decode_turns_kernel
+from vattn.kernels.hopper.mla.decode_64 import mla_decode_64_kernel
 from vattn.kernels.hopper.mla.decode_fp8 import PAIRS, ROPE_PAIRS, mla_decode_fp8_kernel
 from vattn.kernels.hopper.mla.prefill_launch import planned_room, planned_tokens
 from vattn.kernels.hopper.mla.reduce import merge_parts
@@ -308,7 +308,7 @@ def _launch(
     elif rows == 64:
         boxes = row_boxes(absorbed, args.kv_cache, rows, config)
         boxes |= result_boxes(output, partial)
-        mla_decode_turns_kernel[grid](**boxes, **common)
+        mla_decode_64_kernel[grid](**boxes, **common)
     else:
         boxes = row_boxes(absorbed, args.kv_cache, rows, config)
         mla_decode_kernel[grid](

@@ -12,7 +12,7 @@ from vattn.config import device as devices
 from vattn.config.device import DeviceInfo
 from vattn.config.mla import MLAConfig
 from vattn.kernels.hopper.mla import launch as mla_launch
-from vattn.kernels.hopper.mla.decode_64_gather import mla_decode_wide_kernel
+from vattn.kernels.hopper.mla.decode_64_gather import mla_decode_64_gather_kernel
 from vattn.kernels.hopper.mla.decode_fp8 import mla_decode_fp8_kernel
 from vattn.kernels.hopper.mla.reduce import merge_parts
 from vattn.kernels.hopper.mla.sparse_slots import mla_slots_kernel
@@ -93,7 +93,7 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) 
         )  # fmt: skip
     else:
         boxes: dict[str, Any] = mla_launch.row_boxes(absorbed, args.kv_cache, rows, config)
-        mla_decode_wide_kernel[grid](
+        mla_decode_64_gather_kernel[grid](
             query_boxes=boxes["query_boxes"], query_rope_boxes=boxes["query_rope_boxes"], cache=cached,
             **mla_launch.result_boxes(output, partial), **common,
         )  # fmt: skip

@@ -30,7 +30,7 @@ class Parts(NamedTuple):
     do_not_specialize=["num_parts", "num_reqs"],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "starts", "lengths", "owners"],
 )
-def mla_cut_kernel(query_start_loc, seq_lens, starts, lengths, owners, num_parts, num_reqs, MOST: tl.constexpr):
+def mla_split_kernel(query_start_loc, seq_lens, starts, lengths, owners, num_parts, num_reqs, MOST: tl.constexpr):
     """Write one part of at most MOST rows. Grid: parts.
 
     A request has room for one part more than it may fill.
@@ -54,6 +54,6 @@ def mla_cut_kernel(query_start_loc, seq_lens, starts, lengths, owners, num_parts
 def cut_requests(query_start_loc: Tensor, seq_lens: Tensor, parts: Parts, most: int) -> None:
     """Write parts of at most `most` rows each; there must be room for one more per request than its rows fill."""
     count = parts.lengths.shape[0]
-    mla_cut_kernel[(count,)](
+    mla_split_kernel[(count,)](
         query_start_loc, seq_lens, *parts, count, seq_lens.shape[0], MOST=most, num_warps=1, enable_fp_fusion=True
     )
