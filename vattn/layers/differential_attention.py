@@ -1,12 +1,12 @@
 """`DifferentialAttention`: the difference of two softmax attentions over one paged KV cache (arXiv 2410.05258).
 
-Heads lie in pairs, the two of a pair side by side: heads 0 and 1, 2 and 3, ... With `V` the values of a pair of KV
-heads beside each other, `[keys, 2 D]`, a pair of query heads gives
+Heads 0 and 1, 2 and 3, ... are pairs. With `V` the concatenated values of a pair of KV heads, `[keys, 2 D]`, a pair of
+query heads gives
 
     subln(softmax(Q_even K_even^T) V - lambda * softmax(Q_odd K_odd^T) V) * (1 - lambda_init)
     lambda = exp(lambda_q1 . lambda_k1) - exp(lambda_q2 . lambda_k2) + lambda_init
 
-which are two calls of `vattn::attention` with values twice as wide: the cache is an ordinary one, read by pairs.
+which are two calls of `vattn::attention` with values twice as wide, read from an ordinary cache by pairs.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class DifferentialAttention(Attention):
     Args:
         num_heads, head_size, scale: query heads (even), key width of one head, factor of the scores.
         num_kv_heads: KV heads, even and a divisor of `num_heads`; default `num_heads`.
-        lambda_q1, lambda_k1, lambda_q2, lambda_k2: vectors of `head_size` entries. A parameter is kept, and is the
-            layer's own from then on; anything else is copied as fp32.
-        lambda_init: the number beside them, `vattn.differential_lambda_init(depth)` in the paper.
+        lambda_q1, lambda_k1, lambda_q2, lambda_k2: vectors of `head_size` entries. A parameter is kept
+            as the layer's; anything else is copied as fp32.
+        lambda_init: constant part of lambda, `vattn.differential_lambda_init(depth)` in the paper.
         subln: module that normalises the last dimension of `[T, num_heads / 2, 2 * head_size]`; default
             `nn.RMSNorm(2 * head_size, eps=1e-5)`.
         cache_config, quant_config, logits_soft_cap, per_layer_sliding_window, prefix, kv_sharing_target_layer_name,
@@ -64,14 +64,14 @@ class DifferentialAttention(Attention):
             head; `quant_config.output_format` quantises what the layer returns. Any backend with pairs of heads runs
             it; `"DIFFERENTIAL_FLASH_ATTN"` is the first of them on the device.
 
-    Who has these settings in a dict of those names passes `**differential_flash_attention_config`.
+    A dict with these names can be passed as `**differential_flash_attention_config`.
 
     Raises:
-        ConfigError: an odd head count, lambdas that are missing, or a cache that holds no pairs (HND, packed formats).
+        ConfigError: an odd head count, missing lambdas, or a cache without pairs (HND, packed formats).
         ShapeError: a lambda of another length.
 
-    Lambda is computed in every call, on the device, from the vectors as they are: reloaded weights count at once, in a
-    captured graph too.
+    Every call computes lambda on the device from the current vectors, so reloaded weights take effect at once, in
+    captured graphs too.
 
     Example:
         >>> import torch, vattn
@@ -86,7 +86,6 @@ class DifferentialAttention(Attention):
     """
 
     takes_exact_prefill = False
-
     takes_context_parallel = False
 
     def __init__(
@@ -143,7 +142,7 @@ class DifferentialAttention(Attention):
         if missing or lambda_init is None:
             raise ConfigError(
                 f"layer {self.prefix!r} without {', '.join(missing)}",
-                "four vectors of head_size entries and the number lambda_init",
+                "four vectors of head_size entries and lambda_init",
                 "pass them, or use vattn.Attention for attention without a difference",
             )
         if isinstance(lambda_init, bool) or not isinstance(lambda_init, (int, float)) or not 0 <= lambda_init < 1:
@@ -159,7 +158,7 @@ class DifferentialAttention(Attention):
                     raise ShapeError(
                         f"{name} has shape {tuple(kept.shape)} in layer {self.prefix!r}",
                         f"({self.head_size},), one entry per column of a head",
-                        "check head_size: that of one head, half the width of a pair",
+                        "check head_size: the width of one head, half that of a pair",
                     )
                 if isinstance(kept, nn.Parameter):
                     self.register_parameter(name, kept)
@@ -167,7 +166,7 @@ class DifferentialAttention(Attention):
                     self.register_buffer(name, kept)
 
     def lambda_full(self) -> Tensor:
-        """Return lambda as fp32 `[]`, from the vectors as they are now."""
+        """Return lambda as fp32 `[]`, from the current vectors."""
         q1, k1, q2, k2 = (getattr(self, name).detach().float() for name in _LAMBDAS)
         return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + self.lambda_init
 
@@ -176,14 +175,14 @@ class DifferentialAttention(Attention):
         return selector.choose(half, device).runs_on(half, DeviceInfo.of(device))
 
     def bind_kv_cache(self, storage: Tensor, dtype: torch.dtype, target: BoundCache | None = None) -> None:
-        """Give the layer its raw storage, that of an ordinary cache; as for every layer."""
+        """Bind the raw storage of an ordinary cache; see `Attention`."""
         super().bind_kv_cache(storage, dtype, target)
         assert self.config is not None
         device = DeviceInfo.of(storage.device)
         self._update_op = self.config.encode()
         self._ops, self._refused = step_configs(half_of(self.config, "even"), device)
         self._odd_ops, _ = step_configs(half_of(self.config, "odd"), device)
-        # Schedules are made for layers with one kind of heads.
+        # Plans are only made for layers with one kind of heads.
         self._plan_key = ""
 
     def forward(
@@ -195,9 +194,9 @@ class DifferentialAttention(Attention):
         *,
         metadata: AttentionMetadata | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Write the new keys and values to the cache and attend; arguments and results are those of `Attention`.
+        """Write the new keys and values to the cache and attend; see `Attention` for arguments and results.
 
-        A layer that shares a cache takes queries only, of any step: prompts, chunks, prefix hits and decodes.
+        A layer that shares a cache takes queries only, in any step.
         """
         metadata = self._own_part(metadata)
         query = split_heads("query", query, self.num_heads, self.head_size)
@@ -243,7 +242,7 @@ class DifferentialAttention(Attention):
             k_scale=_every_second(self.k_scale, index),
             alibi_slopes=_every_second(self.alibi_slopes, index),
             sinks=_every_second(self.sinks, index),
-            # The values of a pair are one row: its second half gets its own scale after the call.
+            # The values of a pair are one row; the scale of its second half is applied after the call.
             v_scale=_every_second(self.v_scale, 0),
             output_scale=None,
         )
@@ -254,14 +253,14 @@ class DifferentialAttention(Attention):
         """Write the normalised difference of two halves into the layer's output."""
         difference = (first.float() - self.lambda_full() * second.float()) * self._value_factors(first)
         normed = self.subln(difference.to(first.dtype)) * (1 - self.lambda_init)
-        # A norm with a bias makes something of rows of padding.
+        # A norm with a bias gives padding rows values.
         rows = torch.arange(first.shape[0], device=first.device)
         normed = torch.where((rows < step.query_start_loc[-1])[:, None, None], normed, 0).to(first.dtype)
         rounded = normed.reshape(first.shape[0], self.num_heads, self.head_size)
         quantise_output(rounded, self.quant_config.output_format, output, block_scale, self.output_scale)
 
     def _value_factors(self, half: Tensor) -> Tensor | float:
-        """Return what the columns of a half must be multiplied by: scales of second values differ from first ones'."""
+        """Return the factors of a half's columns: the second value of a pair may have another scale than the first."""
         if self.v_scale is None or self.v_scale.numel() == 1:
             return 1.0
         ratio = self.v_scale[1::2] / self.v_scale[0::2]
@@ -277,7 +276,7 @@ class DifferentialAttention(Attention):
 
 
 def half_of(config: AttentionConfig, pairs: str) -> AttentionConfig:
-    """Return the config of the even or the odd half of a request for all heads; its output is not quantised."""
+    """Return the config of the even or odd heads of a request; its output is not quantised."""
     return config.replace(
         num_heads=config.num_heads // 2,
         num_kv_heads=config.num_kv_heads // 2,
@@ -288,7 +287,7 @@ def half_of(config: AttentionConfig, pairs: str) -> AttentionConfig:
 
 
 def _every_second(values: Tensor | None, index: int) -> Tensor | None:
-    """Return every second entry of one value per head, a single value or `None` as it is."""
+    """Return every second entry of values per head; a single value or `None` is returned as it is."""
     return values if values is None or values.numel() == 1 else values[index::2].contiguous()
 
 
@@ -297,6 +296,6 @@ def _check_even(prefix: str, num_heads: int, num_kv_heads: int) -> None:
         if type(count) is not int or count < 2 or count % 2:
             raise ConfigError(
                 f"{name}={count!r} in layer {prefix!r} of differential attention",
-                "an even number: heads come in pairs",
+                "an even number from 2 up, since heads are pairs",
                 "check the head counts of the model (after tensor-parallel splitting)",
             )

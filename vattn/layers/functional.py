@@ -1,4 +1,4 @@
-"""The ops as plain functions for people who hold their own cache: allocate the outputs, call the op, return them."""
+"""The ops as functions for callers with their own cache: allocate outputs, call the op, return them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class AttentionOutput(NamedTuple):
 
 
 def new_output(query: Tensor, config: AttentionConfig) -> AttentionOutput:
-    """Return uninitialised tensors that `vattn::attention` can write for this query and config."""
+    """Return uninitialised outputs of `vattn::attention` for this query and config."""
     output, block_scale = OUTPUT_FORMATS[config.output_format].allocate(
         query, config.head_size_v, MODEL_DTYPES[config.dtype]
     )
@@ -57,7 +57,7 @@ def update_kv_cache(
         k_scale, v_scale: fp32, for a quantised cache.
 
     Raises:
-        ConfigError, ShapeError, DtypeError, DeviceError, StrideError, ScaleError: no config, or a tensor against it.
+        ConfigError, ShapeError, DtypeError, DeviceError, StrideError, ScaleError: not a config, or a wrong tensor.
         UnsupportedRequestError: no backend, or not the one named in the config, writes it on the cache's device.
     """
     _check_config(config)
@@ -90,13 +90,13 @@ def rope_update_kv_cache(
     quantised, if the config asks for it. `vattn.options(rope=...)` finds the same steps in a compiled model.
 
     Args:
-        query: `[T, num_heads, head_size]` in the model dtype; like key and value maybe a slice of one projection.
+        query: `[T, num_heads, head_size]` in the model dtype; may be a slice of one projection, as key and value.
         key, value: `[T, num_kv_heads, head_size]` and `[T, num_kv_heads, head_size_v]`.
         cos, sin: float `[N, R / 2]`, one angle per pair, or `[N, R]`, one factor per column; R = `rope.rotary_dim`. Row
             t is token t's (N = T), or row `positions[t]`.
         kv_cache: storage of `vattn.kv_cache_shape(config, num_blocks)`; mutated.
         slot_mapping: int64 `[T]`, as for `update_kv_cache`; a slot out of range writes nothing.
-        rope: the rotation, and the norm ahead of it.
+        rope: the rotation and the norm before it.
         positions: int32 or int64 `[T]`; rows of the tables.
         q_weight, k_weight: `[head_size]` of the norms, fp32 or model dtype.
         q_scale: fp32, 1 value or one per KV head, with a query format in the config.
@@ -115,11 +115,11 @@ def rope_update_kv_cache(
         >>> cache = torch.zeros(vattn.kv_cache_shape(config, num_blocks=2))
         >>> angles = torch.outer(torch.arange(32.0), 10000 ** (-torch.arange(8) / 8))
         >>> ones, slots, rope = torch.ones(2, 1, 16), torch.tensor([8, 9]), vattn.RopeConfig(rotary_dim=16)
-        >>> turned = vattn.rope_update_kv_cache(
+        >>> rotated = vattn.rope_update_kv_cache(
         ...     torch.ones(2, 2, 16), ones, ones, angles.cos(), angles.sin(), cache, slots, rope, config,
         ...     positions=torch.tensor([0, 3]),
         ... )
-        >>> bool((turned[0] == 1).all()), bool((turned[1] == cache[0, 1, 1]).all())
+        >>> bool((rotated[0] == 1).all()), bool((rotated[1] == cache[0, 1, 1]).all())
         (True, True)
     """
     _check_config(config)
@@ -161,13 +161,13 @@ def paged_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> AttentionOutput:
-    """Attend packed queries to a paged cache; what each tensor means is in `vattn.ops.arguments.AttentionArgs`.
+    """Attend queries without padding to a paged cache; `vattn.ops.arguments.AttentionArgs` documents each tensor.
 
-    The mask is the config's: metadata adds flags, trees and ranges, which the config must ask for. Cross attention
-    reads the encoder's side of the metadata.
+    The config decides the mask; metadata adds flags, trees and ranges that the config asks for. Cross attention reads
+    the encoder's part of the metadata.
 
     Raises:
-        ConfigError, MetadataError: no config or metadata, a step built with `causal=False` for a causal config, or
+        ConfigError, MetadataError: not a config or metadata, a step built with `causal=False` for a causal config, or
             cross attention in a step without encoder lengths.
         UnsupportedRequestError: no backend, or not the one named in the config, runs it on the query's device.
         ShapeError, DtypeError, DeviceError, ScaleError: a tensor contradicts the config.
@@ -230,20 +230,20 @@ def _check_tensors(optional: bool = False, **given: object) -> None:
 
 
 def _keys_of(metadata: AttentionMetadata, config: AttentionConfig) -> tuple[Tensor, Tensor]:
-    """Return lengths and block table of the keys that a config is about; refuse a step that says something else."""
+    """Return lengths and block table of the config's keys; raise if the step contradicts the config."""
     _check_config(config)
     step_of(metadata, "paged_attention()")
     if metadata.causal is False and config.causality != "bidirectional":
         raise MetadataError(
             f"a step built with causal=False for a config with causality {config.causality}",
-            "a config that says what the step says",
+            "a bidirectional config",
             "config.replace(causality='bidirectional')",
         )
     if config.attn_type != "encoder_decoder":
         return metadata.seq_lens, metadata.block_table
     if metadata.encoder_seq_lens is None or metadata.cross_block_table is None:
         raise MetadataError(
-            "metadata without encoder lengths for a config of cross attention",
+            "metadata without encoder lengths for a cross-attention config",
             "encoder_seq_lens and cross_block_table",
             "pass encoder_lens= and cross_block_tables= to builder.build",
         )
@@ -257,8 +257,8 @@ def merge_attn_states(
 
     Args:
         prefix_output, suffix_output: `[T, num_heads, head_size_v]`.
-        prefix_lse, suffix_lse: fp32 `[T, num_heads]`, natural log; -inf marks an empty part. With sinks, exactly one
-            part must have carried them.
+        prefix_lse, suffix_lse: fp32 `[T, num_heads]`, natural log; -inf marks an empty part. Sinks
+            must be in exactly one part.
 
     Returns:
         The output over both parts and its LSE.

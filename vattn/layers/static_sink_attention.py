@@ -28,34 +28,33 @@ if TYPE_CHECKING:
 
 
 class StaticSinkAttention(Attention):
-    """Attend to learned sink tokens in front of every request, and to the request's own tokens.
+    """Attend to learned sink tokens before every request, and to the request's own tokens.
 
-    The sinks are keys and values, not tokens: they lie once in the cache, in blocks `1 .. sink_len / block_size`, which
-    belong to no request (`BlockPool(cache.num_blocks, reserved=cache.reserved_blocks)`). Metadata stays as it is for
-    other layers: lengths, tables and positions that a caller sees do not count sinks. (`Attention(sinks=...)` is
-    something else: one logit per head in the denominator.)
+    The sinks are keys and values, stored once in the cache, in blocks `1 .. sink_len / block_size`, which are reserved
+    (`BlockPool(cache.num_blocks, reserved=cache.reserved_blocks)`). Metadata is the same as for other layers:
+    lengths, tables and positions do not count sinks. (`Attention(sinks=...)` differs: one logit per head in the
+    denominator.)
 
     Args:
         num_heads, head_size, scale, **arguments: as for `Attention`; not `chunk_lookback`, since sinks would shift the
             chunks.
         sink_len: sink tokens, a positive multiple of the block size.
         sink_key, sink_value: `[sink_len, num_kv_heads, head_size]` and `[sink_len, num_kv_heads, head_size_v]`; a
-            parameter is kept, a tensor becomes one. Default: parameters of NaN, to be loaded from a state dict. A layer
-            that shares a cache has none.
+            parameter is kept, a tensor becomes one. Default: parameters of NaN, for loading a state dict. None in a
+            layer that shares a cache.
 
     Raises:
         ConfigError, ShapeError, ScaleError, UnknownOptionError, UnsupportedRequestError: at construction, as
-            `Attention`; an unaligned `sink_len`; sinks of another shape; `calculate_kv_scales`, which would decide
-            scales after the sinks are stored.
-        DtypeError: sinks that are no tensor of floats.
+            `Attention`; an unaligned `sink_len`; sinks of another shape; `calculate_kv_scales`, since sinks are stored
+            before scales are calculated.
+        DtypeError: sinks that are not a tensor of floats.
 
-    Masks count sinks as the tokens before the request's first: a window of W shows the last W of both together, so it
-    leaves the sinks behind as the request grows. ALiBi and ranges keep their distances. A request of length 0 stays
-    empty.
+    Masks treat sinks as tokens before the request's first: a window of W sees the last W of both together, so no sinks
+    once the request is long. ALiBi and ranges keep their distances. A request of length 0 stays empty.
 
-    State: sinks are written into the cache when it is bound and after `load_state_dict`. After a change in place, an
-    eager call writes them again, and so does `build` of an `AttentionMetadataBuilder(layers=...)` that knows the layer:
-    do that for compiled code and CUDA graphs, or call `refresh_sinks`. Neither sees a write through `.data`.
+    State: sinks are written into the cache when it is bound and after `load_state_dict`. After a change in place an
+    eager call writes them again, and so does `build` of an `AttentionMetadataBuilder(layers=...)` with the layer; for
+    compiled code and CUDA graphs use that or `refresh_sinks`. Writes through `.data` are not noticed.
 
     Compile: as `Attention`; shifted lengths and tables are computed on the device.
 
@@ -71,12 +70,11 @@ class StaticSinkAttention(Attention):
     """
 
     takes_exact_prefill = False
+    takes_context_parallel = False
 
     sink_key: nn.Parameter | None
     sink_value: nn.Parameter | None
     sink_blocks: Tensor
-
-    takes_context_parallel = False
 
     def __init__(
         self,
@@ -98,7 +96,7 @@ class StaticSinkAttention(Attention):
         if not isinstance(sink_len, int) or isinstance(sink_len, bool) or sink_len < 1 or sink_len % block_size:
             raise ConfigError(
                 f"sink_len={sink_len!r} with block_size={block_size}",
-                "a positive multiple of block_size: a request's own tokens start in a block of their own",
+                "a positive multiple of block_size, since a request's own tokens start in a new block",
                 "choose another block_size, or pad the sinks",
             )
         if self.calculate_kv_scales:
@@ -114,7 +112,7 @@ class StaticSinkAttention(Attention):
         with torch.inference_mode(False):
             self.sink_key = self._own_sinks("sink_key", sink_key, (sink_len, heads, self.head_size), shared)
             self.sink_value = self._own_sinks("sink_value", sink_value, (sink_len, heads, self.head_size_v), shared)
-            # The ids of the reserved blocks, with values also where modules are made on meta.
+            # Ids of the reserved blocks; on the CPU so that they have values under `torch.device('meta')`.
             blocks = torch.arange(1, 1 + sink_len // block_size, dtype=torch.int32, device="cpu")
             self.register_buffer("sink_blocks", blocks, persistent=False)
 
@@ -126,11 +124,11 @@ class StaticSinkAttention(Attention):
                 )
             return None
         if sinks is None:
-            # Loud if nobody loads them: binding a cache refuses NaN.
+            # Binding a cache refuses NaN, so sinks that were never loaded are noticed.
             return nn.Parameter(torch.full(shape, torch.nan), requires_grad=False)
         if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
-            came = dtype_name(sinks.dtype) if isinstance(sinks, Tensor) else type(sinks).__name__
-            raise DtypeError(f"{name} is {came} in layer {self.prefix!r}", "a tensor of floats", f"convert {name}")
+            got = dtype_name(sinks.dtype) if isinstance(sinks, Tensor) else type(sinks).__name__
+            raise DtypeError(f"{name} is {got} in layer {self.prefix!r}", "a tensor of floats", f"convert {name}")
         if tuple(sinks.shape) != shape:
             raise ShapeError(
                 f"{name} has shape {tuple(sinks.shape)} in layer {self.prefix!r}",
@@ -149,7 +147,7 @@ class StaticSinkAttention(Attention):
     def resolve_config(
         self, dtype: torch.dtype, device: torch.device | str, target: BoundCache | None = None
     ) -> AttentionConfig:
-        """Return what binding a cache would make of the request; see `Attention`.
+        """Return the config that binding a cache would give; see `Attention`.
 
         Raises:
             ConfigError: the sinks have no values yet.
@@ -168,7 +166,7 @@ class StaticSinkAttention(Attention):
             )
 
     def bind_kv_cache(self, storage: Tensor, dtype: torch.dtype, target: BoundCache | None = None) -> None:
-        """Give the layer its raw storage, fix dtype, device and backend, and write the sinks; see `Attention`.
+        """Bind the raw storage, fix dtype, device and backend, and write the sinks; see `Attention`.
 
         Raises:
             CacheError: the storage does not fit the request or has no room for the sinks, or the target differs.
@@ -179,7 +177,7 @@ class StaticSinkAttention(Attention):
         if blocks < needed:
             raise CacheError(
                 f"a KV cache of {blocks} blocks for layer {self.prefix!r} with {self.sink_len} sink tokens",
-                f"more than {needed} blocks: the null block and those of the sinks belong to no request",
+                f"more than {needed} blocks, since requests cannot use the null block and those of the sinks",
                 "allocate more blocks",
             )
         super().bind_kv_cache(storage, dtype, target)
@@ -197,7 +195,7 @@ class StaticSinkAttention(Attention):
                 )
 
     def refresh_sinks(self) -> None:
-        """Write the sinks into their blocks of the cache, changed or not; nothing if no cache is bound or it is shared.
+        """Write the sinks into their blocks of the cache; do nothing if no cache is bound or it is shared.
 
         Raises:
             ConfigError: the sinks have no values yet.
@@ -220,7 +218,7 @@ class StaticSinkAttention(Attention):
         self._written = self._versions()
 
     def write_changed_sinks(self) -> None:
-        """Call `refresh_sinks` if sinks, scales or cache are not those that were written last; host work only."""
+        """Call `refresh_sinks` if sinks, scales or cache changed since the last write; host work only."""
         if self.sink_key is None or self.kv_cache is None:
             return
         now, before = self._versions(), self._written
@@ -228,14 +226,14 @@ class StaticSinkAttention(Attention):
             self.refresh_sinks()
 
     def _versions(self) -> list[tuple[Tensor, int]]:
-        """Return what decides the stored bytes, with counts of changes in place (which inference tensors lack)."""
+        """Return the tensors that decide the stored bytes, with their versions (inference tensors have none)."""
         tensors = [t for t in (self.sink_key, self.sink_value, self.k_scale, self.v_scale) if t is not None]
         found = [(t, 0 if t.is_inference() else t._version) for t in tensors]
         return found if self.kv_cache is None else [*found, (self.kv_cache, 0)]
 
     def _apply(self, *args: Any, **kwargs: Any) -> StaticSinkAttention:
         super()._apply(*args, **kwargs)
-        # A conversion may round the sinks without counting as a change of theirs.
+        # A conversion may round the sinks without a new version.
         self._written = None
         return self
 

@@ -6,19 +6,20 @@ so the row is a decode of that many keys for any kernel.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from vattn.config.attention import AttentionConfig
 from vattn.config.dcp import DCPShard, without_dcp
 from vattn.config.mla import MLAConfig
 from vattn.kernels.triton.common.mask import count_held
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.arguments_mla import MLAAttentionArgs
+
+Args = TypeVar("Args", AttentionArgs, MLAAttentionArgs)
 
 _COLUMNS = 1024
 
@@ -81,7 +82,9 @@ def write_rows(
     return starts, lengths, table
 
 
-def _as_requests(args: Any, config: Any) -> Any:
+def attention_rows(args: Args, config: Any) -> Args:
+    """Return arguments that attend a step's rows as decodes; no feature of the config may use positions."""
+    assert args.local_seq_lens is not None
     starts, lengths, table = write_rows(
         args.query.shape[0],
         args.query_start_loc,
@@ -101,11 +104,6 @@ def _as_requests(args: Any, config: Any) -> Any:
     )
 
 
-def attention_rows(args: AttentionArgs, config: AttentionConfig) -> AttentionArgs:
-    """Return arguments that attend a step's rows as decodes; no feature of the config may use positions."""
-    return _as_requests(args, config)
-
-
 def latent_rows(args: MLAAttentionArgs, config: MLAConfig) -> tuple[MLAAttentionArgs, MLAConfig]:
     """Return arguments of `vattn::mla_attention` that attend a step's rows as decodes, and their config."""
     shard, whole = config.dcp_shard, without_dcp(config)
@@ -113,4 +111,4 @@ def latent_rows(args: MLAAttentionArgs, config: MLAConfig) -> tuple[MLAAttention
         return args._replace(local_seq_lens=None), whole
     if args.topk_indices is not None:
         args = args._replace(topk_indices=shard.local_indices(args.topk_indices))
-    return _as_requests(args, config), whole
+    return attention_rows(args, config), whole

@@ -91,7 +91,7 @@ def floor_up_to(x, most, NATIVE: tl.constexpr):
 def divide_rows(x, divisor, NATIVE: tl.constexpr):
     """Return IEEE's fp32 quotients of rows `[rows, width]` by positive divisors `[rows, 1]`.
 
-    Natively as in `vattn.kernels.triton.common.codec.encode_quotient`, with one reciprocal per row. For divisors from
+    Natively as in `vattn.kernels.triton.common.codec.divide_by_steps`, with one reciprocal per row. For divisors from
     2^-45 to 2^125, as here, no step leaves fp32's range but for quotients far below 1.
     """
     if NATIVE:

@@ -105,25 +105,33 @@ def encode(x, FORMAT: tl.constexpr, STORED: tl.constexpr):
 
 
 @triton.jit
+def divide_by_steps(x, step):
+    """Return IEEE's fp32 quotients, but for the last places of those beyond the range of FP8; `step` broadcasts.
+
+    A product with the reciprocal is within two units in the last place of the quotient; the exact remainder of an FMA
+    corrects it to the nearest. For steps so small or large that this would leave fp32's range it divides.
+    """
+    reciprocal = tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step)
+    product = x * reciprocal
+    corrected = tl.fma(tl.fma(-product, tl.zeros_like(x) + step, x), tl.zeros_like(x) + reciprocal, product)
+    # Above 2^40 the code is the largest or NaN; below 2^-40 it is zero, and the correction could lose its sign.
+    largeness = tl.abs(product)
+    quotient = tl.where((largeness < 1.0995116e12) & (largeness > 9.094947e-13), corrected, product)
+    size = tl.abs(step)
+    usual = tl.min((size > 8.6736174e-19).to(tl.int32) & (size < 1.1529215e18).to(tl.int32))
+    if usual == 0:
+        quotient = tl.div_rn(x, tl.zeros_like(x) + step)
+    return quotient
+
+
+@triton.jit
 def encode_quotient(x, scale, FORMAT: tl.constexpr, NATIVE_FP8: tl.constexpr):
     """Return fp32 x over a scale that broadcasts over it as FP8 bytes: saturating, nearest even, NaN stays NaN.
 
-    Both lowerings give the same bytes but for the kind of NaN. The native one multiplies by the reciprocal, which is
-    within two units in the last place of the quotient, and corrects it to the nearest by the exact remainder of an FMA.
-    For scales so small or large that a step would leave fp32's range it divides.
+    Both lowerings give the same bytes but for the kind of NaN.
     """
     if NATIVE_FP8:
-        reciprocal = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
-        product = x * reciprocal
-        corrected = tl.fma(tl.fma(-product, tl.zeros_like(x) + scale, x), tl.zeros_like(x) + reciprocal, product)
-        # Above 2^40 the code is the largest or NaN; below 2^-40 it is zero, and the correction could lose its sign.
-        largeness = tl.abs(product)
-        quotient = tl.where((largeness < 1.0995116e12) & (largeness > 9.094947e-13), corrected, product)
-        size = tl.abs(scale)
-        usual = tl.min((size > 8.6736174e-19).to(tl.int32) & (size < 1.1529215e18).to(tl.int32))
-        if usual == 0:
-            quotient = tl.div_rn(x, tl.zeros_like(x) + scale)
-        return encode_native(quotient, FORMAT)
+        return encode_native(divide_by_steps(x, scale), FORMAT)
     else:
         return encode(tl.div_rn(x, tl.zeros_like(x) + scale), FORMAT, tl.uint8)
 

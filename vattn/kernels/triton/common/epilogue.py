@@ -14,7 +14,15 @@ import triton
 import triton.language as tl
 
 from vattn.config.attention import AttentionConfig
-from vattn.kernels.triton.common.codec import INTERPRETED, cast, decode, encode_e2m1, encode_e4m3, encode_native
+from vattn.kernels.triton.common.codec import (
+    INTERPRETED,
+    cast,
+    decode,
+    divide_by_steps,
+    encode_e2m1,
+    encode_e4m3,
+    encode_native,
+)
 from vattn.quantization.formats import OUTPUT_FORMATS
 
 EVERY_NAN = tl.constexpr(tl.PropagateNan.ALL)
@@ -167,21 +175,6 @@ def nvfp4_scales(absmax, scale, APPROXIMATE: tl.constexpr, NATIVE_FP8: tl.conste
     block_scale = encode_output(per_block, NATIVE_FP8)
     step = decode(block_scale, "fp8_e4m3", tl.float32, NATIVE_FP8) * scale
     return block_scale, tl.where(step == 0.0, float("inf"), step)
-
-
-@triton.jit
-def divide_by_steps(x, step):
-    """Return IEEE's fp32 quotients by steps that broadcast: see `vattn.kernels.triton.common.codec.encode_quotient`."""
-    reciprocal = tl.div_rn(tl.full(step.shape, 1.0, tl.float32), step)
-    product = x * reciprocal
-    corrected = tl.fma(tl.fma(-product, tl.zeros_like(x) + step, x), tl.zeros_like(x) + reciprocal, product)
-    largeness = tl.abs(product)
-    quotient = tl.where((largeness < 1.0995116e12) & (largeness > 9.094947e-13), corrected, product)
-    size = tl.abs(step)
-    usual = tl.min((size > 8.6736174e-19).to(tl.int32) & (size < 1.1529215e18).to(tl.int32))
-    if usual == 0:
-        quotient = tl.div_rn(x, tl.zeros_like(x) + step)
-    return quotient
 
 
 @triton.jit
