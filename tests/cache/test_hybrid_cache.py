@@ -266,6 +266,7 @@ def test_equal_layers_of_different_groups_share_one_graph():
     assert len(graphs) == 1
 
 
+@pytest.mark.slow
 def test_inductor_updates_a_storage_that_two_groups_share():
     hybrid = Hybrid(kinds=Stack.KINDS[:2])
     assert len(hybrid.cache.kv_caches) == 1

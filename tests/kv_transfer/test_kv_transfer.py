@@ -168,6 +168,7 @@ def prefix_and_rest(setup, compiled):
     return keys, rest, expected
 
 
+@pytest.mark.sample(2, "True")
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_prefix_is_saved_evicted_loaded_and_continued_with_equal_bits(compiled, connector, detached):
     setup = Setup(connector)

@@ -278,6 +278,7 @@ def test_one_graph_for_all_batches(fresh_dynamo: None) -> None:
     assert len(backend.graphs) == 1
 
 
+@pytest.mark.sample(2)
 @pytest.mark.parametrize("flavour", FLAVOURS)
 def test_inductor_and_export(flavour: str, fresh_dynamo: None) -> None:
     """FP8 codes may fall on the other side of a tie where Inductor rounds a projection otherwise."""

@@ -571,6 +571,7 @@ class Block(nn.Module):
         return (self.attn(query, key, value) / 0.02).clamp(-448, 448).to(torch.float8_e4m3fn)
 
 
+@pytest.mark.slow
 def test_exports_and_fuses():
     torch._dynamo.reset()
     clear_fusion_report()

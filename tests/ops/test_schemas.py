@@ -296,6 +296,7 @@ def alias_cases() -> dict[str, tuple[Any, tuple[Any, ...]]]:
     }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("name", list(alias_cases()))
 def test_a_clone_that_is_written_stays_a_clone_when_compiled(name: str) -> None:
     """`y = x.clone(); op(y, x)` must not become `op(x, x)` (PyTorch issue 198031)."""

@@ -73,6 +73,7 @@ class Computed(fused_steps.Stack):
         return self.norm(residual + x)
 
 
+@pytest.mark.slow
 def test_tables_that_are_computed_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fused_steps, "Stack", Computed)
     code = code_of(bench(), options=vattn.options(rope="always"))

@@ -418,6 +418,7 @@ def _traced(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
     )
 
 
+@pytest.mark.slow
 def test_the_formats_compile_in_one_graph_and_give_the_same_bytes() -> None:
     compiled = torch.compile(_traced, fullgraph=True, backend="aot_eager", dynamic=True)
     for tokens in (2, 7):

@@ -51,6 +51,7 @@ def bits(text: bytes, cache: str = "auto", planted: bool = False) -> tuple[float
     return found, vattn.clip_rates(model)
 
 
+@pytest.mark.slow
 def test_bits_per_byte_are_those_of_the_model_card(heldout: bytes) -> None:
     """1.0122 was computed by transformers on dense attention, in fp32 and the same blocks; here it is four digits."""
     assert "1.0122" in (FOLDER / "README.md").read_text()
@@ -71,6 +72,7 @@ def test_fp8_cache_costs_little_without_outliers(heldout: bytes) -> None:
         assert {rate for layer in clipped.values() for rate in layer.values()} == {0.0}
 
 
+@pytest.mark.slow
 def test_outliers_change_nothing_until_unit_scales_clip_them(heldout: bytes) -> None:
     text = heldout[:4096]
     auto = bits(text)[0]
