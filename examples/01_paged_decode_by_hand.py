@@ -10,10 +10,10 @@ config = vattn.AttentionConfig(
 )
 torch.manual_seed(0)
 
-# The cache is one tensor of blocks. What nobody wrote may hold anything, NaN included.
+# The cache is one tensor of blocks. Unwritten slots may hold anything, NaN included.
 cache = torch.full(vattn.kv_cache_shape(config, num_blocks=8), float("nan"))
 
-# Two requests hold 40 and 7 tokens, in blocks that lie anywhere. The last token of each is the one that asks now.
+# Two requests hold 40 and 7 tokens, in any blocks. The last token of each is the new query.
 seq_lens, tables = [40, 7], [[5, 2, 7], [3]]
 keys = [torch.randn(n, KV_HEADS, SIZE) for n in seq_lens]
 values = [torch.randn(n, KV_HEADS, SIZE) for n in seq_lens]

@@ -8,7 +8,7 @@ import vattn
 
 
 class Layer(nn.Module):
-    """Attention and a residual: the least that can be called a layer."""
+    """Attention and a residual: a minimal layer."""
 
     def __init__(self, hidden: int, heads: int, kv_heads: int, prefix: str) -> None:
         super().__init__()

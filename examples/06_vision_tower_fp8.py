@@ -49,7 +49,7 @@ class Tower(nn.Module):
 
 def make_tower(weights: dict[str, Tensor], quant: vattn.EncoderFP8Config | None) -> Tower:
     tower = Tower(quant)
-    tower.load_state_dict(weights, strict=False)  # the file, or the last images, have the scales
+    tower.load_state_dict(weights, strict=False)  # scales come from the file or the last images
     return tower.eval().requires_grad_(False).to(DEVICE, torch.bfloat16)
 
 

@@ -56,7 +56,7 @@ class Reader:
         table.append(len(rest))
         logits = self.run(rest, table, loads=loads)
         table.free()
-        # Somebody else takes all of the cache: of the text nothing is left in it.
+        # Another request takes the whole cache and overwrites the text.
         for storage in self.cache.kv_caches:
             storage.fill_(float("nan"))
         return logits, f"{len(keys)} blocks {source}"

@@ -67,7 +67,7 @@ def run(rank, folder):
             wanted = whole(hidden, whole_builder.build([new], [total], [[1, 2, 3, 4]]))
         distance = (got - wanted).norm() / wanted.norm()
         lines.append(f"rank {rank}: holds {held} of {total} tokens, relative distance to one rank {distance:.1e}")
-    # Steps that differ are told on both ranks, before anybody waits for a result.
+    # Steps that differ are reported on both ranks, before either waits for a result.
     try:
         builder.build([1], [56 + rank], [[1, 2]])
     except vattn.errors.RankError as error:
