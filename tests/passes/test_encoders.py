@@ -63,6 +63,7 @@ MODELS: dict[str, Callable[[Callable[..., Any]], nn.Module]] = {
 }
 
 
+@pytest.mark.sample(3)
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", MODELS)
 def test_quantisation_fuses(name: str, form: str) -> None:

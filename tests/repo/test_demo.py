@@ -58,6 +58,7 @@ def test_bits_per_byte_are_those_of_the_model_card(heldout: bytes) -> None:
     assert bits(heldout)[0] == pytest.approx(1.0122, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_fp8_cache_costs_little_without_outliers(heldout: bytes) -> None:
     """e4m3 keeps 4 significant bits: about 3 % error per key and value, 0.13 % in bits per byte over the whole text.
 
@@ -109,6 +110,7 @@ def assert_same_text(model: Llama, storage: KVCacheAllocation, got: Request, exp
     assert best[0] - best[1] < 1e-3, f"texts part at token {length}, which is no near tie"
 
 
+@pytest.mark.slow
 def test_greedy_texts_do_not_depend_on_batching_or_compilation(
     eager_and_compiled: list[tuple[Llama, KVCacheAllocation, Callable[..., Tensor]]],
 ) -> None:
@@ -211,6 +213,7 @@ assert all(len(request.output) == 2 for request in requests) and speed > 0
     run_in_fresh_process(without + SETTING + run)
 
 
+@pytest.mark.slow
 def test_without_a_compiler_the_demo_says_why_and_goes_on(tmp_path: Path) -> None:
     one_layer = """
 import dataclasses
