@@ -1,4 +1,4 @@
-"""Ways to quantise attention output `o [T, N]` with a static scale `s [1]`, written as users write them."""
+"""Ways to quantise attention output `o [T, N]`, with a static scale `s [1]` or not, as users write them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,15 @@ E4M3 = torch.float8_e4m3fn
 
 def static(o: Tensor, s: Tensor) -> Tensor:
     return (o.float() / s).clamp(-448, 448).to(E4M3)
+
+
+def per_token(o: Tensor, s: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    scale = o.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-10) / 448
+    return static(o, scale), scale
+
+
+def dequantised(o: Tensor, s: Tensor) -> Tensor:
+    return static(o, s).float() * s
 
 
 def unquantised(o: Tensor, s: Tensor) -> Tensor:

@@ -81,6 +81,42 @@ class Attend(nn.Module):
         return self.form(self.attn(query, key, value), self.scale)
 
 
+class Layer(nn.Module):
+    """A projection, attention, and a residual of what a form makes of the output."""
+
+    def __init__(self, index: int, form: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(index)
+        self.qkv = nn.Linear(COLUMNS, 2 * COLUMNS, bias=False, dtype=torch.bfloat16).requires_grad_(False)
+        self.attn = vattn.Attention(HEADS, WIDTH, WIDTH**-0.5, 2, prefix=f"layers.{index}.attn")
+        self.form = form
+        self.register_buffer("scale", torch.tensor([0.0037 * (index + 1)]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = self.qkv(x).split((COLUMNS, 2 * WIDTH, 2 * WIDTH), dim=-1)
+        return x + self.form(self.attn(query, key, value), self.scale).to(x.dtype)
+
+
+class Stack(nn.Module):
+    """One layer for each form, on one cache."""
+
+    def __init__(self, forms: Sequence[Callable[..., Any]]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(index, form) for index, form in enumerate(forms))
+        vattn.allocate_kv_cache(self, num_blocks=16, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def run(target: Any, model: nn.Module, query_lens: list[int]) -> Tensor:
+    """Call a stack, or what it was compiled to, on a step of some lengths."""
+    with step(model, query_lens):
+        return target(inputs_of(sum(query_lens))[0])
+
+
 class Bundle:
     """Several forms side by side, each on the output of an attention of its own: one compile judges them all.
 

@@ -9,6 +9,8 @@ import torch
 from forms import plain, static
 from harness import Attend, inputs_of, step
 from queries import PER_TENSOR, Written, inputs
+from rope_forms import FORMS, LayerWithRope
+from rope_forms import inputs as rope_inputs
 
 import vattn
 
@@ -28,6 +30,10 @@ def main() -> None:
     if sys.argv[1] == "query":
         with torch.no_grad():
             outputs = vattn.compile(Written(PER_TENSOR["divide"]))(inputs())
+    elif sys.argv[1] == "rope":
+        with_rope = LayerWithRope(FORMS["FP8 query"])
+        with step(with_rope, [3, 4]):
+            outputs = vattn.compile(with_rope, options=vattn.options(rope="always"))(*rope_inputs(7))
     else:
         model = Attend(static) if strict else Two()
         with step(model, [3, 4]):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from forms import per_token, static
 from harness import Capture
 from torch import Tensor, nn
 
@@ -15,16 +16,7 @@ import vattn
 HEADS, SIZE = 4, 64
 
 
-def static(out: Tensor) -> Any:
-    return (out.float() / 0.0137).clamp(-448, 448).to(torch.float8_e4m3fn)
-
-
-def per_token(out: Tensor) -> Any:
-    scale = out.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-10) / 448
-    return (out.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
-
-
-def group(out: Tensor) -> Any:
+def group(out: Tensor, scale: Tensor) -> Any:
     return torch.ops.vattn.quant_fp8_group(out, 128, False, False)
 
 
@@ -37,10 +29,10 @@ class EncoderOnly(nn.Module):
     def __init__(self, form: Callable[..., Any]) -> None:
         super().__init__()
         self.attn = vattn.EncoderOnlyAttention(HEADS, SIZE, 0.1, per_layer_sliding_window=3)
-        self.form = form
+        self.form, self.scale = form, torch.tensor([0.0137])
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, offsets: Tensor) -> Any:
-        return self.form(self.attn(query, key, value))
+        return self.form(self.attn(query, key, value), self.scale)
 
 
 class Vision(nn.Module):
@@ -49,11 +41,11 @@ class Vision(nn.Module):
     def __init__(self, form: Callable[..., Any], quant: vattn.EncoderFP8Config | None = None) -> None:
         super().__init__()
         self.attn = vattn.MMEncoderAttention(HEADS, SIZE, quant_config=quant)
-        self.form = form
+        self.form, self.scale = form, torch.tensor([0.0137])
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, offsets: Tensor) -> Any:
         rows = (part[None] for part in (query, key, value))
-        return self.form(self.attn(*rows, offsets, torch.tensor(99)).squeeze(0))
+        return self.form(self.attn(*rows, offsets, torch.tensor(99)).squeeze(0), self.scale)
 
 
 MODELS: dict[str, Callable[[Callable[..., Any]], nn.Module]] = {

@@ -94,20 +94,6 @@ class Counting(CustomGraphPass):
 
 
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
-def test_a_pass_that_was_there_keeps_running() -> None:
-    mine = Counting()
-    compilers = (by_enable(None), ENTRIES["backend"], ENTRIES["options"])
-    with torch._inductor.config.patch({"force_disable_caches": True, SLOT: mine}):
-        for index, compiled in enumerate(compilers):
-            model = Attend(static)
-            torch._dynamo.reset()
-            run_and_get_codes(compiled(model), model, [3, 4])
-            assert mine.calls == index + 1
-        vattn.disable()
-        assert getattr(torch._inductor.config, SLOT) is mine
-
-
-@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
 def test_a_pass_in_the_users_options_keeps_running() -> None:
     mine, model = Counting(), Attend(static)
     with torch._inductor.config.patch(force_disable_caches=True):
@@ -117,16 +103,18 @@ def test_a_pass_in_the_users_options_keeps_running() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
+@pytest.mark.parametrize("listed", [False, True], ids=["one", "a list"])
 @pytest.mark.parametrize("entry", ["enable", "backend", "options"])
-def test_a_list_of_passes_keeps_running(entry: str) -> None:
-    """Inductor takes lists from torch 2.12 on; as ours is one pass that runs them, older ones do too."""
-    order: list[str] = []
-    passes = [Counting(), lambda graph: order.append("plain")]
-    model = Attend(static)
-    with torch._inductor.config.patch({"force_disable_caches": True, SLOT: passes}):
+def test_passes_that_were_there_keep_running(entry: str, listed: bool) -> None:
+    """Inductor takes lists from torch 2.12 on; vattn's is one pass that runs them, on older versions too."""
+    calls: list[str] = []
+    mine, model = Counting(), Attend(static)
+    taken = [mine, lambda graph: calls.append("plain")] if listed else mine
+    with torch._inductor.config.patch({"force_disable_caches": True, SLOT: taken}):
         run_and_get_codes(ENTRIES[entry](model), model, [3, 4])
         vattn.disable()
-    assert passes[0].calls == 1 and order == ["plain"]
+        assert getattr(torch._inductor.config, SLOT) == taken
+    assert mine.calls == 1 and calls == ["plain"] * listed
     assert vattn.fusion_report().count("fused") == 1
 
 

@@ -1,4 +1,4 @@
-"""The output pass around latent attention: what a model quantises behind the layer, the op writes itself."""
+"""The output pass around latent attention: what a model quantises after the layer, the op writes itself."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from forms import per_token, static
 from torch import Tensor, nn
 
 import vattn
@@ -13,16 +14,7 @@ import vattn
 N, P, R, V, L = 4, 16, 8, 32, 32
 
 
-def static(x: Tensor) -> Tensor:
-    return (x.float() / 0.02).clamp(-448, 448).to(torch.float8_e4m3fn)
-
-
-def per_token(x: Tensor) -> tuple[Tensor, Tensor]:
-    scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
-    return (x.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn), scale
-
-
-def group(x: Tensor) -> Any:
+def group(x: Tensor, scale: Tensor) -> Any:
     return torch.ops.vattn.quant_fp8_group(x, 64, False, False)
 
 
@@ -31,16 +23,16 @@ class Quantised(nn.Module):
         super().__init__()
         self.proj = nn.Linear(L, N * (P + V), bias=False)
         self.attn = vattn.MLAAttention(N, 0.2, P, R, V, None, L, self.proj, prefix="0.attn")
-        self.quantise = quantise
+        self.quantise, self.scale = quantise, torch.tensor([0.02])
 
     def forward(self, *inputs: Tensor) -> Any:
-        return self.quantise(self.attn(*inputs))
+        return self.quantise(self.attn(*inputs), self.scale)
 
 
 @pytest.mark.parametrize(
     ("quantise", "name"), [(static, "fp8_static"), (per_token, "fp8_per_token"), (group, "fp8_group64")]
 )
-def test_what_is_quantised_behind_the_layer_is_written_by_the_op(quantise: Any, name: str) -> None:
+def test_what_is_quantised_after_the_layer_is_written_by_the_op(quantise: Any, name: str) -> None:
     model = Quantised(quantise)
     vattn.allocate_kv_cache(model, num_blocks=8, dtype=torch.float32)
     builder = vattn.AttentionMetadataBuilder(max_num_reqs=2, max_num_tokens=16, max_seq_len=64, layers=model)

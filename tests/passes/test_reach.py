@@ -9,6 +9,7 @@ from typing import Any
 import harness
 import pytest
 import torch
+from forms import per_token, static
 from harness import Bundle, Capture, captured_bundle, step
 from queries import Written
 from queries import inputs as query_inputs
@@ -27,43 +28,34 @@ E4M3 = torch.float8_e4m3fn
 LENGTHS = [30, 25]
 
 
-def cast(x: Tensor, s: Tensor) -> Tensor:
-    return (x.float() / s).clamp(-448, 448).to(E4M3)
-
-
-def by_token(x: Tensor) -> tuple[Tensor, Tensor]:
-    scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
-    return (x.float() / scale).clamp(-448, 448).to(E4M3), scale
-
-
 def later_ones(o: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     return torch.cat((o[:40], change(o[40:])))
 
 
 NOT_ALIKE: dict[str, tuple[Callable[..., Any], str]] = {
-    "zeros from a token on": (lambda o, s: cast(later_ones(o, torch.zeros_like), s), ""),
-    "another scale from a token on": (lambda o, s: cast(later_ones(o, lambda x: x * 2), s), ""),
-    "by token, zeros from one on": (lambda o, s: by_token(later_ones(o, torch.zeros_like)), ""),
-    "from the end": (lambda o, s: cast(torch.cat((o[:-40] * 2, o[-40:])), s), ""),
+    "zeros from a token on": (lambda o, s: static(later_ones(o, torch.zeros_like), s), ""),
+    "another scale from a token on": (lambda o, s: static(later_ones(o, lambda x: x * 2), s), ""),
+    "by token, zeros from one on": (lambda o, s: per_token(later_ones(o, torch.zeros_like)), ""),
+    "from the end": (lambda o, s: static(torch.cat((o[:-40] * 2, o[-40:])), s), ""),
     "of columns behind each other": (
-        lambda o, s: cast(torch.cat((o.flatten()[: 40 * 256], o.flatten()[40 * 256 :] * 2)), s),
+        lambda o, s: static(torch.cat((o.flatten()[: 40 * 256], o.flatten()[40 * 256 :] * 2)), s),
         "",
     ),
     "counted": (
-        lambda o, s: cast(torch.where((o[:, :1] == o[:, :1]).cumsum(0) < 40, o, 0.0), s),
+        lambda o, s: static(torch.where((o[:, :1] == o[:, :1]).cumsum(0) < 40, o, 0.0), s),
         "cumsum runs along the tokens",
     ),
     "how many there are": (
-        lambda o, s: cast(torch.where((o[:, :1] == o[:, :1]).sum() < 40, o, 0.0), s),
+        lambda o, s: static(torch.where((o[:, :1] == o[:, :1]).sum() < 40, o, 0.0), s),
         "sum runs along the tokens",
     ),
 }
 ALIKE: dict[str, Callable[..., Any]] = {
-    "the first of them": lambda o, s: cast(o[:40], s),
-    "all but the first": lambda o, s: cast(o[40:], s),
-    "all but the last": lambda o, s: cast(o[:-40], s),
-    "the first of them, by token": lambda o, s: by_token(o[:40]),
-    "taken apart and joined": lambda o, s: torch.cat((cast(o[:40], s), cast(o[40:], s))),
+    "the first of them": lambda o, s: static(o[:40], s),
+    "all but the first": lambda o, s: static(o[40:], s),
+    "all but the last": lambda o, s: static(o[:-40], s),
+    "the first of them, by token": lambda o, s: per_token(o[:40]),
+    "taken apart and joined": lambda o, s: torch.cat((static(o[:40], s), static(o[40:], s))),
 }
 
 

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,17 +17,16 @@ from hypothesis import strategies as st
 from rope_forms import (
     FORMS,
     HEADS,
-    KV_HEADS,
     WIDTH,
     LayerWithRope,
     RopeForm,
-    chunked,
     gathered,
     inputs,
     looked_up,
     swapped,
     table_of_both,
 )
+from test_entry import assert_same_but_cached, run_process
 from torch import Tensor, nn
 
 import vattn
@@ -317,37 +312,13 @@ def test_export_and_aot_inductor(tmp_path: Path) -> None:
     assert (got.float() - want.float()).norm() < 0.02 * want.float().norm()
 
 
-SECOND = """
-import json, sys, torch
-sys.path[:0] = [{here!r}, {root!r}]
-from harness import step
-from rope_forms import FORMS, LayerWithRope, inputs
-import vattn
-model = LayerWithRope(FORMS["FP8 query"])
-run = vattn.compile(model, options=vattn.options(rope="always"))
-with torch.no_grad(), step(model, [3, 4]):
-    output = run(*inputs(7))[0]
-hits = torch._dynamo.utils.counters["inductor"]["fxgraph_cache_hit"]
-print(json.dumps([hits, vattn.fusion_report().as_dict(), output.float().sum().item()]))
-"""
-
-
 @pytest.mark.long
 def test_the_report_survives_the_compile_cache(tmp_path: Path) -> None:
-    here = Path(__file__).parent
-    script = SECOND.format(here=str(here), root=str(here.parents[1]))
-    said = []
-    for _ in range(2):
-        environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            [sys.executable, "-c", script], env=environment, capture_output=True, text=True, timeout=300
-        )
-        assert done.returncode == 0, done.stderr[-2000:]
-        said.append(json.loads(done.stdout.splitlines()[-1]))
-    assert [hits for hits, *_ in said] == [0, 1]
-    assert said[0][1:] == said[1][1:]
-    (nodes,) = said[1][1].values()
-    assert nodes[0]["rope_outcome"] == "fused"
+    first, second = (run_process(tmp_path, "rope") for _ in range(2))
+    assert second["inductor"] == {"fxgraph_cache_hit": 1} and first["outputs"] == second["outputs"]
+    assert_same_but_cached(first["report"], second["report"])
+    ((node,),) = second["report"].values()
+    assert node["rope_outcome"] == "fused"
 
 
 def test_explain_fusion_shows_it() -> None:
@@ -446,8 +417,3 @@ def test_the_guide_lists_the_forms() -> None:
     for name, form in FORMS.items():
         verdict = "fused" if form.fuses else "nothing to report" if form.fuses is None else f"refused: {form.says}"
         assert f"| {name} | {verdict} |" in guide
-
-
-def test_heads_of_the_forms() -> None:
-    """The forms have fewer KV heads than heads and odd counts of neither, so that one is not taken for the other."""
-    assert HEADS != KV_HEADS and chunked in {form.write for form in FORMS.values()}

@@ -6,50 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from forms import static
-from harness import COLUMNS, HEADS, WIDTH, Attend, Capture, captured, inputs_of, step
+from forms import dequantised, static
+from harness import COLUMNS, Attend, Capture, Stack, captured, inputs_of, run, step
 from torch import Tensor, nn
 
 import vattn
 
 
-class Stack(nn.Module):
-    """Layers of attention whose output feeds an FP8 GEMM, written out, and the next layer."""
-
-    def __init__(self, layers: int, form: Any = static) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(i, form) for i in range(layers))
-        vattn.allocate_kv_cache(self, num_blocks=16, dtype=torch.bfloat16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-class Layer(nn.Module):
-    def __init__(self, index: int, form: Any) -> None:
-        super().__init__()
-        torch.manual_seed(index)
-        self.qkv = nn.Linear(COLUMNS, 2 * COLUMNS, bias=False, dtype=torch.bfloat16).requires_grad_(False)
-        self.attn = vattn.Attention(HEADS, WIDTH, WIDTH**-0.5, 2, prefix=f"layers.{index}.attn")
-        self.form = form
-        self.register_buffer("scale", torch.tensor([0.0037 * (index + 1)]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(x).split((COLUMNS, 2 * WIDTH, 2 * WIDTH), dim=-1)
-        codes = self.form(self.attn(query, key, value), self.scale)
-        return x + (codes.to(torch.float32) * self.scale).to(x.dtype)
-
-
-def run(target: Any, model: nn.Module, query_lens: list[int]) -> Tensor:
-    with step(model, query_lens):
-        return target(inputs_of(sum(query_lens))[0])
-
-
 def test_whole_model_and_varying_sizes() -> None:
     """Regions that end in other kernels; fused equals unfused compiled in every bit, with one graph for all sizes."""
-    models = [Stack(3), Stack(3)]
+    models = [Stack([dequantised] * 3), Stack([dequantised] * 3)]
     fused = vattn.compile(models[0], options=vattn.options(strict=True))
     unfused = vattn.compile(models[1])
     for query_lens in ([3, 4], [5, 1, 2], [2], [9, 9]):
@@ -60,7 +26,7 @@ def test_whole_model_and_varying_sizes() -> None:
 
 
 def test_equal_regions_share_one_fused_graph() -> None:
-    models = [Stack(12), Stack(12)]
+    models = [Stack([dequantised] * 12), Stack([dequantised] * 12)]
     vattn.compile_regions(models[0], options=vattn.options(strict=True))
     graphs = torch._dynamo.utils.counters["stats"]
     got = run(models[0], models[0], [3, 4])
@@ -68,15 +34,6 @@ def test_equal_regions_share_one_fused_graph() -> None:
     vattn.compile_regions(models[1])
     assert torch.equal(got, run(models[1], models[1], [3, 4]))
     assert [(node.outcome, node.count) for node in vattn.fusion_report()] == [("fused", 1)]
-
-
-def test_inference_mode() -> None:
-    models = [Stack(2), Stack(2)]
-    fused = vattn.compile(models[0], options=vattn.options(strict=True))
-    unfused = vattn.compile(models[1])
-    with torch.inference_mode():
-        assert torch.equal(run(fused, models[0], [3, 4]), run(unfused, models[1], [3, 4]))
-    assert vattn.fusion_report().count("fused") == 2
 
 
 def test_a_model_of_equal_layers_probes_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,7 +44,7 @@ def test_a_model_of_equal_layers_probes_once(monkeypatch: pytest.MonkeyPatch) ->
     calls: list[str] = []
     classify = match.Classifier.classify
     monkeypatch.setattr(match.Classifier, "classify", lambda self: calls.append("") or classify(self))
-    model = Stack(6)
+    model = Stack([dequantised] * 6)
     capture, _ = captured_stack(model)
     assert [node.outcome for node in capture.report] == ["fused"] * 6
     assert len(calls) == 1
@@ -102,7 +59,7 @@ def captured_stack(model: nn.Module) -> Any:
 
 
 def test_layers_that_differ_are_judged_one_by_one() -> None:
-    model = Stack(3)
+    model = Stack([dequantised] * 3)
     model.layers[1].form = lambda o, s: o
     capture, _ = captured_stack(model)
     assert [node.outcome for node in capture.report] == ["fused", "refused", "fused"]
@@ -170,7 +127,7 @@ def test_fp32_and_fp16_models() -> None:
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="older ones crash when they load the package")
 def test_export_and_aot_inductor(tmp_path: Any) -> None:
     """`torch.export` leaves assertions on the metadata of every cast behind; they must not hide the quantiser."""
-    model = Stack(2)
+    model = Stack([dequantised] * 2)
     builder = vattn.AttentionMetadataBuilder(8, 64, 64, 16, layers=model)
     sample = builder.build([2, 1], [2, 1], [[1], [2]])
     with torch.no_grad():
@@ -185,25 +142,6 @@ def test_export_and_aot_inductor(tmp_path: Any) -> None:
         # The compiled residual rounds to bf16 at other places than the eager one, which moves single codes by a step.
         want = run(model, model, query_lens).float()
         assert (got.float() - want).norm() < 0.02 * want.norm()
-
-
-def test_attention_without_a_cache() -> None:
-    """`vattn::varlen_attention` is an attention node too."""
-    config = vattn.AttentionConfig(4, 2, 32, 32, 0.2, "bfloat16", "bfloat16", block_size=0, attn_type="encoder_only")
-    config = config.replace(causality="bidirectional")
-
-    def packed(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, s: Tensor) -> Tensor:
-        out = torch.empty_like(query)
-        outputs = (out, None, None)
-        args = (query, key, value, starts, starts, *outputs, *[None] * 10, [], None, config.encode())
-        torch.ops.vattn.varlen_attention(*args)
-        return static(out.flatten(1), s)
-
-    rows = [torch.randn(7, heads, 32).bfloat16() for heads in (4, 2, 2)]
-    arguments = (*rows, torch.tensor([0, 3, 7], dtype=torch.int32), torch.tensor([0.01]))
-    got = torch.compile(packed, options=vattn.options(strict=True))(*arguments)
-    assert torch.equal(got.view(torch.uint8), packed(*arguments).view(torch.uint8))
-    assert [node.op for node in vattn.fusion_report()] == ["varlen_attention"]
 
 
 def test_a_scale_that_is_a_number_costs_no_kernel() -> None:
