@@ -13,6 +13,7 @@ from tests.support import make_config
 from vattn.__main__ import main
 from vattn.backends import choice_table, selector
 from vattn.backends.choice_table import ChoiceTable, Kind, Measured
+from vattn.calibration.result_files import write_whole
 from vattn.cli import tune
 from vattn.config.device import DeviceInfo
 from vattn.errors import ConfigError
@@ -159,7 +160,7 @@ def test_shipped_tables_are_whole_and_named_by_their_architecture(path: Path) ->
 
 def test_the_command_shows_a_table_and_refuses_what_it_cannot_do(tmp_path: Path, capsys, monkeypatch) -> None:
     path = tmp_path / "t.json"
-    tune._write(path, table(TRITON_ATTN=10.0, FLASHINFER=8.0))
+    write_whole(path, table(TRITON_ATTN=10.0, FLASHINFER=8.0).dump())
     assert not list(tmp_path.glob("*.part"))
     assert main(["tune", "--check", str(path)]) == 0
     assert "FLASHINFER 1.25" in capsys.readouterr().out
@@ -187,7 +188,7 @@ def test_measuring_with_a_clock_that_is_given(tmp_path: Path, capsys, monkeypatc
     told = capsys.readouterr().out
     assert "XFORMERS: not installed" in told and "[4/4] head 128 window, fp8, chunk 4x512 of 8k" in told
     path = tmp_path / "t.json"
-    tune._write(path, made)
+    write_whole(path, made.dump())
     assert replace(choice_table.read_table(path), source="") == made
 
     run_cell = attention.run_cell

@@ -368,8 +368,8 @@ def test_scales_that_are_not_positive_are_the_querys(scale, changes, monkeypatch
     compare(batch, *batch.expected())
     assert seen[0].scale > 0
     codes = torch.tensor([[[1.5, -2.0, 0.0]]]).to(torch.float8_e4m3fn)
-    assert flash_attn._turned(codes, -1.0).float().tolist() == [[[-1.5, 2.0, 0.0]]]
-    assert not flash_attn._turned(codes, 0.0).float().any()
+    assert flash_attn._with_positive_scale(codes, -1.0).float().tolist() == [[[-1.5, 2.0, 0.0]]]
+    assert not flash_attn._with_positive_scale(codes, 0.0).float().any()
 
 
 def test_which_steps_go_by_rows() -> None:

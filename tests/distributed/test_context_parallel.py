@@ -266,7 +266,7 @@ def test_other_layers_and_transfers_refuse_shards() -> None:
 
     layer = vattn.Attention(4, 16, 0.25, 2, context_parallel=PAIR)
     cache = vattn.allocate_kv_cache(layer, num_blocks=8, dtype=torch.float32)
-    with pytest.raises(CacheError, match="one rank's share"):
+    with pytest.raises(CacheError, match="one rank's tokens"):
         KVTransfer(layer, cache, vattn.HostMemoryConnector(memory="1MiB"))
     with pytest.raises(VattnError):
         vattn.CrossAttention(4, 16, 0.25, context_parallel=PAIR)

@@ -15,6 +15,7 @@ from vattn.config.arguments import integer
 from vattn.errors import ConfigError
 from vattn.layers.attention import Attention
 from vattn.layers.base.cache_binding import BoundCache
+from vattn.layers.base.checks import check_bound
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.forward_context import forward_context
@@ -160,7 +161,7 @@ def _runs(
             if layer.kv_sharing_target_layer_name is None:
                 left_out.append(layer.prefix or type(layer).__name__)
             continue
-        layer._check_bound(torch.empty(0, dtype=_dtype_of(layer)))
+        check_bound(layer, "query", torch.empty(0, dtype=_dtype_of(layer)))
         assert layer.config is not None
         found.setdefault(layer.config.encode(), (layer.prefix or type(layer).__name__, _caller(layer)))
     if not found:

@@ -57,7 +57,7 @@ class Lineage:
         layer = self.bindings.changed()
         if layer is not None:
             raise CacheError(
-                f"layer {layer.prefix!r} has another cache since the builder was made, or none",
+                f"layer {getattr(layer, 'prefix', type(layer).__name__)!r} has another cache since the builder was made, or none",
                 "the cache that the builder was made for, or an equal one",
                 "make a new builder after allocating caches",
             )
@@ -70,12 +70,12 @@ class Lineage:
             MetadataError: the layer is none of the builder's, and its cache is too small.
         """
         self.check_caches()
-        if self.num_blocks is None or layer.num_blocks is None or layer.num_blocks >= self.num_blocks:
+        blocks = getattr(layer, "num_blocks", None)
+        if self.num_blocks is None or blocks is None or blocks >= self.num_blocks:
             return
         raise MetadataError(
-            f"metadata of a builder for {self.num_blocks} blocks in layer {layer.prefix!r}, whose cache has "
-            f"{layer.num_blocks}",
-            f"a builder for at most {layer.num_blocks} blocks",
+            f"metadata of a builder for {self.num_blocks} blocks in layer {layer.prefix!r}, whose cache has {blocks}",
+            f"a builder for at most {blocks} blocks",
             "build the step with a builder of this layer, AttentionMetadataBuilder(..., layers=model)",
         )
 

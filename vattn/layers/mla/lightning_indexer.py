@@ -95,6 +95,11 @@ class LightningIndexer(nn.Module):
         self.register_buffer("topk_indices", topk_indices, persistent=False)
         self.register_buffer("index_cache", None, persistent=False)
 
+    @property
+    def num_blocks(self) -> int | None:
+        """Blocks of the cache; `None` before `allocate`."""
+        return None if self.index_cache is None else self.index_cache.shape[0]
+
     def allocate(self, num_blocks: int) -> None:
         """Allocate the cache, zeroed: as many blocks as the layer's own has.
 
