@@ -69,6 +69,6 @@ def let_next_kernel_start():
 
 @gluon.jit
 def take_over():
-    """Wait until the kernel before has ended; only then let the next one start, which so finds what came before."""
+    """Wait until the previous kernel has ended, then let the next one start: it may read what earlier kernels wrote."""
     wait_for_previous_kernel()
     let_next_kernel_start()

@@ -1,4 +1,4 @@
-"""Results to what the caller asked for, as `vattn.kernels.triton.common.epilogue` does it, for Gluon kernels."""
+"""Converts results to the requested output format in Gluon kernels, as `vattn.kernels.triton.common.epilogue` does."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """NVFP4 of results: block scales, and codes of 4 bits, in as few instructions and steps as may be.
 
 Exact quotients are corrected products without a branch, as the compiler's own division has them between its checks;
-approximate ones are products with the hardware's reciprocal, which is what `div.full` makes of divisors whose
-reciprocals are normal numbers. Both hold for given scales between `LEAST_SCALE` and `MOST_SCALE`, of which no step
-leaves fp32's range.
+approximate ones are products with the hardware's reciprocal, which is what `div.full` computes where the
+reciprocal is a normal number. Both hold for given scales between `LEAST_SCALE` and `MOST_SCALE`: no step leaves the
+range of fp32.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """NVFP4 of rows that another kernel stored in the model dtype: a thread quantises a whole group.
 
-The kernel behind a prefill, for which instructions count, not latency: a group of 16 columns takes about 300 of a
-thread, and nothing is exchanged between threads.
+It runs after a prefill, where the number of instructions counts, not latency: a group of 16 columns takes about 300 in
+one thread, and threads exchange nothing.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ def eighths(x):
 
 @gluon.jit
 def words_of(codes):
-    """Return int32 words of eight columns each, whose codes of 4 bits are the last of int32; others add to zero.
+    """Return int32 words of eight columns each from int32 codes in the last 4 bits; the other bits add up to zero.
 
-    What stands in front of the last three bits of a code is a multiple of 2^24, and the same in every code.
+    The bits above the last three of a code are a multiple of 2^24, and the same in every code.
     """
     c0, c1, c2, c3, c4, c5, c6, c7 = eighths(codes)
     low = c0 + c1 * 16 + (c2 + c3 * 16) * 256

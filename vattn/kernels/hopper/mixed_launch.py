@@ -60,7 +60,7 @@ def choose_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int) -> Til
     """Return the prefill kernel's row tiles: one warpgroup where a request's rows do not fill it.
 
     Heads that do not fill a tile evenly leave some of its rows unused there; a tile for each would load keys again.
-    Drafts are bound by memory, which gives keys of all heads of a request sooner than those of two.
+    Drafts are bound by memory, which delivers the keys of all heads of a request faster than the keys of two.
     """
     if not is_speculative(config, num_tokens, num_reqs):
         return TileConfig(2, packs(config), ahead=True)

@@ -1,13 +1,13 @@
-"""Device code that cuts a step's requests into work items, shared by the schedules of decode and of latent decode.
+"""Device code that splits a step's requests into work items, shared by the schedules of decode and of latent decode.
 
 A schedule is int32 `[1 + max_items + requests, FIELDS]`: a header, a record for each item, and one for each request
 that is split. An item's record names the next item of the same CTA. Lengths count in units: tiles, or groups of them.
 
 Two ways of sharing the work are estimated, and the cheaper one is taken:
 
-- Even chunks: every request is cut into equal chunks, which CTAs take in turn. The number of waves is the cheapest of a
-  few. Requests of equal lengths are cut equally, and a batch that fills the card is not cut.
-- Even shares: the requests are laid end to end, and the line is cut into as many equal shares as there are CTAs. Any
+- Even chunks: every request is split into equal chunks, which CTAs take in turn. The number of waves is the cheapest of
+  a few. Requests of equal lengths are split equally, and a batch that fills the card is not split.
+- Even shares: the requests are laid end to end, and the line is split into as many equal shares as there are CTAs. Any
   mixture of lengths is balanced, at the price of more splits.
 """
 

@@ -1,13 +1,13 @@
 """Decode of few requests in one kernel: the CTAs of a cluster share a request's KV head and merge among themselves.
 
-CTA r of a cluster attends stripes r, r + CLUSTER, ... of SLOTS tiles, a warp a tile. Where its first keys lie follows
-from its own number, so there is no schedule to read: lengths, block ids and rows are loaded side by side, then keys,
-values and the query. Every thread copies its own 16 bytes; what is hidden comes as zeros.
+CTA r of a cluster attends groups r, r + CLUSTER, ... of SLOTS tiles, one tile per warp. The position of its first keys
+follows from its rank, so there is no schedule to read: lengths, block ids and rows are loaded side by side, then keys,
+values and the query. Every thread copies its own 16 bytes; hidden tokens are filled with zeros.
 
 A CTA merges its warps, then sends each query head's partial result to the shared memory of the CTA that finishes that
-head. Two barriers of the cluster guard this. Before the first, no CTA sends: every one has begun by then, without which
-its shared memory is not its own yet. The second says that all parts have arrived; after it a CTA touches its own shared
-memory alone, so any may end. The copies of a thread and all else here go by the same proxy and need no fence for it.
+head. Two barriers of the cluster guard this. No CTA sends before the first: the shared memory of a
+CTA that has not begun is not its own yet. The second says that all parts have arrived; after it a CTA touches its own
+shared memory alone, so any may end. The copies of a thread and all else here go by the same proxy and need no fence.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def page_of(table, tile, table_tiles, PER_BLOCK: gl.constexpr):
 def first_pages(
     table, stripe, slot_c, slot_s, table_tiles, STRIPE: gl.constexpr, STAGES: gl.constexpr, PER_BLOCK: gl.constexpr
 ):
-    """Return the block ids of the first STAGES steps, those of up to four and of the last, and again of the first."""
+    """Return block ids: of the first STAGES steps, up to four; of the last; and again of the first."""
     p0 = page_of(table, stripe + slot_c, table_tiles, PER_BLOCK)
     p1 = page_of(table, stripe + STRIPE + slot_c, table_tiles, PER_BLOCK)
     p2 = page_of(table, stripe + 2 * STRIPE + slot_c, table_tiles, PER_BLOCK)

@@ -1,7 +1,7 @@
 """Decode of few requests in clusters of CTAs: which steps may go this way, and the launch.
 
-Every request has as many CTAs as the whole card, so requests of any lengths keep it busy. What splits cost otherwise, a
-schedule before the keys and a second kernel behind them, is not there.
+Every request has as many CTAs as the whole card, so requests of any lengths keep it busy. Splits need
+neither a schedule before the keys nor a second kernel after them.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ def launch_in_clusters(kernel: Any, grid: tuple[int, ...], size: int, arguments:
 def stages(config: AttentionConfig) -> int:
     """Return how many tiles a warp holds.
 
-    More than 48 KB of shared memory need the driver's leave, for which the runtime asks by what the compiler allocates
-    alone: the inbox stands beside that, so the stages take more by themselves or leave room for it.
+    A kernel must opt in to more than 48 KB of shared memory. The runtime decides by what the compiler allocates, which
+    does not include the inbox: the stages must exceed 48 KB by themselves, or leave room for the inbox below it.
     """
     if config.kv_cache_dtype not in decode_fast.QUANTISED_CACHES:
         return 3

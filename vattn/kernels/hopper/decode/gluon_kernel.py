@@ -1,8 +1,7 @@
 """The fast decode path's main kernel in Gluon: a producer warp, and consumer warps of their own tile and KV head.
 
-What differs from `vattn.kernels.hopper.decode.triton_kernel.decode_kernel`, whose schedule, partial results and numbers
-it
-shares: one warp loads and runs ahead over the ends of rows and items; a stage holds SLOTS tiles, and consumer warp
+It shares the schedule, partial results and numbers of `vattn.kernels.hopper.decode.triton_kernel.decode_kernel`. The
+differences: one warp loads and runs ahead over the ends of rows and items; a stage holds SLOTS tiles, and consumer warp
 (slot, head) works on one tile of one head; the slots are merged through shared memory at the end of a row. So one CTA
 streams as fast as several, and a batch needs fewer splits or none.
 """

@@ -3,8 +3,8 @@
 Shapes choose it: as many query rows as requests, the shape of a decode step, or a few times as many, that of a
 speculative one. The op reads no length on the host, so counts do not prove that rows are dealt out evenly; the
 schedule, made on the device, is right for any split of the rows. Where several rows of a request are attended at a
-time, requests are cut into chunks of so many, which are spread over CTAs; otherwise a request of several rows is walked
-by one CTA, one row after the other (slow, but right). Short requests that fill the card go without a schedule.
+time, requests are split into chunks of so many, which are spread over CTAs; otherwise one CTA walks a request of
+several rows, one row after the other (slow, but right). Short requests that fill the card go without a schedule.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ _SCALE_KINDS = {"none": 0, "tensor": 1, "head": 2}
 
 @dataclass(frozen=True)
 class Tuning:
-    """How the main kernel is cut.
+    """Tile config of the main kernel.
 
     Attributes:
         heads: KV heads of one CTA. Warps are heads times slots.
@@ -120,7 +120,7 @@ def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1, chunk
             return Tuning(1, min(stages, 4), ctas=2, slots=4, max_registers=128)
         if not plain and heads_per_cta(config.num_kv_heads, 4) == 4:
             return Tuning(4, stages, ctas=1, slots=2, overlap=True)
-        # With fewer registers the reduction's programs find room beside this kernel, and the next step's behind them.
+        # With fewer registers the reduction's programs fit beside this kernel, and the next step's after them.
         registers = 128 if plain and tokens == 1 else None
         return Tuning(heads, stages, ctas=1, slots=4, overlap=True, max_registers=registers)
     if large and config.head_size == 128 and _fills_waves(num_reqs, config.num_kv_heads):
@@ -149,7 +149,7 @@ def _fills_waves(num_reqs: int, num_kv_heads: int) -> bool:
 def whole_tuning(args: AttentionArgs, config: AttentionConfig) -> Tuning | None:
     """Return the tuning of a step that `accepts` took if every request is to have CTAs of its own, else `None`.
 
-    One wave of CTAs that fills the card needs no splits, and so no schedule before its keys and no kernel behind it.
+    One wave of CTAs that fills the card needs no splits, and so no schedule before its keys and no kernel after it.
     How evenly it does is not known here; block tables without room for long requests bound that.
     """
     num_reqs, room = args.seq_lens.shape[0], args.block_table.shape[1] * config.block_size

@@ -1,6 +1,6 @@
 """What the decode kernels in Gluon do with a tile: scores, online softmax, the product with values; and query loads.
 
-A warp has a tile of a KV head to itself; rows are those of `vattn.kernels.hopper.decode.triton_kernel`.
+A warp has a tile of a KV head to itself; rows are laid out as in `vattn.kernels.hopper.decode.triton_kernel`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def unpack_values(pairs):
 
 @gluon.jit
 def keep_visible(values, token, begin, end):
-    """Zero values of 16 bits whose token, the last axis, is outside [begin, end).
+    """Zero 16-bit values of tokens (the last axis) outside [begin, end).
 
     Declared impure, or the compiler would do it for every tile and choose the result afterwards.
     """

@@ -10,8 +10,8 @@ The schedule is int32 `[1 + max_items + num_reqs, FIELDS]`:
 
 `vattn.kernels.hopper.schedule` says how the work is shared. Where one row is attended at a time (no `chunks`), a
 request of several rows is one item, since its slots would not fit, and a request without rows stands for a row of
-padding. Where several are, requests are cut into chunks of so many rows first, which are treated like requests, and the
-reduction writes the padding. With LONGEST, unless 0, requests of more rows and padding are left to another kernel.
+padding. Where several are, requests are first split into chunks of so many rows, which are treated like requests, and
+the reduction writes the padding. With LONGEST, unless 0, requests of more rows and padding are left to another kernel.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def plan_kernel(
     """Write the schedule; one program, REQUESTS requests at a time. Chunks and shares are whole units of UNIT tiles."""
     PARTS: tl.constexpr = 2048 // REQUESTS if REQUESTS < 2048 else 1
     padding_row = tl.load(query_start_loc + num_reqs)
-    # Where the reduction is to start with padding: behind every row if that is not its business.
+    # First row of padding for the reduction; past every row if another kernel writes the padding.
     tl.store(schedule + 2, 0x7FFFFFFF if LONGEST else padding_row)
     if chunks is not None:
         num_reqs = cut_requests(query_start_loc, seq_lens, chunks, num_reqs, TOKENS, LONGEST, REQUESTS)

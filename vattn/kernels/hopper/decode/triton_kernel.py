@@ -115,10 +115,10 @@ def decode_low_byte(pairs):
 
 @triton.jit
 def unpack_query(codes):
-    """Turn e4m3 codes into fp16.
+    """Convert e4m3 codes to fp16.
 
-    By assembly that counts as impure, behind which the compiler does not look: operands of a dot that it sees coming
-    from 8-bit loads get a layout in which the keys, which are multiplied in 16 bits, cannot be read by ldmatrix.
+    Impure inline assembly hides the conversion from the compiler: it gives dot operands that come from 8-bit loads a
+    layout in which ldmatrix cannot read the keys, which are multiplied in 16 bits.
     """
     return tl.inline_asm_elementwise(UNPACK_KEYS, "=r,=r,r", [codes], dtype=tl.float16, is_pure=False, pack=4)
 
@@ -344,7 +344,7 @@ def store_groups(
 
 @triton.jit
 def operand_columns(WIDTH: tl.constexpr, FP8: tl.constexpr, ASSEMBLY: tl.constexpr):
-    """Return which columns of a query stand at `[WIDTH]` in its two operands; beside an FP8 cache each has half."""
+    """Return the query columns at `[WIDTH]` of its two operands; with an FP8 cache each operand holds half."""
     column = tl.arange(0, WIDTH)
     if FP8 and ASSEMBLY:
         column_a = 4 * (column // 2) + column % 2

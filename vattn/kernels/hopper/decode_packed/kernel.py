@@ -1,10 +1,10 @@
-"""Device code of the fast decode path for packed KV formats on Hopper; see `decode_fast_kernels` for how it is cut.
+"""Device code of the fast decode path for packed KV formats on Hopper; see `decode.triton_kernel` for the tiling.
 
-`codes` makes operands of codes. Scales of a token stay out of the products. Keys' multiply scores.
-Values' move into the weights, whose range fp16 could not hold: with `u = score + L(scale)`, where L is a logarithm read
-off the bits of a float, never above the true one and less than 0.09 below, and with the running maximum m of u, the
-denominator adds `exp2(score - m)` and a value gets that times its scale as its weight, which is below 2^14.1. What zero
-points and least values add is the same for all columns of a row and joins the sums at the end.
+`codes` makes operands of codes. Scales of a token stay out of the products. Scales of keys multiply the scores.
+Scales of values move into the weights, which would exceed the range of fp16. So, with `u = score + L(scale)`, where L
+is a logarithm read off the bits of a float, never above the true one and less than 0.09 below, and with the running
+maximum m of u, the denominator adds `exp2(score - m)` and a value gets that times its scale as its weight, which is
+below 2^14.1. What zero points and least values add is the same for all columns of a row and joins the sums at the end.
 
 The budget: an H200 reads about 4.6 TB/s, 20 bytes a clock and multiprocessor, so that a tile of 16 tokens of one head
 of 128 arrives every 207 clocks in FP8 and every 107 in four bits. A multiprocessor has 4 issue slots a clock, half as

@@ -1,6 +1,6 @@
 """The fast decode path of TRITON_ATTN for packed KV formats on Hopper: who may use it, and the launches.
 
-Schedule, scratch and reduction are those of `decode_fast`.
+Schedule, scratch and reduction come from `vattn.kernels.hopper.decode.launch`.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
 
 
 def choose_tuning(config: AttentionConfig, num_reqs: int, device: torch.device) -> Tuning:
-    """Return how the kernel is cut for a layer and this many requests, with heads that fill their CTAs."""
+    """Return the tile config for a layer and this many requests, with heads that fill their CTAs."""
     tuning = TUNINGS.get(config.kv_cache_dtype, Tuning(2, 4, 4))
     groups = -(-config.num_kv_heads // tuning.heads)
     if num_reqs * groups > tuning.ctas * devices.multiprocessors(device) and config.group_size <= 4:

@@ -1,13 +1,13 @@
-"""Products of few rows with a large weight on Hopper, whose weights are on their way before their input is.
+"""Products of few rows with a large weight on Hopper: the weight is loaded before the input is ready.
 
 Weights depend on nothing: a producer warp fills its ring of tiles with them while the kernel before still runs, and
-waits for that one only to fetch the input. So neither the launch, nor the way of the first bytes, nor small kernels
+waits for it only to load the input. So neither the launch, nor the latency of the first bytes, nor small kernels
 between two products stop the stream of weights. One program a multiprocessor walks over tiles of features, and its
 ring, filled on across their ends, takes most of the shared memory, so that no two of a launch share one.
 
 A tile's columns are spread over the warps, a panel of 128 bytes each; their sums are added at the end of a tile.
 
-Weights that the kernel just before has written would be read too early: they are those of a model that stays as it is.
+The weights must not change: weights that the previous kernel wrote would be read too early.
 """
 
 from __future__ import annotations

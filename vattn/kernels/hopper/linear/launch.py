@@ -1,4 +1,4 @@
-"""Which products run by the kernel whose weights are on their way before their input is, and its launch."""
+"""Which products the kernel that loads its weight before its input takes, and its launch."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def accepts(args: LinearArgs) -> bool:
     if x.dtype is torch.float32 or not 0 < x.shape[0] <= MOST_ROWS or not hopper.is_hopper(x.device):
         return False
     row_bytes = (x.shape[1] * x.itemsize, x.stride(0) * x.itemsize)
-    # A tensor map's rows lie one behind the other: those of an expanded input do not.
+    # Rows of a tensor map must not overlap; the rows of an expanded input do.
     aligned = row_bytes[0] % PANEL_BYTES == 0 and row_bytes[1] % 16 == 0 and row_bytes[1] >= row_bytes[0]
     return aligned and all(t.data_ptr() % 16 == 0 for t in (x, weight)) and weight.shape[0] > 0
 

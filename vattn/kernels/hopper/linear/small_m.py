@@ -34,7 +34,7 @@ def small_m_kernel(
     start = weight + tl.where(exists, feature, 0).to(tl.int64) * K
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
-        # Not earlier: what begins now may count on everything that came before this kernel.
+        # Not earlier: the next kernel may read what any kernel before this one wrote.
         tl.extra.cuda.gdc_launch_dependents()
     weights = start[:, None] + column[None, :]
     inputs = input + row[None, :].to(tl.int64) * input_stride + column[:, None]
@@ -90,7 +90,7 @@ def takes(args: LinearArgs) -> bool:
 
 
 def streams(args: LinearArgs) -> bool:
-    """Return whether the kernel whose weights go ahead of its input takes a product."""
+    """Return whether the kernel that loads its weight before its input takes a product."""
     if INTERPRETED.value:
         return False
     from vattn.kernels.hopper.linear import launch as few_rows_launch

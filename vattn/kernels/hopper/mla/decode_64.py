@@ -2,7 +2,7 @@
 
 The first scores the even tiles of an item, the second the odd ones, while the other exponentiates or multiplies: a
 tile's weights are multiplied by the left half of its latents in the first and by the right half in the second. Weights
-lie where the rotated keys of their tile lay, which nobody reads once its scores are there, so two tiles fit as before.
+overwrite the rotated keys of their tile, which are not read after its scores, so two tiles fit as before.
 Both warpgroups rescale by the same maxima, which they send each other a tile at a time; these move only where they have
 grown by more than 2^8. Otherwise as `vattn.kernels.hopper.mla.decode_64_gather`.
 """
@@ -117,7 +117,7 @@ def stage_of(tile, STAGE: gl.constexpr):
 def score(
     queries, query_ropes, latents, ropes, ready, tile, phase, zero, STAGE: gl.constexpr, LAYOUT: gl.constexpr
 ):  # fmt: skip
-    """Return the scores of the tile of a stage, whose parts are multiplied as they arrive."""
+    """Return the scores of the tile of a stage; its parts are multiplied as they arrive."""
     stage = stage_of(tile, STAGE)
     query = queries.index(stage - STAGE)
     query_rope = query_ropes.index(stage - STAGE)
@@ -165,7 +165,7 @@ def multiply_sent(acc, weights, room, ready, weights_ready, phase, left, FIRST: 
 
 @gluon.jit
 def total_of(sums, totals, totals_ready, read, phase, ME: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return the sums of all weights of the rows, those of both warpgroups."""
+    """Return the sums of all weights of the rows, over both warpgroups."""
     own = gl.convert_layout(gl.sum(sums, 1), LAYOUT)
     totals.index(ME).store(own)
     mbarrier.arrive(totals_ready.index(ME), count=1)
@@ -395,7 +395,7 @@ def mla_decode_64_kernel(
 ):  # fmt: skip
     """Attend blocks of cached rows, which `boxes` and `rope_boxes` load, by a FULL schedule.
 
-    The other arguments are those of `vattn.kernels.hopper.mla.decode_16_32.mla_decode_kernel`. Results of 64 whole rows
+    The other arguments are as in `vattn.kernels.hopper.mla.decode_16_32.mla_decode_kernel`. Results of 64 whole rows
     leave by bulk copies: parts, in bf16, by `partial_boxes`, others by `output_boxes`.
     """
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)

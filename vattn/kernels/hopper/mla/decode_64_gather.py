@@ -67,7 +67,7 @@ def multiply_keys(queries, query_ropes, latents, ropes, ready, stage, phase, zer
 
 @gluon.jit
 def release_queries(query_free, tile, last):
-    """After the last tile's scores let the next rows of queries be loaded, and behind them their tiles."""
+    """After the last tile's scores, let the next rows of queries be loaded, and then their tiles."""
     if tile + 1 == last:
         mbarrier.arrive(query_free.index(0), count=1)
 
@@ -245,7 +245,7 @@ def mla_decode_64_gather_kernel(
 ):  # fmt: skip
     """Attend rows of `cache` `[slots, 576]`, which `num_blocks` counts and `block_table` names, -1 for none.
 
-    The other arguments are those of `vattn.kernels.hopper.mla.decode_16_32.mla_decode_kernel`; the schedule is not
+    The other arguments are as in `vattn.kernels.hopper.mla.decode_16_32.mla_decode_kernel`; the schedule is not
     FULL. Results of 64 whole rows leave by bulk copies: parts, in bf16, by `partial_boxes`, others by `output_boxes`.
     """
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)

@@ -97,7 +97,7 @@ def queries_of(part, PANEL: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constex
 
 @gluon.jit
 def clear_codes(codes, begin, LAYOUT: gl.constexpr):
-    """Zero the rows of a tile from `begin` on: what nobody wrote may be NaN, and NaN times 0 is NaN."""
+    """Zero the rows of a tile from `begin` on: unwritten memory may hold NaN, and NaN times 0 is NaN."""
     HELD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, TILE, layout=gl.SliceLayout(1, HELD))[:, None]
     zero = gl.zeros([TILE, 64], gl.int16, HELD)

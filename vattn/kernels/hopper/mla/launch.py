@@ -1,8 +1,8 @@
 """The latent decode path of Hopper: who may use it, its schedule, and the launches.
 
-The numbers of the schedule (`vattn.kernels.hopper.mla.schedule`) lie in a tensor whose first dimension tells how many
-tokens of the query a split request may have: requests of more tokens than the shapes of a step let expect run unsplit,
-which is slow, but right.
+The numbers of the schedule (`vattn.kernels.hopper.mla.schedule`) are in a tensor. Its first dimension is how many query
+tokens a split request may have: requests of more tokens than the shapes of a step suggest run unsplit, which is slow,
+but right.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def _can_run(config: MLAConfig, device: torch.device) -> bool:
 
 
 def accepts(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> bool:
-    """Return whether this call goes this way: the layer is accepted, and the shapes are those of a decode step."""
+    """Return whether this path takes the call: the layer is accepted, and the shapes are of a decode step."""
     num_tokens, num_reqs = absorbed.shape[0], args.seq_lens.shape[0]
     return 0 < num_tokens <= MOST_QUERY_TOKENS * num_reqs and runs(config, absorbed.device)
 
@@ -134,11 +134,11 @@ def fewest(config: MLAConfig) -> int:
 
 
 def rows_of_parts(num_tokens: int, num_reqs: int, config: MLAConfig) -> int:
-    """Return the most rows of the parts that the requests of a step are cut into, 0 for steps that are not cut.
+    """Return the most rows of a part when the requests of a step are split into parts, 0 for steps that are not split.
 
     Steps of as many rows as requests are decodes. Of twice as many or another multiple all have equally many, more
-    likely than not, and keep them together. In others these differ; where most have one row, programs for one row read
-    a few keys again in less time than those for `fewest` rows take for all.
+    likely than not, and keep them together. In others the numbers differ; where most have one row, programs for one
+    row re-read a few keys in less time than programs for `fewest` rows take for all.
     """
     if num_tokens == num_reqs or num_tokens > MOST_QUERY_TOKENS * num_reqs:
         return 0
@@ -154,7 +154,7 @@ def mixes(args: MLAAttentionArgs, config: MLAConfig) -> bool:
 
 
 def plan_shape(config: MLAConfig, num_tokens: int, num_reqs: int, device: torch.device) -> tuple[int, ...]:
-    """Return the shape of a step's plan, which tells how it is cut; its size never falls with the batch."""
+    """Return the shape of a step's plan, which tells how the step is split; its size never falls with the batch."""
     room = _schedule_room(num_reqs, device) + planned_room(config, num_tokens, num_reqs, device)
     if num_tokens > MOST_QUERY_TOKENS * num_reqs:
         return MIXED, room // MIXED
@@ -174,12 +174,12 @@ def _even(count: int) -> int:
 
 
 def most_parts(num_reqs: int, most: int) -> int:
-    """Return how many parts of `most` rows the requests of a step may be cut into, empty ones included."""
+    """Return how many parts of `most` rows the requests of a step may be split into, empty ones included."""
     return num_reqs * (MOST_QUERY_TOKENS // most + 1)
 
 
 def parts_in(plan: Tensor, num_reqs: int) -> Parts:
-    """Return where the plan of a step that is cut has its parts: views."""
+    """Return the parts in the plan of a split step, as views."""
     parts = most_parts(num_reqs, plan.shape[0])
     end = plan.numel() - line_room(num_reqs)
     starts, lengths, owners = plan.view(-1)[end - 3 * _even(parts + 1) : end].chunk(3)
@@ -220,7 +220,7 @@ def lay_schedule(
     query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, way: Way, config: MLAConfig,
     owners: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write the schedule of one launch; `owners`: the requests that those of `seq_lens` are parts of."""
+    """Write the schedule of one launch; `owners`: the request that each entry of `seq_lens` is a part of."""
     num_reqs, ctas = seq_lens.shape[0], _ctas(config, way.split, seq_lens.device)
     requests = min(1024, next_power_of_two(max(32, num_reqs)))
     mla_schedule_kernel[(1,)](
@@ -242,8 +242,8 @@ def _max_items(num_reqs: int, ctas: int) -> int:
 def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> Tensor:
     """Attend absorbed queries `[T, N, 576]` to cached rows; return `[T, N, 512]` and write the LSE.
 
-    In steps of more than MOST_QUERY_TOKENS rows a request on average, those of more rows than `fewest` are left to
-    other kernels: their rows are not written in either.
+    In steps of more than MOST_QUERY_TOKENS rows a request on average, requests of more rows than `fewest` are left to
+    other kernels: their rows are written in neither result.
     """
     num_tokens, num_reqs = absorbed.shape[0], args.seq_lens.shape[0]
     most = rows_of_parts(num_tokens, num_reqs, config)
@@ -314,7 +314,7 @@ def _launch(
         mla_decode_kernel[grid](
             ROWS=rows, STAGES=_STAGES, maxnreg=_REGISTERS if rows == 16 else None, **boxes, **common
         )
-    # No request is cut into smaller parts than the schedule allows, nor into more of them than there are programs.
+    # No request is split into smaller parts than the schedule allows, nor into more of them than there are programs.
     tiles = -(-args.block_table.shape[1] * config.block_size // TILE.value)
     parts = max(1, min(ctas // num_reqs, tiles // _least_tiles(rows)))
     merge_parts(
@@ -333,7 +333,7 @@ def partial_results(slots: int, rows: int, groups: int, device: torch.device) ->
 
 
 def result_boxes(output: Tensor, partial: Tensor) -> dict[str, TensorDescriptor]:
-    """Return tensor maps over the results of 64 rows `[T * N, 512]` and those of parts `[slots * rows, 512]`."""
+    """Return tensor maps over results of 64 rows `[T * N, 512]` and over partial results `[slots * rows, 512]`."""
     layout, width = gl.NVMMASharedLayout(128, 16, 2), LATENT.value
     return {
         name: TensorDescriptor(rows, list(rows.shape), [width, 1], [64, width // 2], layout)

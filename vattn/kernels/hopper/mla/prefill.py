@@ -1,7 +1,7 @@
 """Expanded latent attention on Hopper: 64 query rows a warpgroup, keys of 128 + 64 columns or 64 + 64, values of 128 or
 of 64.
 
-The scheme is that of `vattn.kernels.hopper.prefill.kernel`, whose schedule, messages and arithmetic it uses; here keys
+It uses the scheme, schedule, messages and arithmetic of `vattn.kernels.hopper.prefill.kernel`; here keys
 and values lie in a workspace (`vattn.kernels.triton.mla.prefill_kernels`), a stretch of whole tiles for every request,
 so that one copy loads a tile's keys of a head, and one the rotated keys that all heads share. It holds the keys of a
 whole step.
@@ -53,7 +53,7 @@ def load_blocks(table, key_tile, table_width, BLOCK_SIZE: gl.constexpr):
 
 @gluon.jit
 def missing_blocks(block, key_tile, most_keys, num_blocks, BLOCK_SIZE: gl.constexpr):
-    """Return a bit for each box of a tile whose block id is out of range."""
+    """Return a bit for each box of a tile with a block id out of range."""
     box, token = boxes_of(key_tile, BLOCK_SIZE)
     wrong = ((block < 0) | (block >= num_blocks)) & (token < most_keys)
     return gl.sum(wrong.to(gl.int32) << box, 0)
@@ -164,7 +164,7 @@ def finish(
     OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr, SCALE_COLUMNS: gl.constexpr, CORRECTED: gl.constexpr,
     ZEROS: gl.constexpr = False,
 ):  # fmt: skip
-    """Store this warpgroup's rows of a tile, and their logs if asked for. ZEROS: the results are known to be zeros.
+    """Store this warpgroup's rows of a tile, and their logs if requested. ZEROS: the results are known to be zeros.
 
     scale, inverse: the given scale and 1 / scale, where CORRECTED.
     """
@@ -321,7 +321,7 @@ def mla_prefill_gluon_kernel(
     """Attend every row of the schedule to the keys of its request on the line; `scale` includes log2(e).
 
     Queries are `[T, HEADS, NOPE + 64]`; a row of the workspace holds for every head NOPE columns of its key, then its
-    value. TOGETHER: heads whose tiles run side by side, few enough that their keys stay in L2. CORRECTED: quantised
+    value. TOGETHER: heads with tiles that run side by side, few enough that their keys stay in L2. CORRECTED: quantised
     outputs by `vattn.kernels.hopper.mla.prefill_store` and, NVFP4, `mla_prefill_parts`.
     """
     panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)

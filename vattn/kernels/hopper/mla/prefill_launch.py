@@ -101,7 +101,7 @@ def write_tiles(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, num
 
 
 def plan_tiles(args: MLAAttentionArgs, longest: int) -> Tensor:
-    """Return a step's row tiles, for calls that no plan came with."""
+    """Return a step's row tiles, for calls without a plan."""
     tokens, reqs = args.query.shape[0], args.seq_lens.shape[0]
     rows = 1 + 2 * max_row_tiles(tokens, reqs, ROWS)
     schedule = torch.empty((rows, RECORD_WORDS), dtype=torch.int32, device=args.query.device)

@@ -28,7 +28,7 @@ MOST_DIVISOR = gl.constexpr(2.0**50)
 
 @gluon.jit
 def rounded(x, MODEL: gl.constexpr):
-    """Return fp32 values rounded to the model dtype, as fp32. Unless told to, ptxas converts one after the other."""
+    """Return fp32 values rounded to the model dtype, as fp32. By default ptxas converts one value at a time."""
     if MODEL == gl.bfloat16:
         pairs = gl.inline_asm_elementwise(
             "cvt.rn.bf16x2.f32 $0, $2, $1;", "=r,f,f", [x], dtype=gl.bfloat16, is_pure=True, pack=2
@@ -51,9 +51,9 @@ LIMITED_QUOTIENT = gl.constexpr(
 def limited_quotients(x, divisor, reciprocal):
     """Return what codes of IEEE's fp32 quotients are made of; divisors above 0 and reciprocals broadcast.
 
-    Products beyond 2^40 are cut there ahead of the correction, which makes them as large or infinite again: none
+    Products beyond 2^40 are clamped there before the correction, which makes them as large or infinite again: none
     becomes NaN. Zeros keep their sign, since the remainder is subtracted. Reciprocals may be two units off. A divisor
-    and reciprocal of 0 stand for an infinite divisor.
+    and reciprocal of 0 represent an infinite divisor.
     """
     x, by = gl.broadcast(x, divisor)
     x, times = gl.broadcast(x, reciprocal)

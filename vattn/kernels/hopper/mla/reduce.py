@@ -24,7 +24,7 @@ def merge_parts(
     """Merge what latent decode has split, all parts of a row at once if they fit.
 
     Args:
-        rows: how many may have to be merged: those of all requests.
+        rows: how many may have to be merged: all rows of all requests.
         splits: about how many parts each has.
         heads, partial_rows: of a token, and of a slot of the partial results.
         full: see `vattn.kernels.hopper.mla.schedule`.
@@ -104,8 +104,8 @@ def mla_merge_parts_kernel(
     PANELS: tl.constexpr = LATENT // COLUMNS
     OF_REQUEST: tl.constexpr = PARTIAL_ROWS * PANELS
     number = tl.program_id(0)
-    # The schedule was there before the kernel that this one waits for began. It has a record for every program, if one
-    # of nobody, so that is read beside their number.
+    # The schedule was written before the kernel that this one waits for began. It has a record for every program, empty
+    # if need be, so the record is loaded together with the number of splits.
     splits = tl.load(schedule + 1)
     if FULL:
         first, count, start, rows = load_split(schedule, query_start_loc, max_items, number // OF_REQUEST, FULL)

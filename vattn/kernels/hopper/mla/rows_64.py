@@ -35,7 +35,7 @@ RESCALE_OPERANDS = gl.constexpr(",".join(["=f"] * VALUES + [str(i) for i in rang
 @gluon.jit
 def rescale(acc, decay):
     """Return results times the decay of their rows; a warp skips the products where no decay differs from 1."""
-    # A thread of a warpgroup has two rows of a result, whose values alternate by pairs.
+    # A thread of a warpgroup has two rows of a result; their values alternate by pairs.
     values, factors = gl.broadcast(acc, decay[:, None])
     return gl.inline_asm_elementwise(
         RESCALE, RESCALE_OPERANDS, [values, factors], dtype=gl.float32, is_pure=True, pack=64

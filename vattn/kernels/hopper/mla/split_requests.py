@@ -1,7 +1,7 @@
-"""Requests of uneven numbers of rows as more requests of a few rows each, which see what their rows saw before.
+"""Splits requests of uneven numbers of rows into requests of a few rows each; every row sees the same keys as before.
 
-Row i of a request sits at `seq_len - query_len + i`, so that the rows of a part are a request whose length ends with
-them. Parts of one program's rows each leave no request to a program that attends all of its rows one after the other.
+Row i of a request sits at `seq_len - query_len + i`, so the rows of a part form a request that ends with its last
+row. With parts of one program's rows each, no program has to attend all rows of a long request one after the other.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from vattn.kernels.triton.mla.kernels import find_request
 
 
 class Parts(NamedTuple):
-    """Requests that others were cut into, int32; those without rows have no keys either."""
+    """Requests that others were split into, int32; a request without rows has no keys either."""
 
     starts: Tensor
     """`[P + 1]`, the first row of each, and where the last ends."""

@@ -160,7 +160,7 @@ def load_blocks(
 
 @gluon.jit
 def block_row(block, num_blocks, BLOCK_SIZE: gl.constexpr):
-    """Return the first row of a block, or one behind the cache for a block that is none."""
+    """Return the first row of a block, or a row past the cache for an id out of range."""
     known = (block >= 0) & (block < num_blocks)
     return gl.where(known, block, num_blocks) * BLOCK_SIZE
 
@@ -202,7 +202,7 @@ def block_ids(table, tile, last_block, BLOCK_SIZE: gl.constexpr):
 
 @gluon.jit
 def clear_rows(latents, begin, FIRST: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
-    """Zero the rows of a tile from `begin` on, in some panels: what nobody wrote may be NaN, and NaN times 0 is NaN."""
+    """Zero the rows of a tile from `begin` on, in some panels: unwritten rows may be NaN, and NaN times 0 is NaN."""
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, TILE, layout=gl.SliceLayout(1, ROWS))[:, None]
     flat = shaped(latents, [8 * TILE, 64], LAYOUT)

@@ -1,6 +1,6 @@
 """The converter warps of the Hopper prefill kernel: tiles of an FP8 cache into what the matrix instructions take.
 
-- FP8 queries are multiplied in FP8. Its second product wants values whose tokens are contiguous: `transpose_tile`
+- FP8 queries are multiplied in FP8. Its second product needs values with contiguous tokens: `transpose_tile`
   transposes them on the way through shared memory. Inside each 16 tokens the order is permuted, position
   4 q + 2 i + e holding token 8 i + 2 q + e, so that the weights already lie as the product takes them.
 - 16-bit queries are multiplied in fp16, which holds every FP8 value: `widen_tile` turns keys and values into it.
@@ -43,13 +43,13 @@ def transpose_tile(
     A thread of the layout holds tokens 2 q, 2 q + 1, 8 + 2 q and 9 + 2 q of a pair of columns, next to each other.
     """
     PANELS: gl.constexpr = KEYS // PANEL_TOKENS
-    # A panel of the tile has 128 columns; wider rows are several, one behind the other.
+    # A panel of the tile has 128 columns; wider rows are several panels, one after the other.
     COLUMNS: gl.constexpr = 128 if D >= 128 else D
     PARTS: gl.constexpr = D // COLUMNS
     PAIRS: gl.constexpr = COLUMNS // 2
     as_pairs: gl.constexpr = gl.NVMMASharedLayout(COLUMNS, 16, 2)
     as_panel: gl.constexpr = gl.NVMMASharedLayout(PANEL_TOKENS, 8, 2)
-    # Half of the pairs of columns are those of other warps, or a thread's own where there are fewer warps.
+    # Half of the column pairs belong to other warps, or to the same thread where there are fewer warps.
     MORE: gl.constexpr = [[32, 0]] if PAIRS == 64 and WARPS == 2 else []
     in_thread: gl.constexpr = [[0, 1], [0, 8], [8, 0], [0, 16]] + ([[0, 32]] if PANEL_TOKENS == 64 else []) + MORE
     WARP: gl.constexpr = [[16, 0]] if WARPS == 2 else [[16, 0], [32, 0] if PAIRS == 64 else [0, 0]]

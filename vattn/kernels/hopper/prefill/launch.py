@@ -2,7 +2,7 @@
 
 An FP8 query on an FP8 cache is multiplied in FP8, the weights included. They are rounded to e4m3, half a unit of which
 is 2**-4 of a weight, so a row is off by at most that much of its size and by 2 % as a rule. Scores are summed 32
-products at a time, and each time what lies more than 13 bits below the largest exponent is cut off:
+products at a time, and each time bits more than 13 below the largest exponent are truncated:
 `tests/kernels/fp8_products.py` does the same bit by bit. With a 16-bit query an FP8 cache is widened to fp16 without
 loss.
 
@@ -107,7 +107,7 @@ class TileConfig:
 
 
 def packs(config: AttentionConfig) -> int:
-    """Return how many heads of a token may be rows of one tile: those of a group if they fill tiles evenly, else 1."""
+    """Return how many heads of a token may be rows of one tile: a whole group if it fills tiles evenly, else 1."""
     group = config.group_size
     return group if group <= 16 and GROUP_ROWS.value % group == 0 else 1
 
@@ -148,7 +148,7 @@ def sees_few_keys(config: AttentionConfig) -> bool:
 def heads_together(config: AttentionConfig, rows_per_request: int) -> int:
     """Return how many KV heads of prompts run side by side: two, or eight where that was faster on an H200.
 
-    Not timed: heads of 128 whose FP8 cache is widened.
+    Not timed: heads of 128 with an FP8 cache that is widened.
     """
     timed = config.head_size == 256 or (config.head_size == 128 and products_of(config) != "widened")
     return 8 if timed and config.sliding_window is None and LEAST_TOGETHER <= rows_per_request <= MOST_TOGETHER else 2
@@ -254,7 +254,7 @@ def prefill(args: AttentionArgs, config: AttentionConfig, tiles: TileConfig | No
 
 
 def computes_scales(config: AttentionConfig) -> bool:
-    """Return whether the kernel computes the scales of the output format: those of FP8 groups inside a head.
+    """Return whether the kernel computes the scales of the output format: of FP8 groups inside a head.
 
     NVFP4 and IEEE's divisions are left to another kernel, as scales per token are. Their code is long and would run
     once a tile: NVFP4 took 14 % of this kernel's time, where scales per token take 4 in another. Heads of 256 of an FP8
@@ -427,7 +427,7 @@ def panels(element_size: int, width: int, rank: int) -> gl.NVMMASharedLayout:
 
 
 def query_boxes(query: Tensor, pack: int = 1) -> TensorDescriptor:
-    """Return a tensor map over queries `[T, H, D]` whose box is one warpgroup's rows, of one head or of `pack`."""
+    """Return a tensor map over queries `[T, H, D]` with boxes of one warpgroup's rows, of one head or of `pack`."""
     tokens, heads, width = query.shape
     if pack > 1:
         box = [GROUP_ROWS.value // pack, pack, width]
@@ -438,7 +438,7 @@ def query_boxes(query: Tensor, pack: int = 1) -> TensorDescriptor:
 
 
 def cache_boxes(cache: Tensor, config: AttentionConfig, tiles: TileConfig) -> TensorDescriptor:
-    """Return a tensor map over keys or values `[blocks, block_size, K, D]` whose box is a panel of a block's tokens."""
+    """Return a tensor map over keys or values `[blocks, block_size, K, D]` with boxes of one panel of a block."""
     blocks, block_size, heads, width = cache.shape
     box = [1, min(block_size, key_tile(config, tiles)), min(width, 128 // cache.itemsize)]
     if config.kv_cache_layout == "HND":

@@ -1,9 +1,9 @@
 """The producer warp of the Hopper prefill kernel: bulk tensor copies of queries, keys and values into shared memory.
 
-Nothing that no row may see is read, or it cannot matter:
+Keys that no row may see are not read, or do not affect the result:
 
 - a box of keys and values (a block, or a part of a large one) past the end of a request or before every window is
-  asked for at block -1, where the hardware fills zeros without reading;
+  requested at block -1, where the hardware fills zeros without reading;
 - the last, partly filled box of a request is loaded shifted: its rows end with the last token, and what the shift
   brings in front is zero (or, in a large block, earlier tokens). Keys and values shift alike, so only the mask knows;
 - a block id out of range becomes block -1 too, and a word per tile tells the consumers to hide its keys.
@@ -33,7 +33,7 @@ def find_blocks(
     """Write the block id of every box of a tile, -1 where nothing is to be read.
 
     Returns:
-        A bit for each box that is needed but whose block id is out of range.
+        A bit for each needed box with a block id out of range.
     """
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     box = gl.arange(0, BOXES, layout=lanes)

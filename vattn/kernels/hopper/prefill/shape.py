@@ -12,7 +12,7 @@ class Shape:
 
     Attributes:
         HEADS, KV_HEADS, D: of the layer.
-        KV_GROUP: KV heads whose row tiles run together.
+        KV_GROUP: KV heads with row tiles that run together.
         PACK: rows of a token in one tile: 1, or as many as its KV head has query heads, or more.
         KEYS: tokens of a key tile.
         BLOCK_SIZE, HND: of the cache.

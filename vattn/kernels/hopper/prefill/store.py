@@ -16,7 +16,7 @@ def store_rows(
     GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, FILLED: gl.constexpr,
     MODEL: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr, DIRECT: gl.constexpr = False,
 ):  # fmt: skip
-    """Store this warpgroup's rows of a tile, and their logs if asked for: FILLED of a token's PACK rows.
+    """Store this warpgroup's rows of a tile, and their logs if requested: FILLED of a token's PACK rows.
 
     DIRECT: as threads hold them, without shared memory through which rows are sorted; in no groups then.
     """
