@@ -31,7 +31,7 @@ class Attention(CachedAttention):
             default of layers that name none, does not.
         prefix: unique name of the layer in its model, such as `"model.layers.3.attn"`.
         attn_type: only `"decoder"` here; other types are layers of their own.
-        kv_sharing_target_layer_name: prefix of an earlier layer whose cache this layer reads and never writes.
+        kv_sharing_target_layer_name: prefix of an earlier layer; this layer reads its cache and never writes it.
         attn_backend: name of a backend, never replaced by another; default: the first that accepts.
         head_size_v: value width; default `head_size`.
         **extra: `sinks` (`[num_heads]` learned logits; a parameter is kept, anything else copied as fp32),

@@ -28,8 +28,8 @@ class CrossAttention(CachedAttention):
     """Attend decoder tokens to all encoder states of their request.
 
     The keys and values of a request's encoder states are written to the cache in the step in which its encoder ran, and
-    read by every later step. Their rows have nothing to do with the rows of the query: they are the states of the
-    requests whose encoder ran in this step, one request after the other.
+    read by every later step. Their rows have nothing to do with the rows of the query: they are the encoder
+    states of the requests that ran their encoder in this step, one request after the other.
 
     Args:
         num_heads, head_size, scale, num_kv_heads, logits_soft_cap, cache_config, quant_config, prefix,

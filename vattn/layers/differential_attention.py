@@ -231,7 +231,7 @@ class DifferentialAttention(Attention):
         return result.returned()
 
     def _half_arguments(self, query: Tensor, step: LayerStep, index: int, op_config: str) -> AttentionArgs:
-        """Return the arguments of one half, whose output is `[T, num_heads / 2, 2 * head_size]` in the model dtype."""
+        """Return the arguments of one half; its output is `[T, num_heads / 2, 2 * head_size]` in the model dtype."""
         half = query[:, index::2]
         output = query.new_empty(half.shape[0], half.shape[1], 2 * self.head_size)
         q_scale = _every_second(self.q_scale, index)

@@ -108,8 +108,8 @@ class FP8Linear(nn.Linear):
             ShapeError: when called, with an input of another width, in another dtype than the bias or in none of a
             model, and for what `torch._scaled_mm` cannot do on a GPU, scales of rows and blocks in other dtypes than
             bf16, and blocks with K that is no multiple of 512.
-            GradientError: gradients are enabled and the input requires one. DtypeError, ScaleError: when a state
-            dict is loaded whose weight is not of codes, or whose scales are not positive, finite and in a float dtype.
+            GradientError: gradients are enabled and the input requires one. DtypeError, ScaleError: when the weight of
+            a loaded state dict is not of codes, or its scales are not positive, finite and in a float dtype.
 
     Example:
         >>> import torch

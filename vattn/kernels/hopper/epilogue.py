@@ -37,7 +37,7 @@ def load_scale(output_scale):
 def encode_e2m1(x):
     """Return fp32 values as e2m1 codes 0 to 15 in int32: saturating, nearest even, NaN as 6.
 
-    Adding a power of two whose unit in the last place is the spacing of the codes there lets the adder round.
+    Adding a power of two with a unit in the last place equal to the spacing of the codes lets the adder round.
     """
     magnitude = gl.minimum(gl.abs(x), 6.0)
     binade = gl.maximum(magnitude.to(gl.int32, bitcast=True) & 0x7F800000, 0x3F800000)

@@ -55,7 +55,7 @@ _SHARED_FIELDS = (
 
 
 def named_arguments(layer: type) -> list[str]:
-    """Return the names of a layer's arguments, those of the layer that it extends included."""
+    """Return the names of a layer's arguments, including the layer that it extends."""
     names: dict[str, None] = {}
     for owner in layer.__mro__:
         if "prefix" in names:
@@ -196,7 +196,7 @@ def kv_scale(
 
 
 def refuse_calculation(prefix: str, cache_dtype: str) -> None:
-    """Raise for `calculate_kv_scales` in a layer whose keys and values are stored without scales that are given.
+    """Raise for `calculate_kv_scales` in a layer that stores keys and values without given scales.
 
     Raises:
         ScaleError: always.

@@ -191,7 +191,7 @@ class BoundCache(CacheScales):
         return resolve_kv_cache_dtype(self._cache_dtype, dtype)
 
     def _request_config(self, dtype: torch.dtype, k_scale: Tensor | None = None) -> AttentionConfig:
-        """Describe the request for a model of `dtype`; `k_scale` stands in for the layer's own (a shared cache's)."""
+        """Describe the request for a model of `dtype`; `k_scale` replaces the layer's own (a shared cache's)."""
         config = AttentionConfig(
             dtype=dtype_name(dtype),
             kv_cache_dtype=self._canonical(dtype),
@@ -226,7 +226,7 @@ class BoundCache(CacheScales):
 
         Raises:
             CacheError: the layer would read the target's bytes differently.
-            UnsupportedRequestError: no backend, or not the one asked for, runs the request on the device.
+            UnsupportedRequestError: no backend, or not the requested one, runs the request on the device.
         """
         if target is not None:
             self._check_target(target)
@@ -241,7 +241,7 @@ class BoundCache(CacheScales):
         """Return the name of the backend that runs what the layer makes of a request.
 
         Raises:
-            UnsupportedRequestError: none, or not the one asked for, does.
+            UnsupportedRequestError: no backend, or not the requested one, does.
         """
         return selector.choose(config, device).name
 
@@ -261,12 +261,12 @@ class BoundCache(CacheScales):
         Args:
             storage: contiguous, of `kv_cache_shape(config, num_blocks)`; kept, not copied.
             dtype: model dtype, that of the queries to come.
-            target: the layer whose storage and scales this one shares; needed with `kv_sharing_target_layer_name`.
+            target: the layer to share storage and scales with; needed with `kv_sharing_target_layer_name`.
 
         Raises:
             CacheError: the storage does not fit the request, or the target's geometry differs.
             DtypeError: no model has the dtype.
-            UnsupportedRequestError: no backend, or not the one asked for, runs the request on the storage's device.
+            UnsupportedRequestError: no backend, or not the requested one, runs the request on the storage's device.
         """
         check_storage_kind(self, storage, dtype)
         if (target is None) != (self.kv_sharing_target_layer_name is None):

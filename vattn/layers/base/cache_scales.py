@@ -88,7 +88,7 @@ class CacheScales(OwnBuffers):
         self.register_buffer("clip_counts", counts, persistent=False)
 
     def _write_cache(self, query: Tensor, query_slots: Tensor, update: CacheUpdateArgs) -> None:
-        """Write keys and values into their slots; before that, calculate scales and count what clips, if asked for.
+        """Write keys and values into their slots; before that, calculate scales and count what clips, if requested.
 
         Args:
             query_slots: one entry per row of `query`; negative for rows that must not decide a scale.

@@ -1,4 +1,4 @@
-"""What a call of any layer refuses about its step and its inputs, told in the same words by all of them."""
+"""Checks of a step and of the inputs of a call, with the same error messages for every layer."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def check_context_parallel(layer: Any, num_heads: int, head_size_v: int, asked: 
 
     Args:
         num_heads, head_size_v: query heads of all ranks together, value columns of one.
-        asked: what else the layer asks for that needs every token or one rank's order, by name.
+        asked: other requested features that need every token or one rank's order, by name.
 
     Raises:
         ConfigError: heads that the ranks do not divide, or no `ContextParallel`.
@@ -104,7 +104,7 @@ def check_step_ranks(prefix: str, parallel: ContextParallel | None, metadata: At
 
 
 def all_heads(query: Tensor, parallel: ContextParallel) -> Tensor:
-    """Return a stand-in for what `gather_heads` returns, for checks: nothing is sent."""
+    """Return a placeholder for what `gather_heads` returns, for checks: nothing is sent."""
     return query[:, :1].expand(-1, query.shape[1] * parallel.world_size, -1)
 
 

@@ -110,7 +110,7 @@ class CachedAttention(BoundCache):
     def _parts(
         self, args: AttentionArgs, step: LayerStep, key: Tensor | None, value: Tensor | None
     ) -> tuple[Part, ...]:
-        """Return the calls of attention ops that share the work: one, or two whose results are merged."""
+        """Return the calls of attention ops that share the work: one, or two with results that are merged."""
         if step.prefix is not None:
             return cascade_parts(args, step.prefix, self._cascade_ops)
         if self._step_ops and key is not None and value is not None:

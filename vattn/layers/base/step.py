@@ -66,9 +66,9 @@ class LayerStep(NamedTuple):
         key_slots: one slot per row of key and value; `None` where this step writes none.
         plan: the schedule of this kind of layer, if the builder made one.
         host_plan: its half on the CPU, for a backend that plans on the host.
-        block_size: tokens per block that table and slots count in; 0: not told.
+        block_size: tokens per block that table and slots count in; 0: unknown.
         local_seq_lens: keys that this rank holds; `None` without context parallelism.
-        prefix: what all requests share, if it is attended apart; lengths and table are then those behind it.
+        prefix: what all requests share, if it is attended apart; lengths and table then exclude it.
     """
 
     query_start_loc: Tensor
@@ -119,7 +119,7 @@ class LayerStep(NamedTuple):
         """Return the step of the rows that a layer with `fast_prefill` takes; itself where all are kept.
 
         Raises:
-            MetadataError: the step has trees, whose rows count from the first new token.
+            MetadataError: the step has trees; their rows count from the first new token.
         """
         if metadata.logits_indices is None or metadata.logits_start_loc is None:
             return self
@@ -248,7 +248,7 @@ class LayerResult(NamedTuple):
         return self.returned()
 
     def returned(self) -> Tensor | tuple[Tensor, Tensor]:
-        """Return the output in the shape asked for, `[T, num_heads * head_size_v]` if none was, and its scales."""
+        """Return the output in the requested shape, by default `[T, num_heads * head_size_v]`, and its scales."""
         output = self.output.flatten(1) if self.shape is None else self.output.view(*self.shape)
         return output if self.block_scale is None else (output, self.block_scale)
 

@@ -1,10 +1,10 @@
 """Attention in two parts: two ops see different keys of the same rows, and `merge_attn_states` weighs their results.
 
 - A step with a cascade (`build(shared_prefix_len=...)`): all rows see the shared prefix at once, as if they were one
-  request's, and each request's rows see the keys behind it. Sinks count in the second part, and so do trees and flags,
+  request's, and each request's rows see the keys after it. Sinks count in the second part, and so do trees and flags,
   which are about new keys.
-- A layer with `CacheConfig.exact_prefill`: rows see the keys of earlier steps as they are stored, and those of their
-  own step as they are given. Sinks count in the first part.
+- A layer with `CacheConfig.exact_prefill`: rows see the keys of earlier steps as they are stored, and the keys of
+  their own step as they are given. Sinks count in the first part.
 
 So the schemas stay what they are, and a backend needs an LSE and one more mask (`context_only`) at most.
 """
@@ -62,7 +62,7 @@ class CascadeOps(NamedTuple):
     """Encoded configs of the two parts of a cascade.
 
     Attributes:
-        suffix: of the keys behind the prefix, by the kind of step.
+        suffix: of the keys after the prefix, by the kind of step.
         prefix: of the prefix.
         refused: why kinds are refused that have none.
         columns: of a head's output.
@@ -96,7 +96,7 @@ def cascade_ops(config: AttentionConfig, device: DeviceInfo) -> CascadeOps:
 
 
 def suffix_config(ops: CascadeOps, step: LayerStep, layer: str) -> str:
-    """Return the encoded config of what a step attends behind the prefix.
+    """Return the encoded config of what a step attends after the prefix.
 
     Raises:
         UnsupportedRequestError: the layer, or its backend, cannot attend in two parts.
@@ -112,10 +112,10 @@ def suffix_config(ops: CascadeOps, step: LayerStep, layer: str) -> str:
 
 
 def cascade_parts(args: AttentionArgs, prefix: CascadeStep, ops: CascadeOps) -> tuple[Part, Part]:
-    """Return the arguments of both parts of a cascade: the prefix, and what lies behind it.
+    """Return the arguments of both parts of a cascade: the prefix, and the keys after it.
 
     Args:
-        args: the layer's, with lengths and blocks behind the prefix and a config of `ops.suffix`; of its output only
+        args: the layer's, with lengths and blocks after the prefix and a config of `ops.suffix`; of its output only
             the rows count. The query is in the model dtype.
     """
     suffix = with_own_result(args, ops.columns, args.query.dtype)

@@ -202,7 +202,7 @@ class EncoderOnlyAttention(VarlenAttention):
             key, value: same with KV heads, in the query's dtype, or stored already in the layer's FP8 format.
             output_shape: shape of the result; default `[T, num_heads * head_size_v]`.
             metadata: this step's (`builder.build(query_lens)`); default the one of `vattn.forward_context`. Only
-                `query_start_loc` is read. Without any this is a profiling call, whose result is zero.
+                `query_start_loc` is read. Without any this is a profiling call: the result is zero.
 
         Returns:
             The output in the query's dtype (or the output format's container); rows of padding are zero. With an output

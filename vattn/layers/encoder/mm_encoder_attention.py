@@ -110,7 +110,7 @@ class MMEncoderAttention(VarlenAttention):
         self.register_buffer("amax_steps", steps if dynamic else None)
 
     def reset_amax_history(self) -> None:
-        """Forget the steps that dynamic scales come from, such as those of a warm-up on made-up images."""
+        """Forget the steps that dynamic scales come from, such as a warm-up on made-up images."""
         if self.amax_history is not None and self.amax_steps is not None:
             self.amax_history.zero_()
             self.amax_steps.zero_()

@@ -1,4 +1,4 @@
-"""`VarlenAttention`: the base of attention layers without a cache, whose keys and values come with the call.
+"""`VarlenAttention`: the base of attention layers without a cache; keys and values are arguments of the call.
 
 Nothing is bound: the op selects its backend by the request, the dtype and the device when it is called. The request is
 encoded once per model dtype when a layer is made, so that compiled code looks up a finished string.
@@ -141,7 +141,7 @@ class VarlenAttention(OwnBuffers):
         scales: Sequence[Tensor | None],
         op_config: str,
     ) -> tuple[Any, ...]:
-        """Return the arguments of `vattn::varlen_attention` in the schema's order; `scales` are those of q, k and v."""
+        """Return the arguments of `vattn::varlen_attention` in the schema's order; `scales`: of q, k and v."""
         # AOTInductor hands an op None for an empty list, so that an exported one holds a schedule of no elements.
         plan = [starts.new_empty(0)] if torch.compiler.is_exporting() else []
         return (

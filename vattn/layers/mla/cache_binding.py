@@ -231,7 +231,7 @@ class BoundLatents(OwnBuffers):
         """Return what binding a cache would make of the request, backend included; changes nothing.
 
         Raises:
-            UnsupportedRequestError: no backend, or not the one asked for, runs the request; or a cache to share.
+            UnsupportedRequestError: no backend, or not the requested one, runs the request; or a cache to share.
         """
         if target is not None:
             raise UnsupportedRequestError(
@@ -256,7 +256,7 @@ class BoundLatents(OwnBuffers):
                 an indexer that is none. Weights on meta or not finite, as before a model is loaded, are refused at
                 ranks and where others were read before; elsewhere calls refuse to run until
                 `process_weights_after_loading` was called.
-            UnsupportedRequestError: no backend, or not the one asked for, runs the request on the storage's device.
+            UnsupportedRequestError: no backend, or not the requested one, runs the request on the storage's device.
         """
         check_storage_kind(self, storage, dtype)
         config = self.resolve_config(dtype, storage.device, target)

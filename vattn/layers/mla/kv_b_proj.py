@@ -47,8 +47,8 @@ def projection_weight(module: nn.Module, rows: int, columns: int, shards: int = 
     """Return the fp32 matrix `[rows, columns]` that a linear module multiplies by, or one rank's `rows / shards` of it.
 
     Plain weights and e4m3 weights with `weight_scale` or `weight_scale_inv` (one value, one per row, or one per block)
-    are read, of distributed ones this rank's part; any other module is asked what it makes of a unit matrix, and of
-    some more to see that it is linear.
+    are read, of distributed ones this rank's part; any other module is called with a unit matrix, and with
+    some other inputs to see that it is linear.
 
     Raises:
         ConfigError: a bias, a module that is not linear, weights on meta (`WeightsWithoutValues`), or scales under both
@@ -224,7 +224,7 @@ def _made(module: nn.Module, rows: Tensor) -> Any:
 
 
 def _check_linear(module: nn.Module, unit: Tensor, made: Tensor) -> None:
-    """Refuse a module that a weight cannot stand for, by what it makes of zeros and of unit rows changed and added.
+    """Refuse a module that a weight cannot replace, by its outputs for zeros and for unit rows changed and added.
 
     No probe is larger than the unit matrix, so that a static scale of activations clips none that it did not clip.
     Signs and halves survive every rounding; a sum is rounded once more.

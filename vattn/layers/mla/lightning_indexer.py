@@ -34,7 +34,7 @@ class LightningIndexer(nn.Module):
     """Keep index keys of a layer in a paged cache of their own, and choose `topk` positions for each row.
 
     Args:
-        num_heads, head_size: heads of an index query, and their columns (those of a key), a multiple of 4.
+        num_heads, head_size: heads of an index query, and their columns (a key has as many), a multiple of 4.
         topk: positions that a row sees.
         max_tokens: tokens of the largest step, padding included.
         block_size: tokens of a block, as in the layer's own cache: both use one block table.

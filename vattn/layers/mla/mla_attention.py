@@ -42,7 +42,7 @@ class MLAAttention(BoundLatents):
         prefix: unique name of the layer in its model.
         attn_backend: name of a backend, never replaced by another; default: the first that accepts.
         use_sparse: rows see the positions alone that `indexer` lists.
-        indexer: with `use_sparse`: an object whose `topk_indices` is int32 `[max_tokens, K]`, filled before the layer
+        indexer: with `use_sparse`: an object with `topk_indices`, int32 `[max_tokens, K]`, filled before the layer
             runs: positions in its request that each row sees, -1 for none.
         **extra: `decode_threshold` (longest query that is absorbed into the latent space), `workspace_tokens` (keys and
             values of how many tokens are expanded at a time), `context_parallel`
@@ -154,7 +154,7 @@ class MLAAttention(BoundLatents):
     ) -> int:
         """Return how many bytes a step of some tokens takes beside its result, workspace included.
 
-        They are given back behind each layer. Partial results of requests that are split are not counted.
+        They are given back after each layer. Partial results of requests that are split are not counted.
 
         Args:
             num_tokens: tokens of the step.

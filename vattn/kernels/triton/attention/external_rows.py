@@ -21,10 +21,10 @@ def rows_kernel(
     query_start_loc, seq_lens, request_out, lengths_out, starts_out, num_rows, num_reqs,
     CAUSAL: tl.constexpr, STEPS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """See `vattn.backends.external_rows.rows_as_requests`. Grid: blocks of rows and of the offset behind them."""
+    """See `vattn.backends.external_rows.rows_as_requests`. Grid: blocks of rows and of the offset after them."""
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < num_rows
-    # The first request that ends behind the row.
+    # The first request that ends after the row.
     low = tl.zeros((BLOCK,), tl.int32)
     high = low + num_reqs
     for _ in tl.static_range(STEPS):

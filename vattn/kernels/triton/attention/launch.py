@@ -42,7 +42,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 def paged_attention(
     args: AttentionArgs, config: AttentionConfig, tiles: Tiles | None = None, limits: Limits | None = None
 ) -> None:
-    """Run `vattn::attention`; `tiles` overrides the choice by shape, `limits` those of the device."""
+    """Run `vattn::attention`; `tiles` overrides the choice by shape, `limits` the limits of the device."""
     key_rows, value_rows = (
         PackedRows(as_bytes(rows.codes), rows.scales) for rows in stored_views(args.kv_cache, config)
     )
@@ -163,7 +163,7 @@ def _can_be_mapped(rows: Tensor) -> bool:
 
 
 def _boxes(rows: Tensor, tile: int) -> TensorDescriptor:
-    """Return a tensor map over packed rows whose box is a tile of one head."""
+    """Return a tensor map over packed rows with boxes of one tile of one head."""
     keys, heads, width = rows.shape
     by_key, by_head, _ = rows.stride()
     return TensorDescriptor(rows, [heads, keys, width], [by_head, by_key, 1], [1, tile, width])
@@ -265,7 +265,7 @@ def finish_constants(config: AttentionConfig, split: bool, native_fp8: bool) -> 
 
 
 def update_kv_cache(args: CacheUpdateArgs, config: AttentionConfig, limits: Limits | None = None) -> None:
-    """Run `vattn::kv_cache_update`; `limits` overrides those of the device."""
+    """Run `vattn::kv_cache_update`; `limits` overrides the limits of the device."""
     if KV_FORMATS[config.kv_cache_dtype].packed:
         update_packed(args, config, limits)
         return

@@ -2,7 +2,7 @@
 
 A store encodes fp32 rows as the reference does, bit for bit. A load returns fp32 `x [rows, width]` within the range of
 fp16 and `factor [rows, 1]`: the rows are `x * factor`, still rotated and without the given scale. `TRITON_CODECS` has
-both by the name of the codec; a launcher passes those of its format to the kernel.
+both by the name of the codec; a launcher passes the two of its format to the kernel.
 
 All take PART, a tuple: columns of a row, columns of a tile (a power of two), bits of a code, columns of a rotated block
 (1: not rotated), whether signs are flipped before the rotation, the rotation's shift, and columns that share a scale.

@@ -137,7 +137,7 @@ def choose_store(part: PackedPart, words: bool) -> Any:
 
 
 def update_packed(args: CacheUpdateArgs, config: AttentionConfig, limits: Limits | None = None) -> None:
-    """Run `vattn::kv_cache_update` for a packed format; `limits` overrides those of the device."""
+    """Run `vattn::kv_cache_update` for a packed format; `limits` overrides the limits of the device."""
     num_tokens = args.key.shape[0]
     if num_tokens == 0:
         return

@@ -294,7 +294,7 @@ def round_magnitude(x):
 def nvfp4_codes(groups, absmax, given):
     """Return the e4m3 bytes of block scales and e2m1 codes, both in int32.
 
-    For usual given scales, and groups whose scale fits e4m3.
+    For usual given scales, and groups with a scale that fits e4m3.
     """
     SIXTH: tl.constexpr = 1.0 / 6.0
     SIX: tl.constexpr = -6.0

@@ -87,7 +87,7 @@ def _rotated_heads(
     """Return fp32 first and second members after norm and rotation, and the columns that are not rotated.
 
     `tables`: cosines, sines, their row, number of rows, strides. Heads are loaded before the row. With KEEP every head
-    loads the row in the layout of its own columns; otherwise threads would exchange it behind barriers.
+    loads the row in the layout of its own columns; otherwise threads would exchange it after barriers.
     """
     D: tl.constexpr = SHAPE[0]
     HALF: tl.constexpr = SHAPE[1]
@@ -273,7 +273,7 @@ def rope_update(
     """Run `vattn::rope_kv_cache_update`.
 
     Args:
-        limits, tiles: override those of the device and the default.
+        limits, tiles: override the limits of the device and the default tiles.
         next_may_start: whether the next kernel may be launched while this one runs; it must wait before it reads the
             result.
     """

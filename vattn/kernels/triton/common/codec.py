@@ -63,7 +63,7 @@ def _encode_bits(
     m_bits = magnitude.to(tl.uint32, bitcast=True)
     half = (1 << (SHIFT - 1)) - 1
     normal = ((m_bits + half + ((m_bits >> SHIFT) & 1)) >> SHIFT) - (BIAS << (23 - SHIFT))
-    # Adding MAGIC, whose unit in the last place is the spacing of the subnormals, lets the adder round.
+    # The unit in the last place of MAGIC is the spacing of the subnormals, so adding MAGIC lets the adder round.
     magic = tl.full(x.shape, MAGIC, tl.float32)
     subnormal = (magnitude + magic).to(tl.uint32, bitcast=True) - magic.to(tl.uint32, bitcast=True)
     code = tl.where(magnitude < TINY, subnormal, normal)

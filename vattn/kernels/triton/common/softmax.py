@@ -64,7 +64,7 @@ def attend_ahead(
         key_boxes, value_boxes: tensor maps over varlen keys and values.
         num_keys: all varlen keys; maps give zeros beyond them.
     """
-    # Weights and values of zero stand for the tile before the first one.
+    # Weights and values of zero represent the tile before the first one.
     before = tl.full([q.shape[0], TILE], float("-inf"), tl.float32)
     for j in tl.range(tl.where(begin < end, begin - 1, end), end, num_stages=STAGES):
         following = tl.minimum(j + 1, end - 1)

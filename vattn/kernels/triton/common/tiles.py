@@ -221,7 +221,7 @@ def _is_demanding(config: AttentionConfig, wide: int) -> bool:
 
 
 def _most_rows(wide: int, item: int, demanding: bool, limits: Limits) -> int:
-    """Return the most rows whose fp32 accumulator `[rows, wide]` fits registers."""
+    """Return the most rows for which an fp32 accumulator `[rows, wide]` fits registers."""
     if item == 4:
         return 16
     return min(limits.most_rows, {512: 32, 256: 64}.get(wide, 64 if demanding else 128))

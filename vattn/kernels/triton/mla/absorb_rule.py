@@ -8,12 +8,12 @@ _NEVER = 1 << 30
 
 
 def longest_absorbed(config: MLAConfig) -> int:
-    """Return the most tokens of a request whose rows are attended in the latent space.
+    """Return the most tokens a request may have for its rows to be attended in the latent space.
 
     An expanded key costs (P + V) L products once, and P + R + V a row; an absorbed one 2 L + R a row. Both forms cost
     the same at q = (P + V) L / (2 L - P - V) rows, 170 for DeepSeek. Expanded products run nearer to the hardware's
-    rate, so a quarter of that is taken, or the layer's `decode_threshold` where it is larger. Layers whose heads are
-    wider than the latent are always absorbed; of sparse ones requests alone are expanded whose rows list all they see.
+    rate, so a quarter of that is taken, or the layer's `decode_threshold` where it is larger. Layers with heads
+    wider than the latent are always absorbed; sparse layers expand only requests with rows that list all visible keys.
     """
     wide = config.qk_nope_head_dim + config.v_head_dim
     saved = 2 * config.kv_lora_rank - wide

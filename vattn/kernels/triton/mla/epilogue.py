@@ -1,4 +1,4 @@
-"""Finished values of latent attention to what the caller asked for: a tile of one head's columns at a time.
+"""Converts results of latent attention to the requested format: a tile of one head's columns at a time.
 
 Values are rounded to the model dtype first, then quantised, as `vattn.kernels.triton.common.epilogue` says.
 """
@@ -74,13 +74,13 @@ def epilogue_arguments(args: MLAAttentionArgs, config: MLAConfig, rows: Tensor |
 
 
 def clear_scales(args: MLAAttentionArgs, config: MLAConfig) -> None:
-    """Zero swizzled scales, whose padding no program writes."""
+    """Zero swizzled scales: no program writes their padding."""
     if OUTPUT_FORMATS[config.output_format].swizzled and args.output_block_scale is not None:
         as_bytes(args.output_block_scale).zero_()
 
 
 def finish_rows(values: Tensor, args: MLAAttentionArgs, config: MLAConfig, limits: Limits) -> None:
-    """Quantise rows `[T, N, V]` of the model dtype whose scales span heads."""
+    """Quantise rows `[T, N, V]` of the model dtype by scales that span heads."""
     fmt, scales = OUTPUT_FORMATS[config.output_format], args.output_block_scale
     assert scales is not None
     columns = config.num_heads * config.v_head_dim

@@ -94,7 +94,7 @@ def mla_indexer_score_kernel(
         scale = tl.load((row + D).to(tl.pointer_type(tl.float32)), mask=known, other=0.0)
         zero = tl.zeros([H_TILE, BLOCK_N], tl.float32)
         if NATIVE_FP8:
-            # Sums of FP8 products keep fp32's bits only where the hardware is told to.
+            # The hardware keeps fp32's bits in sums of FP8 products only on request.
             products = tl.dot(q, tl.trans(k), zero, max_num_imprecise_acc=0)
         else:
             products = dot(q, tl.trans(k), zero)

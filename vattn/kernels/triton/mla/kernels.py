@@ -40,9 +40,9 @@ def mla_update_kernel(
 
 @triton.jit
 def find_request(query_start_loc, num_reqs, target, N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the last request whose first block of BLOCK_M rows is not behind block `target`.
+    """Return the last request that begins at or before block `target` of BLOCK_M rows.
 
-    A request counts one block more than it fills. Request `num_reqs` stands for the rows of padding. With BLOCK_M 0,
+    A request counts one block more than it fills. Request `num_reqs` is the rows of padding. With BLOCK_M 0,
     `target` is a token.
     """
     low = tl.zeros([], tl.int32)

@@ -37,7 +37,7 @@ def update_cache(args: MLACacheUpdateArgs, config: MLAConfig, limits: Limits | N
 
 @dataclass(frozen=True)
 class MLATiles:
-    """How one launch of the plain kernel is cut: rows and keys of a tile, programs per request, launch options."""
+    """Tile config of one launch of the plain kernel: rows and keys of a tile, programs per request, launch options."""
 
     block_m: int
     block_n: int

@@ -1,8 +1,8 @@
-"""Where a plan of latent attention has what: work done once on the device for all layers that plan alike.
+"""Layout of a plan of latent attention: work done once on the device for all layers that plan alike.
 
-A plan is an int32 tensor. It ends with room for the line of keys of steps with prompts, whose plans have MIXED as their
-first dimension. In front of that is room for row tiles where Hopper's kernel attends prompts, and in front of both the
-decode schedule of Hopper's kernels. Shapes follow from shapes, so a step tells from them how it was planned.
+A plan is an int32 tensor; its first dimension is MIXED in steps with prompts. It ends with room for their line of keys.
+In front of that is room for row tiles where Hopper's kernel attends prompts, and in front of both the decode schedule
+of Hopper's kernels. Shapes follow from shapes, so a step tells from them how it was planned.
 """
 
 from __future__ import annotations

@@ -29,7 +29,7 @@ _LOG2E = 1.4426950408889634
 
 @dataclass(frozen=True)
 class Chunks:
-    """How the line of keys is cut: places of a chunk, what requests are aligned to, number of chunks."""
+    """Chunks of the line of keys: places of a chunk, what requests are aligned to, number of chunks."""
 
     places: int
     align: int

@@ -2,8 +2,8 @@
 
 The keys of all long requests are laid end to end on a line, each request from a multiple of ALIGN on; a chunk is a
 stretch of CHUNK places of the line. For every chunk one launch expands its rows into a workspace, and another attends
-the rows of the requests that lie in it. Rows whose keys reach over several chunks carry sums, maxima and denominators
-from launch to launch in fp32. No length is read on the host: chunks behind the end of the line find nothing to do.
+the rows of the requests that lie in it. Rows with keys in several chunks carry sums, maxima and denominators
+from launch to launch in fp32. No length is read on the host: chunks past the end of the line have no work.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ REQUESTS = tl.constexpr(1024)
 def mla_line_kernel(
     query_start_loc, seq_lens, complete, line, num_reqs, most_keys, LONGEST: tl.constexpr, ALIGN: tl.constexpr
 ):  # fmt: skip
-    """Write where each request begins on the line, and behind the last one where the line ends. Grid: 1.
+    """Write where each request begins on the line, and after the last one where the line ends. Grid: 1.
 
     With `complete` `[B]`, requests that are not complete have no place on it.
     """
@@ -57,7 +57,7 @@ def mla_complete_kernel(
     query_start_loc, seq_lens, topk_indices, complete, num_reqs, most_keys, topk_stride, topk, LONGEST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Clear `complete` of a long request one of whose rows does not list 0, 1, 2, ... up to itself. Grid: tokens."""
+    """Clear `complete` of a long request if one of its rows does not list 0, 1, 2, ... up to itself. Grid: tokens."""
     token = tl.program_id(0)
     request = find_request(query_start_loc, num_reqs, token, 1, 0)
     if request >= num_reqs:
@@ -74,7 +74,7 @@ def mla_complete_kernel(
         listed = tl.load(row + place, mask=place < limit, other=0)
         wrong += tl.sum(((place < limit) & (listed != place)).to(tl.int32), 0)
     if wrong > 0:
-        # Whoever finds something writes the same.
+        # All programs that find a difference write the same value.
         tl.store(complete + request, 0)
 
 

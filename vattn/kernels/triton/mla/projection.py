@@ -1,8 +1,8 @@
 """Latent attention's projections per head in Triton: queries into the latent space, results out of it.
 
-The second one quantises its result where it is made; no unquantised output exists. A row whose scale spans all heads
-takes two launches, which multiply twice: the first keeps the largest magnitudes alone. With OVERLAP the second one
-multiplies while the first still does.
+The second one quantises its result where it is made; no unquantised output exists. If the scale of a row spans all
+heads, two launches multiply twice: the first keeps only the largest magnitudes. With OVERLAP the second one multiplies
+while the first still does.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def mla_project_kernel(
 
     PASS "all" stores by KIND; "maxima" stores the largest magnitudes of the rounded values `[T, PARTS]` alone, "codes"
     stores rows under the scales that they make. LONGEST, unless 0: tokens of longer requests and padding are left out.
-    OVERLAP: "codes" may start while "maxima" runs, which waited for all that came before. QUICK: codes without
+    OVERLAP: "codes" may start while "maxima" runs, which waited for all kernels before it. QUICK: codes without
     branches.
     """
     TILES: tl.constexpr = (V + COLUMNS - 1) // COLUMNS
@@ -116,7 +116,7 @@ def mla_project_kernel(
 
 @dataclass(frozen=True)
 class ProjectionTiles:
-    """How one launch is cut: tokens and columns of a program, steps of the inner dimension, launch options."""
+    """Tile config of one launch: tokens and columns of a program, steps of the inner dimension, launch options."""
 
     block_m: int
     columns: int
@@ -153,9 +153,9 @@ def _is_hopper(exact: bool, limits: Limits) -> bool:
 def _deep(
     plain: ProjectionTiles, tokens: int, heads: int, inner: int, width: int, size: int, limits: Limits
 ) -> ProjectionTiles:
-    """Return tiles whose programs, all of them at a time, have as many loads under way as shared memory holds.
+    """Return tiles such that all programs together keep as many loads in flight as shared memory holds.
 
-    Where a group asks for wide tiles, rows are cut instead: by the bytes that a program reads, or that all do together,
+    Where a group needs wide tiles, rows are split instead: by the bytes that a program reads, or that all do together,
     for the L2 cache gives all multiprocessors less than half of what each could take.
     """
 

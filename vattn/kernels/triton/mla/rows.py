@@ -126,7 +126,7 @@ def store_row(
         absmax = absolute_maximum(x)
         code = encode_e4m3(tl.div_rn(absmax, tl.full(absmax.shape, 6.0, tl.float32)))
         step = decode(code, "fp8_e4m3", tl.float32, False)[:, None]
-        # A block whose scale rounds to zero is stored as zeros, and so is one whose scale is NaN.
+        # A block is stored as zeros if its scale rounds to zero or is NaN.
         ratio = tl.div_rn(x, tl.zeros_like(x) + tl.where(step > 0.0, step, 1.0))
         values = tl.where(step > 0.0, encode_e2m1(ratio), 0)
         pairs = tl.reshape(values, [L_TILE // 2, 2]) << (4 * tl.arange(0, 2))[None, :]
