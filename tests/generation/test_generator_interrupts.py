@@ -130,3 +130,52 @@ def test_cancels_of_other_threads_disturb_no_step(packed: PackedModel) -> None:
     worker.join()
     assert not faults and [len(request.output) for request in kept] == [12, 12, 12]
     check_empty(generator)
+
+
+def test_an_interruption_while_a_step_begins(packed: PackedModel) -> None:
+    """It is undone, so that the next one can run."""
+
+    class Interrupted:
+        def __init__(self, lock: Any) -> None:
+            self.lock, self.releases = lock, 0
+
+        def __enter__(self) -> None:
+            self.lock.acquire()
+
+        def __exit__(self, *error: object) -> None:
+            self.lock.release()
+            self.releases += 1
+            if self.releases == 1:
+                raise KeyboardInterrupt
+
+    generator = make_generator(packed)
+    request = generator.add([1, 2, 3], vattn.Sampling(3, stop_token_ids=()))
+    generator._lock = Interrupted(generator._lock)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        generator.step()
+    while generator.busy:
+        generator.step()
+    assert len(request.output) == 3
+
+
+def test_requests_that_are_added_while_a_step_begins(packed: PackedModel) -> None:
+    """A signal handler may do so."""
+    generator = make_generator(packed)
+    sampling = vattn.Sampling(2, stop_token_ids=())
+    requests = [generator.add([token, 4], sampling) for token in range(1, 4)]
+
+    def trace(frame: FrameType, event: str, _: Any) -> Any:
+        if frame.f_code.co_name not in ("step", "snapshot", "<dictcomp>"):
+            return None
+        if event == "line" and len(requests) < 60:
+            requests.append(generator.add([5, 6], sampling))
+        return trace
+
+    sys.settrace(trace)
+    try:
+        generator.step()
+    finally:
+        sys.settrace(None)
+    while generator.busy:
+        generator.step()
+    assert {len(request.output) for request in requests} == {2} and len(requests) > 9

@@ -45,13 +45,14 @@ class CacheBindings:
 
     def changed(self) -> Any | None:
         """Return the first layer with another cache, `None` if all have theirs."""
-        if self._epoch == _epoch:
+        epoch = _epoch
+        if self._epoch == epoch:
             return None
         for found, before in self._before:
             layer = found()
             if layer is not None and self._describe(layer) != before:
                 return layer
-        self._epoch = _epoch
+        self._epoch = epoch
         return None
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -179,7 +179,8 @@ class Generator:
         request = Request(ids, sampling, ends)
         if self.tokenizer is not None:
             request.stream = TextStream(self.tokenizer, sampling.stop_strings)
-        self.scheduler.add(request)
+        with self._lock:
+            self.scheduler.add(request)
         return request
 
     def cancel(self, request: Request) -> None:
@@ -217,24 +218,27 @@ class Generator:
         """
         self._mode.check_whole()
         self._check_cache()
-        with self._lock:
-            if self._stepping:
-                raise RequestError(
-                    "a step inside of another, from a logits processor, a criterion, a tokenizer or another thread",
-                    "one step at a time, from one thread",
-                    "add requests there, and run them by the steps that run already",
-                )
-            snapshot, self._stepping = self.scheduler.snapshot(), True
+        snapshot: dict[Request, int] | None = None
         try:
+            with self._lock:
+                if self._stepping:
+                    raise RequestError(
+                        "a step inside of another, from a logits processor, a criterion, a tokenizer or another thread",
+                        "one step at a time, from one thread",
+                        "add requests there, and run them by the steps that run already",
+                    )
+                snapshot, self._stepping = self.scheduler.snapshot(), True
             progress = self._run_step()
         except BaseException:
-            self._undo(snapshot)
+            if snapshot is not None:
+                self._undo(snapshot)
             raise
         finally:
-            with self._lock:
-                self._stepping = False
-                while self._cancelled:
-                    self.scheduler.cancel(self._cancelled.pop())
+            if snapshot is not None:
+                with self._lock:
+                    self._stepping = False
+                    while self._cancelled:
+                        self.scheduler.cancel(self._cancelled.pop())
         for one in progress if self._streams else ():
             if one.request.watcher is not None:
                 one.request.watcher.append(one)
@@ -252,7 +256,9 @@ class Generator:
     def _undo(self, snapshot: Mapping[Request, int]) -> None:
         """Undo a step: its requests have the tokens of the snapshot and wait, and the cache is empty."""
         self._ahead = None
-        for request in self.scheduler.start_over(snapshot):
+        with self._lock:
+            unfinished = self.scheduler.start_over(snapshot)
+        for request in unfinished:
             if self.tokenizer is not None:
                 request.stream = TextStream(self.tokenizer, request.sampling.stop_strings)
                 if request.output:

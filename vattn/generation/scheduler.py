@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from itertools import chain, islice
+from itertools import islice
 
 from vattn.cache.block_pool import BlockPool
 from vattn.errors import OutOfBlocksError, QueueFullError, RequestError
@@ -296,9 +296,9 @@ class Scheduler:
 
     def snapshot(self) -> dict[Request, int]:
         """Return the requests that the next step may run, in order, each with the length of its output."""
-        return {
-            request: len(request.output) for request in chain(self.running, islice(self.waiting, self.max_num_reqs))
-        }
+        # Copied first: a signal handler may add or cancel requests meanwhile.
+        requests = [*self.running, *islice(self.waiting, self.max_num_reqs)]
+        return {request: len(request.output) for request in requests}
 
     def start_over(self, snapshot: Mapping[Request, int]) -> list[Request]:
         """Empty the cache and let all unfinished requests wait, with the outputs of a snapshot; return them."""
