@@ -106,7 +106,7 @@ class Capabilities:
         format_head_sizes: head sizes that a KV, query or output format narrows `head_sizes` to, by name.
         package: what must be installed.
         output_variants: whether FP8 output codes can be multiplied instead of divided and scales have another minimum.
-        approximate_division: whether, beside that, quotients can be those of code that Inductor generates for CUDA.
+        approximate_division: whether, beside that, quotients can equal those that Inductor's CUDA code computes.
         rope_update: whether there is `rope_kv_cache_update`, for every KV format that the backend stores.
         cuda_graphs: `"full"` (captures anywhere), `"manual"` (plan outside the graph) or `"never"`.
         rounded_lse: whether softmax weights are summed after they were rounded to the model dtype, so that a

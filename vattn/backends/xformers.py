@@ -3,8 +3,8 @@
 Over a paged cache xFormers can only run decodes: one query row per request, without a window, a soft cap or a scale.
 Everything else, prefill included, runs in the kernels of TRITON_ATTN, which honour windows, soft caps and scales in
 prefill and decode alike. Which of the two takes a layer follows from its config, and for a step from the shapes alone:
-at most as many tokens as requests is a decode for xFormers, whose rows are then requests of their own, so that nothing
-is read from the device and any call can be captured in a CUDA graph.
+at most as many tokens as requests is a decode for xFormers, with a request of its own for every row, so that nothing is
+read from the device and any call can be captured in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def decode_bias(seq_lens: Tensor, block_table: Tensor, block_size: int) -> Any:
         block_size: tokens per block.
 
     Returns:
-        `PagedBlockDiagonalCausalWithOffsetPaddedKeysMask` whose tensors are the ones given. Its Python lengths are the
+        `PagedBlockDiagonalCausalWithOffsetPaddedKeysMask` over the given tensors. Its Python lengths are the
         capacity: the kernel uses their bounds alone.
     """
     template = _bias_template(seq_lens.shape[0], block_table.shape[1], block_size)

@@ -41,7 +41,7 @@ class LayerCache:
         name: the layer's prefix, or its path in the model.
         spec: what it stores; that of the target for a shared cache.
         storage: the raw storage.
-        shared_with: name of the layer whose cache it reads, `None` for its own.
+        shared_with: name of the layer that owns the cache it reads, `None` for its own.
         group: index of its group; 0 without groups.
         adds_storage: whether the storage was made for this layer; not if an earlier layer of another group has it too.
     """
@@ -94,13 +94,13 @@ class KVCacheAllocation:
 
     @property
     def reserved_blocks(self) -> int:
-        """First blocks that belong to no request, for `BlockPool(reserved=)`: the null block, and those of sinks."""
+        """First blocks that belong to no request, for `BlockPool(reserved=)`: the null block, and blocks of sinks."""
         return 1 + max((getattr(layer.spec, "sink_blocks", 0) for layer in self.layers), default=0)
 
     def blocks_per_request(self, max_seq_len: int, max_new_tokens: int = 1, max_encoder_len: int | None = None) -> int:
         """Return how many blocks one request can need at once, over all groups; arguments of `KVCacheSpec.max_blocks`.
 
-        Without groups all layers read one table, whose blocks are kept for the layer that needs them longest; blocks of
+        Without groups all layers read one table; blocks are kept for the layer that needs them longest; blocks of
         encoder states come on top.
         """
         arguments = (max_seq_len, max_new_tokens, max_encoder_len)
@@ -132,7 +132,7 @@ class KVCacheAllocation:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that the blocks hold, those of block 0 included."""
+        """Tokens that the blocks hold, block 0 included."""
         return self.num_blocks * self.block_size
 
     def __str__(self) -> str:
@@ -177,8 +177,8 @@ def allocate_kv_cache(
         device: default that of the model's parameters.
         dtype: model dtype; default that of most of the model's parameters.
         hybrid: put layers that keep their tokens for differently long (full, window, chunks, encoder states) into
-            groups, each with a block table of its own over one pool of block ids: `HybridBlockTable` frees what a
-            window has left behind, `GroupedMetadataBuilder` builds the steps. Layers of different groups share
+            groups, each with a block table of its own over one pool of block ids: `HybridBlockTable` frees blocks
+            before a window, `GroupedMetadataBuilder` builds the steps. Layers of different groups share
             storages.
         max_seq_len: with `hybrid`, length of the requests that the groups are chosen for.
 

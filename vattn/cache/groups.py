@@ -103,8 +103,8 @@ def lifetime(spec: KVCacheSpec) -> Lifetime:
 def group_layers(specs: Mapping[str, KVCacheSpec], max_seq_len: int = 32768) -> Grouping:
     """Put the layers of a hybrid model into groups.
 
-    Groups have at most a common number of layers, so that each finds a storage for all of its layers among those of the
-    largest. That number is chosen: the fewest groups whose memory for one long request is within a tenth of the least.
+    All groups have at most a common number of layers, so that each fits the storages of the largest group. The number
+    is chosen for the fewest groups with memory for one long request within a tenth of the least.
     Storages in bytes are padded to a common page size where that takes less memory.
 
     Args:

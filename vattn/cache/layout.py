@@ -110,7 +110,7 @@ def kv_cache_dtype(config: CacheGeometry) -> torch.dtype:
 
 
 def storage_alignment(config: CacheGeometry) -> int:
-    """Return what the first byte of a storage must be a multiple of, within what it is cut from."""
+    """Return the alignment in bytes of the first byte of a storage, within the memory that it is a slice of."""
     fmt = KV_FORMATS[config.kv_cache_dtype]
     if not fmt.packed:
         return fmt.element_size

@@ -31,8 +31,8 @@ class AuditRow:
 
     Attributes:
         layer: its prefix, or "all layers" where every layer does.
-        keys_clipped, values_clipped: share of values beyond what their scale can store; NaN for formats whose scales
-            follow the values.
+        keys_clipped, values_clipped: share of values beyond what their scale can store; NaN for formats with scales
+            that follow the values.
         outputs_clipped: same of the output's values; NaN where outputs are not rounded.
         drift: relative L2 difference of the logits.
         worst: largest difference of a logit.

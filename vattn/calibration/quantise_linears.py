@@ -184,7 +184,7 @@ def check_linear(root: nn.Module, name: str, linear: nn.Linear, fmt: LinearForma
 
 
 def check_device(device: torch.device, fmt: LinearFormat) -> None:
-    """Raise DeviceError for a GPU without FP8 products, or without those of blocks."""
+    """Raise DeviceError for a GPU without FP8 products, or without products of blocks."""
     if device.type != "cuda":
         return
     capability = torch.cuda.get_device_capability(device)

@@ -139,7 +139,7 @@ def _backend_rows() -> list[tuple[str, ...]]:
 
 
 def aligned(rows: Iterable[Sequence[str]], indent: str = "  ") -> str:
-    """Return rows of cells as lines whose columns start at the same place."""
+    """Return rows of cells as lines with aligned columns."""
     rows = [tuple(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (

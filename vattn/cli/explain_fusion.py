@@ -1,7 +1,7 @@
 """`python -m vattn explain-fusion module:function`: compile a user's model with the passes and print the report.
 
 The function takes no arguments and returns what to compile and what to call it with: `(model, args)`, or
-`(model, args, metadata)` for a model whose layers take the step from `vattn.forward_context`.
+`(model, args, metadata)` for a model with layers that take the step from `vattn.forward_context`.
 """
 
 from __future__ import annotations

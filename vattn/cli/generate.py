@@ -155,7 +155,7 @@ def _show_warnings(caught: list[warnings.WarningMessage]) -> None:
 
 def load_model(folder: Path, device: str, dtype: str | None) -> tuple[Any, Any]:
     """Return a local checkpoint's model in eval mode and its tokenizer; nothing is downloaded."""
-    DeviceInfo.of(device)  # an error of ours for what this machine lacks, before anything is read
+    DeviceInfo.of(device)  # raises vattn's own error for a missing device, before anything is read
     try:
         import transformers
     except ImportError as error:

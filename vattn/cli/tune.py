@@ -102,7 +102,7 @@ def measure(
         shapes, steps: names in `SHAPES` and `STEPS`.
         caches: `"bf16"` and `"fp8"`.
         replays: interleaved rounds; the median counts.
-        device_type: `"cuda"`, or `"cpu"` for tiny cells whose times mean nothing.
+        device_type: `"cuda"`, or `"cpu"` for tiny cells; their times mean nothing.
     """
     device = DeviceInfo.of(device_type)
     names = [name for name in BACKENDS if selector.get_backend(name).problem() is None]

@@ -246,7 +246,7 @@ class CUDAGraphRunner:
         )
 
     def _static_inputs(self, metadata: AttentionMetadata) -> tuple[Tensor, ...]:
-        """Return buffers for a step's inputs: views of those of the largest size, or the builder's own tensors."""
+        """Return buffers for a step's inputs: views of buffers of the largest size, or the builder's own tensors."""
         own = {tensor.data_ptr() for tensor in metadata.tensors().values()}
         made = self._make_inputs(metadata)
         listed = isinstance(made, Iterable) and not isinstance(made, Tensor)
@@ -330,7 +330,7 @@ class CUDAGraphRunner:
             metadata: from `build`.
 
         Returns:
-            What the function returns, tensors cut to the real rows. They lie in the graph's memory: the next call of
+            What the function returns, tensors sliced to the real rows. They lie in the graph's memory: the next call of
             any size overwrites them, so clone what must last.
 
         Raises:

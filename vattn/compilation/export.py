@@ -109,7 +109,7 @@ def export_step(model: nn.Module, args: tuple[Tensor, ...], metadata: AttentionM
     Raises:
         CacheNotBoundError: the model has no layer with a bound cache.
         MetadataError: the sample has fewer than 2 tokens or requests.
-        UnsupportedRequestError: the cache has groups, whose layers share storages, or a connector.
+        UnsupportedRequestError: the cache has groups (layers share storages) or a connector.
 
     Example:
         >>> import torch, vattn
@@ -148,7 +148,7 @@ def export_step(model: nn.Module, args: tuple[Tensor, ...], metadata: AttentionM
         )
     causal = metadata.causal if isinstance(metadata.causal, bool) else True
     wrapper = _Step(model, layers, causal).eval()
-    # Sample inputs are saved with the program: two blocks of cache stand for all of them.
+    # Sample inputs are saved with the program: two blocks of cache represent all of them.
     caches = {name: _two_blocks(layer.get_buffer("kv_cache")) for name, layer in layers.items()}
     sample = (args, metadata.tensors(), caches)
     with _without_caches(layers), torch.no_grad():

@@ -55,7 +55,7 @@ def warmup(
         builder: builds the steps; give it the model's `layers`.
         decode_batches: numbers of requests with one new token and as many cached ones as the builder allows.
         prefill_lens: numbers of tokens of a single new request; each also in one step with as many more such
-            requests as the builder holds, which kernels cut in another way, and in one with a decode.
+            requests as the builder holds, which kernels split in another way, and in one with a decode.
         function, make_inputs: run this (a compiled model, usually) on the inputs made for a (padded) step, as
             `CUDAGraphRunner` does, instead of the layers alone: what the compiler passes fuse is other kernels.
         progress: print a line a step to stderr, or hand it to a function; `False`: say nothing.

@@ -53,7 +53,7 @@ HEAD_PAIRS = ("none", "even", "odd")
 
 
 def check_window(window: object, name: str = "sliding_window") -> None:
-    """Refuse what is no window; `name`: of the argument that it came as.
+    """Refuse what is no window; `name`: name of the argument.
 
     Raises:
         ConfigError: neither `None` nor an integer in range.
@@ -116,7 +116,7 @@ class AttentionConfig:
         output_min_scale: computed FP8 scales are at least this; `None`: `vattn.quantization.codecs.MIN_ABSMAX / 448`.
             With 0, rows of zeros become NaN.
         attn_type: see `AttentionType`. `"encoder_decoder"`: queries and keys count their positions apart, so every row
-            sees every key of its request, and nothing that compares positions can be asked for.
+            sees every key of its request, and nothing that compares positions can be requested.
         causality: `"causal"`, `"bidirectional"`, or `"per_request"` with `causal_flags`.
         sliding_window: tokens visible to the left, itself included; bidirectional rows see |q - k| < window.
         chunk_lookback: with `sliding_window=W`: chunks of `W // (lookback + 1)` tokens, a row sees its own chunk and
@@ -357,7 +357,7 @@ class AttentionConfig:
     @staticmethod
     @lru_cache(maxsize=4096)
     def parse(text: str) -> AttentionConfig:
-        """Read what `encode` wrote, without a note behind it.
+        """Read what `encode` wrote, without a note after it.
 
         Raises:
             ConfigError: another version, an unknown field or a value out of range.
@@ -387,8 +387,8 @@ class CacheConfig:
             refused where the whole model is known (`enable`), and warned of by `vattn.allocate_kv_cache`.
         kv_cache_layout: `"NHD"` or `"HND"`.
         exact_prefill: rows see the keys and values of their own step as they are given, and only those of earlier steps
-            as they are stored. Results then depend on how a prompt is cut into steps. Nothing changes in layers whose
-            cache stores the model dtype.
+            as they are stored. Results then depend on how a prompt is split into steps. Nothing changes in layers with
+            a cache of the model dtype.
     """
 
     block_size: int = 16

@@ -67,7 +67,7 @@ class DCPShard:
         return position // self.interleave % self.world_size == self.rank
 
     def local_indices(self, positions: Tensor) -> Tensor:
-        """Return the local indices of the tokens at some positions, -1 for those of other ranks and below 0."""
+        """Return the local indices of tokens at some positions, -1 for other ranks' tokens and positions < 0."""
         return torch.where((positions >= 0) & self.owns(positions), self.count(positions), -1)
 
     def of_rank(self, rank: int) -> DCPShard:

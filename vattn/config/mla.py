@@ -44,7 +44,7 @@ class MLAConfig:
         block_size: tokens per cache block.
         kv_scale: `"tensor"` with an FP8 cache that takes one scale for latent and rotated key, `"none"` otherwise.
         query_format: `"fp8_e4m3"`, with an `fp8_e4m3` cache: queries that a backend absorbs into the latent space are
-            quantised there, latent and rotated columns by one scale, behind a rounding to the model dtype; queries that
+            quantised there, latent and rotated columns by one scale, after rounding to the model dtype; queries that
             meet expanded keys are not. `"none"`: queries stay in the model dtype.
         weight_format: see `WEIGHT_FORMATS`.
         output_format, output_arithmetic, output_min_scale: as in `AttentionConfig`, over rows of N * V columns.
@@ -198,7 +198,7 @@ class MLAConfig:
     @staticmethod
     @lru_cache(maxsize=4096)
     def parse(text: str) -> MLAConfig:
-        """Read what `encode` wrote, without a note behind it.
+        """Read what `encode` wrote, without a note after it.
 
         Raises:
             ConfigError: another version, an unknown field or a value out of range.

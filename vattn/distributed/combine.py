@@ -60,7 +60,7 @@ def combine(
 
 
 def combine_parts(outputs: Sequence[Tensor], lses: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Combine parts of one process, as `combine` does those of ranks.
+    """Combine parts of one process, as `combine` does for parts of ranks.
 
     Args:
         outputs: of each part `[T, h, V]`.

@@ -20,8 +20,8 @@ from vattn.layers.mla.kv_b_proj import TensorState, tensor_state, weights_versio
 class CacheBlocks:
     """Take blocks for requests, give them back, and find them again by their content.
 
-    A cache without groups has one block table, whose blocks a request keeps to its end. In a cache with groups
-    (`hybrid=True`) each group has its own, and blocks behind a window go back to the pool while the request runs.
+    A cache without groups has one block table; a request keeps its blocks to its end. In a cache with groups
+    (`hybrid=True`) each group has its own, and blocks before a window go back to the pool while the request runs.
 
     Args:
         cache: what `vattn.allocate_kv_cache` returned.

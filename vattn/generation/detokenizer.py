@@ -14,7 +14,7 @@ class TextStream:
 
     Args:
         tokenizer: anything with `decode(ids) -> str`, such as transformers' tokenizers.
-        stop_strings: texts of which the first one that appears ends the text; it is cut off.
+        stop_strings: the first one that appears ends the text; it is removed.
 
     Attributes:
         text: so far, with what is held back because a stop string may begin there.
@@ -24,7 +24,7 @@ class TextStream:
     def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = ()) -> None:
         self.tokenizer, self.stop_strings = tokenizer, stop_strings
         self.text, self.stopped = "", False
-        # Tokens that are decoded again, tokens whose text is known, and characters that were shown.
+        # Tokens that are decoded again, tokens with known text, and characters that were shown.
         self._start = self._decoded = self._shown = 0
 
     def push(self, ids: list[int], last: bool = False) -> str:

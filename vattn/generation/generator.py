@@ -54,10 +54,10 @@ class Generator:
             `model.kv_cache`. It belongs to the newest generator: an older one refuses further steps, and so does this
             one after `vattn.calibrate` or `vattn.audit` of the model.
         max_num_reqs: requests that run at once.
-        token_budget: new tokens of one step; longer prompts are cut into chunks and mixed with decodes.
+        token_budget: new tokens of one step; longer prompts are split into chunks and mixed with decodes.
         max_seq_len: longest request, prompt and output; default what the cache can hold, at most 32768 and what the
             model was trained for.
-        stop_token_ids: end tokens; default those of the model's generation config, if it has one.
+        stop_token_ids: end tokens; default: from the model's generation config, if it has one.
         max_queue: most requests that wait; `None` for any number.
         reuse_prefixes: reuse cached blocks of equal content. After a change of the weights, blocks are not found once a
             request starts while none runs (changes through `.data` are not noticed).
@@ -83,8 +83,8 @@ class Generator:
         UnknownOptionError: an unknown keyword.
         UnsupportedRequestError: the model cannot be captured as a CUDA graph.
 
-    Each request gets the tokens of a run by itself, up to the first step whose two best logits are closer than the
-    rounding of matrix products of other shapes. Any thread may add and cancel; one thread at a time runs a step.
+    Each request gets the tokens of a run by itself, up to the first step in which the two best logits are closer than
+    the rounding of matrix products of other shapes. Any thread may add and cancel; one thread at a time runs a step.
 
     Example:
         >>> import torch, transformers, vattn

@@ -50,7 +50,7 @@ class Launched:
     waited: float = 0.0
 
     def read(self) -> tuple[list[int], list[int]]:
-        """Wait for the step and return its tokens, and 1 for those whose logits could be used."""
+        """Wait for the step and return its tokens, and 1 for tokens with usable logits."""
         if self.done is not None:
             begin = time.perf_counter()
             self.done.synchronize()
@@ -94,7 +94,7 @@ class ModelRunner:
         """Launch a step.
 
         Args:
-            batch: what it computes, of requests whose blocks are taken.
+            batch: what it computes, of requests that have their blocks.
             before: the step before, if it has not been read: its tokens are taken on the device.
         """
         begin = torch.cuda.Event(enable_timing=True) if self.device.type == "cuda" else None
@@ -166,7 +166,7 @@ class ModelRunner:
             return self.forward(*inputs), metadata, None
 
     def _rows(self, batch: Batch, counts: list[int]) -> Tensor | None:
-        """Return the rows of a step whose logits are needed; `None` for the last one of each request."""
+        """Return the rows of a step that need logits; `None` for the last one of each request."""
         if not batch.drafts:
             return self._places[: max(2, len(counts))] if max(counts) == 1 else None
         rows: list[int] = []
@@ -237,7 +237,7 @@ def _chosen(batch: Batch) -> tuple[list[Request], list[int], list[int]]:
 
 
 def model_inputs(ids: Sequence[int] | Tensor, metadata: AttentionMetadata, rows: Tensor | None = None) -> list[Tensor]:
-    """Return what a model takes for a step: token ids, positions, and the rows whose logits are needed.
+    """Return what a model takes for a step: token ids, positions, and the rows that need logits.
 
     Args:
         ids: `[T]`.
@@ -258,6 +258,6 @@ def sample_inputs(metadata: AttentionMetadata) -> list[Tensor]:
 
 
 def sample_draft_inputs(metadata: AttentionMetadata) -> list[Tensor]:
-    """Return inputs of any content for a step whose tokens all give logits, to capture it with."""
+    """Return inputs of any content for a step that computes logits of all tokens, to capture it with."""
     count = metadata.slot_mapping.shape[0]
     return model_inputs([0] * count, metadata, torch.arange(count, device=metadata.slot_mapping.device))

@@ -16,7 +16,7 @@ def take_tokens(request: Request, tokens: Sequence[int], usable: Sequence[int], 
 
     Args:
         tokens: in order; those after the end of the request are dropped.
-        usable: 0 for tokens whose logits could not be used.
+        usable: 0 for tokens with unusable logits.
         error: what its logits processors raised.
     """
     taken: list[int] = []

@@ -26,7 +26,7 @@ class Request:
         prompt: token ids.
         sampling: how its tokens are chosen.
         output: ids generated so far.
-        text: their text, if the generator has a tokenizer; cut before a stop string.
+        text: their text, if the generator has a tokenizer; it ends before a stop string.
         state: "waiting", "running", "finished", "failed" or "cancelled".
         reason: why it ended: "length", "stop token", "stop string", "stopping criterion", "cancelled" or "error".
         error: what it failed with.
@@ -50,7 +50,7 @@ class Request:
         self.arrived = time.monotonic()
         self.first_token: float | None = None
         self.ended: float | None = None
-        # Blocks, how many of each group were freed behind a window, the tokens they have room for, and how many of
+        # Blocks, how many of each group were freed before a window, the tokens they have room for, and how many of
         # them are known by their content.
         self.table: BlockTable | HybridBlockTable | None = None
         self.row = -1
@@ -103,7 +103,7 @@ class Request:
     def keys(self, num_blocks: int, block_size: int) -> list[str]:
         """Return content keys of the first whole blocks, and of as many more as are known.
 
-        They are of this process alone, and made in less time than those of `vattn.block_keys`.
+        They are valid in this process alone, and faster to compute than `vattn.block_keys`.
         """
         have = len(self._keys)
         if num_blocks > have:

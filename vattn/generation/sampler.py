@@ -24,10 +24,10 @@ def choose_tokens(
     """Return a token for each row, without waiting for the device.
 
     Args:
-        logits: `[N, vocab_size]` of any float dtype; rows after those of the requests are ignored.
+        logits: `[N, vocab_size]` of any float dtype; rows after the requests' are ignored.
         requests: of each row; a request with drafts has several rows.
         places: positions of the tokens that are chosen, one for each row; read where something is sampled.
-        sampled: rows whose requests are not greedy.
+        sampled: rows of requests that are not greedy.
 
     Returns:
         int64 `[N]` tokens; int64 `[2, N]`: tokens, and 1 where the logits could be used; and what the logits processors

@@ -19,10 +19,10 @@ class Sampling:
         max_new_tokens: the most that are generated.
         temperature: 0 is greedy: the likeliest token, always.
         top_k: sample from this many likeliest tokens; 0 for all.
-        top_p: sample from the likeliest tokens whose chances reach this sum; 1 for all.
+        top_p: sample from the most probable tokens with probabilities that add up to this; 1 for all.
         min_p: leave out tokens less likely than this share of the likeliest; 0 for none.
         repetition_penalty: above 1 makes tokens of prompt and output less likely.
-        stop_strings: end the text where one of these appears; it is cut off. Needs a tokenizer.
+        stop_strings: end the text where one of these appears; it is removed. Needs a tokenizer.
         stop_token_ids: end at one of these tokens, which is kept out of the output; `None`: the model's own end
             tokens, `()`: none.
         seed: from 0 to 2**64 - 1. The draw for a token depends on it, on the token's place and on the model's chances

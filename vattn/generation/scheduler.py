@@ -53,8 +53,8 @@ class Batch:
 class DecodeRun:
     """A run of consecutive decode steps over the same requests.
 
-    The offset of a step in the run tells which requests need a block, and whose last block is full: no step looks at
-    all requests.
+    The offset of a step in the run tells which requests need a block, and which have a full last block: no step looks
+    at all requests.
 
     Args:
         requests: all that run.
@@ -86,7 +86,7 @@ class DecodeRun:
         return self._plain
 
     def full(self, offset: int) -> list[int]:
-        """Return the rows of the requests whose last block is full after a step."""
+        """Return the rows of the requests that have a full last block after a step."""
         return self._full[offset % len(self._full)]
 
     def grow(self, blocks: CacheBlocks, offset: int) -> list[list[int]]:
@@ -106,7 +106,7 @@ class DecodeRun:
 class Scheduler:
     """Queue and running batch of requests on one cache.
 
-    A prompt longer than what is left of the token budget is cut into chunks. When blocks run out, the youngest running
+    A prompt longer than the rest of the token budget is split into chunks. When blocks run out, the youngest running
     request gives its blocks back and waits; what it has generated stays and is computed again as part of its prompt,
     unless its blocks are still in the cache: whole blocks are found again by their content.
 

@@ -117,7 +117,7 @@ def longest_request(model: Any, requested: int | None, most: int) -> int:
 
 
 def end_tokens(model: Any, given: Iterable[int] | None) -> frozenset[int]:
-    """Return the given end tokens, or those of the model's generation config.
+    """Return the given end tokens, or the end tokens of the model's generation config.
 
     Raises:
         ConfigError: no token ids, or one beyond the model's vocabulary.

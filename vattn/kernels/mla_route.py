@@ -58,7 +58,7 @@ def attend(args: MLAAttentionArgs, config: MLAConfig, limits: Limits | None = No
 def _attend_short(
     args: MLAAttentionArgs, weight: Tensor, config: MLAConfig, limits: Limits, may_use_hopper: bool
 ) -> None:
-    """Attend a step whose rows are all absorbed."""
+    """Attend a step with all rows absorbed."""
     w_uk, w_uv = key_and_value_weights(weight, config)
     if config.query_format == "none":
         absorbed = absorb(args.query, w_uk, config)

@@ -126,7 +126,7 @@ class HostMemoryConnector:
             arena[list(rows.values())] = pages[[index[key] for key in rows]]
 
     def finish(self, request: TransferRequest, saved: bool, error: BaseException | None) -> None:
-        """Release the rows of a load; keep or drop those of a save."""
+        """Release the rows of a load; keep or drop the rows of a save."""
         with self._lock:
             if not saved:
                 runs = self._loads.pop(id(request), [])

@@ -65,7 +65,7 @@ class KVTransfer:
     Loading and saving overlap with the computation: on CUDA copies run on their own streams, and each layer waits
     for its own pages only. Each request in transfer takes device memory for the pages of four layers at most; a model
     that is more than four layers ahead of the copies of a save waits for them. The blocks of a load must be the
-    request's own until the step has ended; those of a save may be given back when the step's forward has returned.
+    request's own until the step has ended; the blocks of a save may be freed when the step's forward has returned.
 
     It stays attached, and keeps the caches alive, until `detach()`.
 

@@ -135,7 +135,7 @@ class AttentionMetadata:
         encoder_seq_lens: int32 `[B]`, encoder states of each request, 0 for none: the keys of cross attention.
         cross_block_table: int32 `[B, Wc]`, the blocks that hold them; entries past the last may hold garbage.
         cross_slot_mapping: int64 `[E]`, the slot of every encoder state that this step writes: the states of the
-            requests whose encoder ran, one request after the other; -1 writes nothing. `None`: no encoder ran.
+            requests that ran their encoder, one request after the other; -1 writes nothing. `None`: no encoder ran.
         logits_indices: int64 `[N]`, the rows that layers with `fast_prefill` go on with (`vattn.kept_rows`): the last
             ones of each request, then any as padding. `None`: all rows.
         logits_start_loc: int32 `[B + 1]`, where each request's kept rows start.

@@ -38,7 +38,7 @@ from vattn.metadata.step import Limits, Step
 
 
 class AttentionMetadataBuilder:
-    """Make `AttentionMetadata` in buffers whose addresses never change.
+    """Make `AttentionMetadata` in buffers at fixed addresses.
 
     Args:
         max_num_reqs, max_num_tokens, max_seq_len: capacity of one step; the block table has
@@ -70,7 +70,7 @@ class AttentionMetadataBuilder:
     A step has at least 2 (padded) requests, so that a batch of one does not compile a graph of its own. Each `build`
     writes into the same buffers, so that metadata of earlier steps is refused from then on, by contexts, layers and
     runners. On CUDA it enqueues copies on the current stream and does not wait for the device. Where `layers` holds
-    `StaticSinkAttention`, it also writes sinks whose weights have changed into their caches, and refuses blocks that
+    `StaticSinkAttention`, it also writes sinks with changed weights into their caches, and refuses blocks that
     are reserved for them.
 
     Example:
@@ -363,7 +363,7 @@ class AttentionMetadataBuilder:
         self._built, built = None, self._lineage.begin()
         write_advance(step, self._staging.next(), self._buffers)
         self._staging.copied()
-        # Its tensors are those of the step before, which Dynamo knows as dynamic.
+        # It shares the tensors of the previous step, which Dynamo knows as dynamic.
         after = advanced(before, built)
         self._plans.fill(after, after.seq_lens, step)
         run.commit(step)

@@ -106,10 +106,10 @@ def _check_readers(table: Tensor, lengths: Tensor, needed: Tensor, new: Tensor) 
 def write_cross_slots(lengths: Tensor, new: Tensor, table: Tensor, block_size: int, slots: Tensor) -> None:
     """Fill the slots of the encoder states that a step writes, on the device and without a sync.
 
-    The rows are the states of the requests whose encoder ran, one request after the other.
+    The rows are the states of the requests that ran their encoder, one request after the other.
 
     Args:
-        lengths, new: int32 `[B]`, encoder lengths, and nonzero for requests whose encoder ran.
+        lengths, new: int32 `[B]`, encoder lengths, and nonzero for requests that ran their encoder.
         table: int32 `[B, W]`, block ids of each request's states; entries past the last may hold garbage.
         block_size: tokens per block.
         slots: int64 `[E]`, written: `block * block_size + offset`, -1 for rows after the last state.

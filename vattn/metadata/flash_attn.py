@@ -1,6 +1,6 @@
 """`FlashAttentionMetadata`: a step described by prefills first, then decodes, and moved on by `advance_step`.
 
-Its tensors are those of an `AttentionMetadata`, which is what layers take: `metadata.common`.
+It shares the tensors of an `AttentionMetadata`, which is what layers take: `metadata.common`.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class SequenceOffsets(NamedTuple):
 
 @dataclass(eq=False)
 class FlashAttentionMetadata:
-    """Describe the requests of one step, prefills first: their tokens come before those of the decodes.
+    """Describe the requests of one step, prefills first: their tokens come before the tokens of the decodes.
 
     `FlashAttentionMetadataBuilder` makes one. B requests, padding included; padding has length 0 and slot -1.
 
@@ -148,7 +148,7 @@ class FlashAttentionMetadata:
 
     @property
     def is_all_cross_attn_metadata_set(self) -> bool:
-        """Whether the fields of cross attention are there, those of the encoder among them."""
+        """Whether the fields of cross attention are there, including the encoder's."""
         return self.is_all_encoder_attn_metadata_set and self.cross_block_tables is not None
 
     def sequence_offsets(self, attn_type: str) -> SequenceOffsets:
@@ -207,7 +207,7 @@ class FlashAttentionMetadata:
 
         One kernel on the device: the sampled tokens become the inputs, positions and lengths grow by one, and slots go
         where the block tables say. Schedules of the layers are made anew. No sync: it captures as part of a CUDA graph,
-        which then runs several steps; the numbers on the host are then those of the capture.
+        which then runs several steps; the numbers on the host then stay as they were at the capture.
 
         Args:
             model_input: tokens and positions that the model reads; written.

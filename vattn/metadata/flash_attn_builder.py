@@ -19,7 +19,7 @@ from vattn.metadata.inputs import Lengths, is_decode, read_integers
 
 
 class FlashAttentionMetadataBuilder:
-    """Make `FlashAttentionMetadata` in buffers whose addresses never change.
+    """Make `FlashAttentionMetadata` in buffers at fixed addresses.
 
     Args:
         max_num_reqs, max_num_tokens, max_seq_len, block_size, device, layers, num_blocks, decode_threshold,

@@ -12,7 +12,7 @@ from vattn.metadata.attention_metadata import AttentionMetadata
 
 @dataclass(eq=False)
 class GroupedMetadata(AttentionMetadata):
-    """A step of a model whose cache has groups. Its own fields are those of the first group.
+    """A step of a model with a cache in groups. Its own fields describe the first group.
 
     Attributes:
         parts: by group; everything but `block_table` and `slot_mapping` is shared.
@@ -23,7 +23,7 @@ class GroupedMetadata(AttentionMetadata):
     cache_groups: tuple[CacheGroup, ...] = ()
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return the tensors that are present by name; those of further groups as `groups.<index>.<name>`."""
+        """Return the tensors that are present by name; tensors of further groups as `groups.<index>.<name>`."""
         found = super().tensors()
         for index, part in enumerate(self.parts[1:], 1):
             if part.block_table is not self.block_table:

@@ -1,4 +1,4 @@
-"""`GroupedMetadataBuilder`: steps of a model whose cache has groups."""
+"""`GroupedMetadataBuilder`: steps of a model with a cache in groups."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ class _TableBuffers:
 
 
 class GroupedMetadataBuilder(AttentionMetadataBuilder):
-    """Make `GroupedMetadata` for a model whose cache was allocated with `hybrid=True`, at fixed addresses.
+    """Make `GroupedMetadata` at fixed addresses, for a model with a cache allocated with `hybrid=True`.
 
     Args:
         layers: the model; needed, since its layers know their groups.
-        ...: those of `AttentionMetadataBuilder`.
+        ...: as in `AttentionMetadataBuilder`.
 
     Attributes:
         groups: the groups in their order.
@@ -97,7 +97,7 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         """Check a step, copy it into the buffers and return views of them.
 
         Args:
-            query_lens, seq_lens, **options: those of `AttentionMetadataBuilder.build`.
+            query_lens, seq_lens, **options: as in `AttentionMetadataBuilder.build`.
             block_tables: one table for each group without encoder states: block ids of each request, in order; 0 for
                 blocks that a window has left. Encoder states have `cross_block_tables`, as without groups.
             slot_mapping: only -1 everywhere: a step that stores nothing. `block_tables` is then one table for all.

@@ -42,7 +42,7 @@ def read_step(
     Args:
         limits: of the builder.
         conflicts: finds blocks that a step writes and others use; `None`: the caller checks tables and slots.
-        ...: those of `AttentionMetadataBuilder.build`.
+        ...: as in `AttentionMetadataBuilder.build`.
 
     Raises:
         MetadataError: values that contradict each other, the capacity or the cache.

@@ -63,7 +63,7 @@ class Lineage:
             )
 
     def check_layer(self, layer: Any) -> None:
-        """Refuse the steps for a layer whose cache has fewer blocks than they are for: kernels would drop the rest.
+        """Refuse the steps for a layer with fewer cache blocks than they are for: kernels would drop the rest.
 
         Raises:
             CacheError: as `check_caches`.

@@ -1,4 +1,4 @@
-"""Find the schedules that a builder's layers need, and make those of each step at fixed addresses."""
+"""Find the schedules that a builder's layers need, and make them for each step at fixed addresses."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def find_layers(
 
 
 class StepPlans:
-    """The schedules of a step, one for each kind that the layers need, in buffers whose addresses never change."""
+    """The schedules of a step, one for each kind that the layers need, in buffers at fixed addresses."""
 
     def __init__(self, found: FoundLayers, limits: Limits, device: torch.device) -> None:
         self._configs, self._sink_lens, self._num_blocks = found.configs, found.sink_lens, found.num_blocks or 0

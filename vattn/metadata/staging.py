@@ -102,7 +102,7 @@ class StepBuffers:
             decode = (queries <= decode_threshold) & ((lengths > queries) | (queries == 0))
             decodes, decode_tokens = int(decode.sum()), int(queries[decode].sum())
         given_end = int(step.positions.max()) if step.given_places and step.num_tokens else step.max_seq_len - 1
-        # `.data`: plain tensors over the memory of the views, whose bases Dynamo would trace and guard too.
+        # `.data`: plain tensors over the memory of the views; Dynamo would also trace and guard the bases of views.
         return AttentionMetadata(
             query_start_loc=self.query_start_loc[: num_reqs + 1].data,
             seq_lens=self.seq_lens[:num_reqs].data,

@@ -79,7 +79,7 @@ class CrossStep:
 
     Attributes:
         lengths: encoder states of each request, cached or new.
-        new: bool, the requests whose encoder ran in this step.
+        new: bool, the requests that ran their encoder in this step.
         table: block ids of each request's states.
         num_rows: encoder states that this step writes.
     """

@@ -75,7 +75,7 @@ class TokenTree:
 
     @staticmethod
     def chain(length: int) -> TokenTree:
-        """Return a tree without branches, whose mask is the causal one."""
+        """Return a tree without branches: its mask is causal."""
         return TokenTree(tuple((0,) * depth for depth in range(1, length + 1)))
 
     @staticmethod
@@ -167,7 +167,7 @@ class TokenTree:
         Raises:
             ConfigError: not one draft per node and one choice per row.
 
-        The new tokens are those of the returned rows, and then `chosen[last row]` (`chosen[0]` if there is none).
+        The new tokens are the tokens of the returned rows, and then `chosen[last row]` (`chosen[0]` if there is none).
 
         Example:
             >>> tree, drafts = TokenTree.merge([[7, 8, 9], [7, 5]])

@@ -47,7 +47,7 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder):
         max_num_reqs, max_num_tokens, max_seq_len, block_size, device: as for `AttentionMetadataBuilder`.
         tree_choices: the tree that `tree_attn_bias` and `build_for_drafting` are about; a `TokenTree`, sorted
             root-relative paths, a string that spells them, or `None`: a chain of one draft.
-        max_tree_nodes: nodes of the largest tree of any step; default: those of `tree_choices`.
+        max_tree_nodes: nodes of the largest tree of any step; default: as many as in `tree_choices`.
         max_trees: different trees of one step; default `max_num_reqs`.
         **options: as for `AttentionMetadataBuilder`. `decode_threshold` is the size of the tree by default.
 

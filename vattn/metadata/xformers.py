@@ -33,7 +33,7 @@ class XFormersMetadata(AttentionMetadata):
     def attn_bias(self) -> AttentionBias | None:
         """xFormers' `PagedBlockDiagonalCausalWithOffsetPaddedKeysMask` of the leading decodes; `None` without any.
 
-        Its tensors are those of the step, so nothing is copied and no length is read. The op makes the same one: layers
+        It shares the tensors of the step, so nothing is copied and no length is read. The op makes the same one: layers
         do not need it.
         """
         if self._bias is None and self.num_leading_decodes:
@@ -43,7 +43,7 @@ class XFormersMetadata(AttentionMetadata):
 
 
 class XFormersMetadataBuilder(AttentionMetadataBuilder):
-    """Make `XFormersMetadata`; arguments and buffers are those of `AttentionMetadataBuilder`.
+    """Make `XFormersMetadata`; arguments and buffers are as in `AttentionMetadataBuilder`.
 
     Raises:
         MissingPackageError: xFormers is not installed, or too old.

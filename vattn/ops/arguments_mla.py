@@ -31,7 +31,7 @@ class MLACacheUpdateArgs(NamedTuple):
 class MLAAttentionArgs(NamedTuple):
     """`vattn::mla_attention`: packed queries attend to what the cache holds of their requests.
 
-    All keys come from the cache, those of the new tokens too, so a result does not depend on how a prompt was cut.
+    All keys are read from the cache, also for new tokens, so a result does not depend on how a prompt was split.
     """
 
     query: Tensor

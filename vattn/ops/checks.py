@@ -1,7 +1,7 @@
 """Refuse wrong tensors before anything is written: shapes, dtypes, devices, strides, presence and absence.
 
 Nothing is read from a device and no value of a tensor matters, so each combination of shapes, strides, dtypes and
-devices is checked once for a config (`once_per_signature`). Letters are those of `vattn.ops.arguments`.
+devices is checked once for a config (`once_per_signature`). Letters are as in `vattn.ops.arguments`.
 """
 
 from __future__ import annotations
@@ -188,7 +188,7 @@ def check_plan(args: PlanArgs) -> None:
 
 
 def check_schedules(plan: list[Tensor], device: torch.device) -> None:
-    """Check the schedules that an attention op is given; those of other shapes than a path makes are not read.
+    """Check the schedules that an attention op is given; schedules of shapes that no path makes are not read.
 
     Raises:
         DtypeError, DeviceError, StrideError: by kind of mistake.
@@ -313,7 +313,7 @@ def _check_no_alias(name: str, output: Tensor, args: MergeArgs) -> None:
 
 
 def _check_no_overlap(name: str, output: Tensor, part: Tensor) -> None:
-    """Refuse an output whose bytes lie among those of an input; compiled code may place both in one storage."""
+    """Refuse an output that overlaps an input in memory; compiled code may place both in one storage."""
     if not output.numel() or not part.numel():
         return
     extent = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))

@@ -157,7 +157,7 @@ def implement(name: str, kernel: Callable[..., Any]) -> None:
 def _keep_out_of_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     """Have Dynamo leave a function of this code, and all that it calls, alone, and return it.
 
-    Kernels of ops run outside of graphs too, where compiled code has a graph break, as behind an error that a layer
+    Kernels of ops run outside of graphs too, where compiled code has a graph break, as after an error that a layer
     raises. There Dynamo traces them like any function, and fails in what no graph may hold. This is what
     `torch.compiler.disable` does, without its import of Dynamo and its half a microsecond a call: code is marked once.
     """

@@ -147,7 +147,7 @@ def check_tensor(
 def check_column_major(
     name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
 ) -> None:
-    """Check a tensor whose first dimension must be dense."""
+    """Check a tensor that must be dense in its first dimension."""
     refuse(name, tensor, shape, dtypes, device)
     if not tensor.t().is_contiguous():
         raise StrideError(
@@ -165,7 +165,7 @@ def check_rows(
     device: torch.device,
     meaning: str = "",
 ) -> None:
-    """Check a tensor whose last dimension alone must be dense."""
+    """Check a tensor that must be dense only in its last dimension."""
     refuse(name, tensor, shape, dtypes, device, meaning)
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1 and tensor.numel():
         raise StrideError(

@@ -1,7 +1,7 @@
 """Finds on how many tokens a region has to be run to see all that it does.
 
 A graph of a varying number of tokens may treat tokens from the three hundredth on differently, which a run of thirty
-tokens would not show. Such numbers stand in the graph, as bounds of slices for example; they are collected here.
+tokens would not show. Such numbers appear in the graph, as bounds of slices for example; they are collected here.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ def beyond(place: int, node: Node) -> Refusal:
 
 
 def reach(nodes: Sequence[Node], like: Node) -> int:
-    """Return the largest position or number of tokens that stands in a graph of a varying number, 0 if there is none.
+    """Return the largest position or number of tokens in a graph of a varying number of tokens, 0 if there is none.
 
     Args:
-        like: a node whose first size is the number of tokens.
+        like: a node with the number of tokens as its first size.
     """
     found = [0]
     tokens = expression(value(like).shape[0])

@@ -9,7 +9,7 @@ Rules that hold for every format:
 - NaN stays NaN under a given scale, infinities saturate to the largest finite value.
 - A dynamic FP8 row or group that holds NaN or an infinity has a non-finite scale and dequantises to NaN throughout.
 - Dynamic FP8 scales are at least `MIN_ABSMAX / 448`, so rows of zeros are stored as zeros under a finite scale.
-- An NVFP4 group whose e4m3 block scale rounds to zero stores zeros. e2m1 has no NaN: a NaN makes the block scale NaN.
+- An NVFP4 group stores zeros if its e4m3 block scale rounds to zero. e2m1 has no NaN: a NaN makes the block scale NaN.
 """
 
 from __future__ import annotations

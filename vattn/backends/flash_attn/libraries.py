@@ -39,7 +39,7 @@ class FlashCall(NamedTuple):
         max_query_len, max_seq_len: upper bounds.
         window: tokens visible to the left and to the right, -1 = all.
         descales: of query, key and value, fp32 `[B, K]`, or `None`.
-        num_splits: most parts that a sequence is cut into, each with a partial result; 0: the library chooses.
+        num_splits: most parts that a sequence is split into, each with a partial result; 0: the library chooses.
         schedule: int32, the library's own partition of the work, made once a step; `None`: it makes one.
     """
 

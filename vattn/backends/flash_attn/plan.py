@@ -1,8 +1,8 @@
 """How a paged call is handed to FlashAttention: rows as requests, splits, and a schedule made once a step.
 
 The longest query is a number on the host, and inside a CUDA graph nothing on the host may depend on a step's lengths.
-Where there are at most two rows a request, every row is therefore made a request of its own, whose query is one token
-long whatever the lengths are; more rows go as they are, with their number as the bound.
+Where there are at most two rows a request, every row is therefore made a request of its own, with a query of one
+token whatever the lengths are; more rows are passed as they are, with their number as the bound.
 
 A schedule is int32 `[T + 2, 8]` (9 columns where attention is not causal), used as flat memory: the library's partition
 of the work, then for rows as requests the request of each row, its keys, and its start.
@@ -160,7 +160,7 @@ def fill_plan(args: PlanArgs, config: AttentionConfig, window: tuple[int, int]) 
 
 
 def num_splits(config: AttentionConfig, num_tokens: int, num_reqs: int, device: torch.device) -> int:
-    """Return into how many parts a sequence may be cut: a bound that only the sizes of a step decide.
+    """Return into how many parts a sequence may be split: a bound that depends only on the sizes of a step.
 
     The library splits each sequence by its length, up to this bound, and allocates memory for the bound.
     """

@@ -255,7 +255,7 @@ def _attend_paged(args: AttentionArgs, config: AttentionConfig, cache: tuple[Ten
     options = plan_options(config, cache[0].dtype)
     if config.tree_bias:
         options |= {"custom_mask": _tree_mask(args, config, starts, lengths), "window_left": -1}
-        # FlashInfer places the masks by the pages and their fill, also those of requests without a key.
+        # FlashInfer places the masks by the pages and their fill, also for requests without a key.
         last = torch.where(pages > 0, last, size)
     family = kernel_family(config, args.query.shape[0], num_reqs, args.query.device)
     wrapper = _paged_wrapper(args.query.device, config.kv_cache_layout, family)
@@ -376,7 +376,7 @@ def _finish(
     Args:
         output: the first rows of the output, or all of them.
         logs: fp32, one row per row of the output.
-        real, valid: bool `[rows, 1]`: rows of requests, and those of them that lie in their sequence.
+        real, valid: bool `[rows, 1]`: rows of requests, and the rows among them that lie in their sequence.
     """
     if args.v_scale is not None:
         output.copy_(_scaled(output, args.v_scale, config, output.dtype))
@@ -394,7 +394,7 @@ def _finish(
 
 
 def _scaled_query(query: Tensor, args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig) -> Tensor:
-    """Return the query in the model dtype, times its own scales and those of the keys, per KV head: the same scores."""
+    """Return the query in the model dtype, times the scales of query and keys, per KV head: scores stay the same."""
     if config.scale <= 0:
         # The plan has the magnitude of the scale.
         query = query.to(MODEL_DTYPES[config.dtype]) * (-1.0 if config.scale < 0 else 0.0)

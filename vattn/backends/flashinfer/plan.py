@@ -185,7 +185,7 @@ class Plan:
         return wrapper
 
     def rows(self, schedule: Tensor) -> tuple[Tensor, Tensor]:
-        """Return bool `[T, 1]` twice: rows of requests, and those of them that ask."""
+        """Return bool `[T, 1]` twice: rows of requests, and the valid rows among them."""
         kind = self.kind(schedule).unsqueeze(1)
         return kind > 0, kind > 1
 
@@ -194,7 +194,7 @@ class Plan:
         return schedule[self._sections.kind :][: self.num_tokens]
 
     def update(self, args: HostPlanArgs, config: AttentionConfig) -> None:
-        """Plan a step. Enqueues copies on the current stream; waits only for those of the step before.
+        """Plan a step. Enqueues copies on the current stream; waits only for the copies of the previous step.
 
         Raises:
             GraphContractError: FlashInfer launches this step in another way than the captured one.

@@ -1,8 +1,8 @@
 """TORCH_SDPA: paged attention in plain torch, on every device; the CPU default.
 
-Keys and values are gathered through the block table and decoded; those of rotated formats stay rotated, for the query
-and the result are turned instead (`vattn.quantization.packed.hadamard`). Plain requests (causal or bidirectional, maybe
-with a window) go through `scaled_dot_product_attention`: single-token requests together in one call, others in chunks
+Keys and values are gathered through the block table and decoded; in rotated formats they stay rotated, and query and
+result are rotated instead (`vattn.quantization.packed.hadamard`). Plain requests (causal or bidirectional, maybe with a
+window) go through `scaled_dot_product_attention`: single-token requests together in one call, others in chunks
 of query rows. All other features are math written out, in chunks too, so that memory stays bounded. Everything is
 computed in fp32, as precisely as `torch.set_float32_matmul_precision` asks (by default exactly), whatever autocast
 says.

@@ -30,7 +30,7 @@ class Request:
         first_row: first row of the packed query.
         query_len, seq_len: new tokens, and keys in all.
         context_len: position of query row 0; negative when some rows lie before the sequence.
-        num_keys: keys that can be read, `seq_len` cut to what the block table or the packed keys hold.
+        num_keys: keys that can be read: `seq_len`, limited to what the block table or the packed keys hold.
         causal: causal or bidirectional.
         held: how many of its keys can be read on this rank, under context parallelism.
     """

@@ -1,4 +1,4 @@
-"""The kernels that a cell is timed on: vattn's, and those of every other library that is found.
+"""The kernels that a cell is timed on: vattn's, and the kernels of every other library that is found.
 
 A peer that is missing says what is missing; one that cannot do a cell says why; one that throws is reported. None of
 them stops a run.

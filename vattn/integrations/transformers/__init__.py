@@ -59,7 +59,7 @@ def enable(
     Args:
         model: a causal language model of transformers 5 in eval mode, on its device and in its dtype.
         cache_config, quant_config, attn_backend, batch_invariant: of every `vattn.Attention`. A layer's own window
-            comes from the model. Scales of the cache that came with a checkpoint (`k_scale` and `v_scale` on the
+            comes from the model. Scales of the cache in a checkpoint (`k_scale` and `v_scale` on the
             attention modules, or in the local folder that the model was loaded from) are used for an FP8 cache where
             neither `quant_config` nor `calibration` is given; another cache warns that it has no use for them.
         calibration: scales of a quantised cache, each layer its own: what `vattn.calibrate` returned, or its file.

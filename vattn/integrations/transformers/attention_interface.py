@@ -84,7 +84,7 @@ class ModelAttention(Attention):
     _expected: dict[str, Any]
 
     def check_options(self, options: dict[str, Any]) -> None:
-        """Refuse a call whose arguments differ from those that the layer was made for."""
+        """Refuse a call with other arguments than the layer was made for."""
         for name, expected in self._expected.items():
             if options.get(name) != expected:
                 raise UnsupportedRequestError(

@@ -120,7 +120,7 @@ def _scheme(quantization: dict[str, Any], name: str, linear: nn.Linear) -> tuple
 
 
 def refuse_ignored(quantization: dict[str, Any], names: tuple[str, ...]) -> None:
-    """Refuse a configuration that leaves out a linear layer whose weight is in FP8.
+    """Refuse a configuration that leaves out a linear layer with a weight in FP8.
 
     Args:
         quantization: the configuration.

@@ -1,4 +1,4 @@
-"""Run the linear layers of a model by `vattn::linear`, whose kernels read the weights of small steps faster."""
+"""Run the linear layers of a model by `vattn::linear`: its kernels read the weights of small steps faster."""
 
 from __future__ import annotations
 

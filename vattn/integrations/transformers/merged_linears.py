@@ -51,7 +51,7 @@ class MergedLinear:
                 part.bias = nn.Parameter(bias, requires_grad=False)
 
     def check(self) -> None:
-        """Refuse parts whose weights or biases have left the common storage, as `model.to(...)` makes them.
+        """Refuse parts with weights or biases outside the common storage, as after `model.to(...)`.
 
         Raises:
             ConfigError: so it is.
@@ -179,7 +179,7 @@ def _one_input(parts: list[FP8Linear]) -> bool:
 
 
 def check_merged(model: nn.Module) -> None:
-    """Refuse a model whose merged weights were moved or replaced; see `MergedLinear.check`."""
+    """Refuse a model with merged weights that were moved or replaced; see `MergedLinear.check`."""
     for merged in {id(part.merged): part.merged for part in _parts(model)}.values():
         merged.check()
 

@@ -150,7 +150,7 @@ def _latent_modules(model: Any) -> dict[str, Any]:
 
 
 def _check_calls(calls: dict[str, AttentionCall], modules: dict[str, Any]) -> None:
-    """Refuse a model whose attention is more than plain causal latent attention.
+    """Refuse a model with more than plain causal latent attention.
 
     Raises:
         UnsupportedRequestError: attention elsewhere, or with a window, a soft cap, sinks, slopes or another scale.

@@ -31,7 +31,7 @@ class _NoStates(list[Any]):
 class PackedCache(transformers.Cache):
     """A cache for transformers that holds nothing: the attention layers own the paged cache.
 
-    Keys and values pass through, so that attention gets those of the step's tokens alone.
+    Keys and values pass through, so that attention gets only keys and values of the step's tokens.
     """
 
     def __init__(self) -> None:

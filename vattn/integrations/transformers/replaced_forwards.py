@@ -1,4 +1,4 @@
-"""Attention modules that transformers gives no exchangeable attention: Bloom, MPT and Falcon get a forward of ours.
+"""Replaced forwards for modules without an exchangeable attention in transformers: Bloom, MPT and Falcon.
 
 Each repeats what the module does around attention (one projection, heads, ALiBi, the way out) and calls an attention
 function between, with the arguments that other modules call it with. Weights stay where they are.
@@ -83,7 +83,7 @@ FORWARDS: dict[str, Callable[..., Any]] = {"BloomAttention": _bloom, "MptAttenti
 
 
 def replaced_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the attention modules of a model whose forward is replaced; empty for most models."""
+    """Return the attention modules of a model that get another forward; empty for most models."""
     return [module for module in model.modules() if type(module).__name__ in FORWARDS]
 
 

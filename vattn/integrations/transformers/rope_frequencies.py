@@ -1,8 +1,8 @@
-"""RoPE frequencies that depend on the longest position of a step: fixed to those of one length, or refused.
+"""RoPE frequencies that depend on the longest position of a step: fixed to one length, or refused.
 
 transformers recomputes the frequencies of `longrope` and `dynamic` in every call, for all of its tokens. In a step of
-packed tokens a long request would turn the keys of its neighbours, and the keys of a chunk would stay as they were
-turned while their request was short.
+packed tokens a long request would change the rotation of its neighbours' keys, and the keys of a chunk would keep
+the rotation of the time when their request was short.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ FIXED = "default"
 
 
 def fix_frequencies(model: Any, length: int | None) -> list[tuple[nn.Module, Any]]:
-    """Fix the frequencies of a model to those of a sequence of `length` tokens; return what `restore` puts back.
+    """Fix the frequencies of a model to a sequence of `length` tokens; return what `restore` puts back.
 
     Raises:
         UnsupportedRequestError: no length for a model that needs one.
-        ConfigError: a length for a model whose frequencies are fixed, or one that is no positive int.
+        ConfigError: a length for a model with fixed frequencies, or one that is no positive int.
     """
     if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
         raise ConfigError(f"rope_length={length!r:.60}", "an int, at least 1", "give the longest request in tokens")

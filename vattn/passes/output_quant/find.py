@@ -96,7 +96,7 @@ def _find_one(attention: AttentionNode, region: Region, quantised: Node, names: 
     try:
         dead, read, name = _replaced(region, codes, scales, match.output_format, names)
     except Refusal:
-        # Scales that are computed from other scales stay in the graph, which computes them from those of the call.
+        # Scales that are computed from other scales stay in the graph, which computes them from the scales of the call.
         first = {node: layout for node, layout in scales.items() if node not in made}
         if len(first) == len(scales):
             raise

@@ -43,7 +43,7 @@ class Builder:
                 self.graph.erase_node(node)
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """Add a call; its fake value is computed from those of its arguments."""
+        """Add a call; its fake value is computed from the fake values of its arguments."""
         fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), value)
         return self.keep(self.graph.call_function(target, args, kwargs), target(*fake_args, **fake_kwargs))
 

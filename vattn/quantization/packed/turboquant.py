@@ -61,7 +61,7 @@ class RawE4m3:
 class Codebook:
     """`y = centroid[code] * length` of rotated rows y.
 
-    Codes are those of `y / |x|`, whose columns are nearly normal with variance 1. The stored length is
+    Codes encode `y / |x|`; its columns are nearly normal with variance 1. The stored length is
     `|x| * sqrt(width) / |centroids of the row|`: the decoded row has the length of the row.
     """
 
