@@ -1,1 +1,1 @@
-"""Who can run a request (capabilities), who does (selector), and how (one folder or file a library)."""
+"""Which backends can run a request (capabilities), which one does (selector), and how (one folder or file each)."""

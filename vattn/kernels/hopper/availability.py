@@ -1,4 +1,4 @@
-"""What every launch made for Hopper asks first: the GPU, and the dtype of the model."""
+"""What every launch made for Hopper checks first: the GPU, and the dtype of the model."""
 
 from __future__ import annotations
 

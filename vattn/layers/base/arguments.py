@@ -98,7 +98,7 @@ def check_configs(layer: str, cache_config: object, quant_config: object, *, exa
     """Refuse what is no configuration of a layer; `None` is the default one.
 
     Args:
-        exact_prefill: whether layers with a cache of this kind may ask for it.
+        exact_prefill: whether layers with a cache of this kind may use it.
     """
     for name, config, kind in (
         ("cache_config", cache_config, CacheConfig),

@@ -204,7 +204,7 @@ class CachedAttention(BoundCache):
         check_inputs(self, inputs, step.query_slots, step.block_size, fix)
         check_no_gradients(self, (query, key, value, *self._learned()))
         if update is not None and (self.calculate_kv_scales or self.observing):
-            # Scales and counts change ahead of the update, which checks its tensors before it writes.
+            # Scales and counts change before the update, which checks its tensors before it writes.
             checks.check_kv_cache_update(update)
         if self.context_parallel is not None:
             gathered = all_heads(query, self.context_parallel)

@@ -1,6 +1,6 @@
 """Scales of one layer: where they come from, how they are calculated on the device, how often values clip.
 
-A scale is a decision that somebody made: given, `"unit"`, or calculated once from the first real tokens. It lives on
+A scale is an explicit decision: given, `"unit"`, or calculated once from the first real tokens. It lives on
 the device once, as fp32 of 1 value or one per KV head, and has no Python twin.
 """
 
@@ -33,7 +33,7 @@ class QuantConfig:
         k_scale, v_scale: scales of a quantised KV cache; dequantised = stored * scale. A number, a tensor of 1 value or
             one per KV head, or `"unit"` for 1.0 on purpose. `None` with a quantised cache needs
             `CacheConfig.calculate_kv_scales`.
-        query_format: `"none"`, or `"fp8_e4m3"` to quantise the query ahead of the op.
+        query_format: `"none"`, or `"fp8_e4m3"` to quantise the query before the op.
         q_scale: as `k_scale`, for the query.
         output_format: name in `vattn.quantization.formats.OUTPUT_FORMATS`; the layer then returns the quantised output,
             and its scales beside it if the format computes any.

@@ -156,7 +156,7 @@ class LayerStep(NamedTuple):
         """Return the arguments of `vattn::kv_cache_update`; `None` where this step writes no keys.
 
         Args:
-            cache: who has `kv_cache`, `k_scale` and `v_scale`: the layer, or its `arguments`.
+            cache: the object with `kv_cache`, `k_scale` and `v_scale`: the layer, or its `arguments`.
         """
         if self.key_slots is None:
             return None

@@ -111,7 +111,7 @@ class MLAAttention(BoundLatents):
         result = LayerResult.empty(q, self.v_head_dim, self.quant_config.output_format, output_shape)
         if metadata is None:
             if not torch.compiler.is_compiling():
-                # Whoever measures memory by such a call sees what a step may take.
+                # A profiling run that measures memory sees what a step may take.
                 q.new_empty(self.scratch_bytes(q.shape[0], q.dtype, q.device), dtype=torch.uint8)
             return result.zeroed()
         check_bound(self, "q", q)

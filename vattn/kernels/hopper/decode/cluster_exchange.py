@@ -75,7 +75,7 @@ def send(value, place, cta, is_wanted):
 
 @gluon.jit
 def arrive_at_cluster_barrier():
-    """Say that all that this CTA has sent before is on its way: it is there for whoever waits."""
+    """Arrive at the cluster barrier: everything this CTA sent before is visible to CTAs that wait on it."""
     gl.inline_asm_elementwise(ARRIVE, "=r,r", [gl.program_id(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 

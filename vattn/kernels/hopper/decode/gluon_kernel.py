@@ -475,5 +475,5 @@ def decode_kernel(
         [24],
     )  # fmt: skip
     if OVERLAP == "end":
-        # What comes next counts on both kernels when this one has ended.
+        # The next kernel relies on both kernels having ended when this one has.
         wait_for_previous_kernel()

@@ -1,4 +1,4 @@
-"""The fast decode path of TRITON_ATTN on Hopper: who may use it, its schedule, and the launches.
+"""The fast decode path of TRITON_ATTN on Hopper: which calls it takes, its schedule, and the launches.
 
 Shapes choose it: as many query rows as requests, the shape of a decode step, or a few times as many, that of a
 speculative one. The op reads no length on the host, so counts do not prove that rows are dealt out evenly; the
@@ -215,7 +215,7 @@ def attends_drafts(config: AttentionConfig) -> bool:
 
 
 def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
-    """Return whether this call goes the fast way: the layer is accepted and so are the rows per request."""
+    """Return whether the fast path takes this call: the layer is accepted and so are the rows per request."""
     num_reqs = args.seq_lens.shape[0]
     tokens = rows_at_a_time(config, args.query.shape[0], num_reqs, args.query.device)
     # Queries of several rows of a request have not been rounded in their load on a GPU yet.

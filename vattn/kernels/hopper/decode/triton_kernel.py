@@ -509,7 +509,7 @@ def decode_kernel(
                     GROUPS,
                 )  # fmt: skip
     if OVERLAP == "end":
-        # What comes next counts on both kernels when this one has ended.
+        # The next kernel relies on both kernels having ended when this one has.
         tl.extra.cuda.gdc_wait()
 
 
@@ -523,7 +523,7 @@ def reduce_kernel(
     """Combine the partial results of split requests; programs walk over (split row, head, COLUMNS of the head).
 
     Partial results are of TOKENS rows each. If these are several, rows of padding are written here as well.
-    OVERLAP: the main kernel may have been launched before the kernel ahead of it was done, and so may this one.
+    OVERLAP: the main kernel may have been launched before the kernel ahead of it had ended, and so may this one.
     """
     tl.extra.cuda.gdc_launch_dependents()
     if OVERLAP:

@@ -1,4 +1,4 @@
-"""The fast decode path of TRITON_ATTN for packed KV formats on Hopper: who may use it, and the launches.
+"""The fast decode path of TRITON_ATTN for packed KV formats on Hopper: which calls it takes, and the launches.
 
 Schedule, scratch and reduction come from `vattn.kernels.hopper.decode.launch`.
 """
@@ -91,7 +91,7 @@ def runs(config: AttentionConfig, device: torch.device) -> bool:
 
 
 def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
-    """Return whether this call goes the fast way: the layer is accepted and there are as many rows as requests."""
+    """Return whether the fast path takes this call: the layer is accepted and there are as many rows as requests."""
     return args.query.shape[0] == args.seq_lens.shape[0] > 0 and runs(config, args.query.device)
 
 

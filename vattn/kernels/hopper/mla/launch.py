@@ -1,4 +1,4 @@
-"""The latent decode path of Hopper: who may use it, its schedule, and the launches.
+"""The latent decode path of Hopper: which calls it takes, its schedule, and the launches.
 
 The numbers of the schedule (`vattn.kernels.hopper.mla.schedule`) are in a tensor. Its first dimension is how many query
 tokens a split request may have: requests of more tokens than the shapes of a step suggest run unsplit, which is slow,
@@ -128,7 +128,7 @@ class Way(NamedTuple):
 
 
 def fewest(config: MLAConfig) -> int:
-    """Return the most rows of a request that are absorbed and ask for no more programs than one row does."""
+    """Return the most rows of a request that are absorbed and need no more programs than one row does."""
     least, longest = groups_of_rows(config, 1), longest_absorbed(config)
     return next(n for n in (8, 4, 2, 1) if n <= longest and groups_of_rows(config, n) == least)
 

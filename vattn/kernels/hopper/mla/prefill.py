@@ -112,7 +112,7 @@ def produce(
                 blocks = load_blocks(table, end - 1, table_width, BLOCK_SIZE)
                 for back in range(end):
                     key_tile = end - 1 - back
-                    # Late, so that the longest row tiles that are left go to who is free first.
+                    # Late, so that the longest row tiles that are left go to the first free CTA.
                     if key_tile == 0:
                         item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
                     place = origin + key_tile * KEYS

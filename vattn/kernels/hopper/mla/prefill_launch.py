@@ -54,7 +54,7 @@ def _can_run(config: MLAConfig, device: torch.device) -> bool:
 
 
 def accepts(args: MLAAttentionArgs, config: MLAConfig, align: int, chunks: int) -> bool:
-    """Return whether a step goes this way: the layer does, and its keys lie in whole tiles, all at once."""
+    """Return whether this path takes a step: it takes the layer, and the keys lie in whole tiles, all at once."""
     if align % KEYS.value or chunks > 1:
         return False
     return args.output.is_contiguous() and _can_run(config, args.query.device)

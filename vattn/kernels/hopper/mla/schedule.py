@@ -8,7 +8,7 @@ The schedule is int32 `[1 + max_items + num_reqs, FIELDS]`:
   c, which has no rows if there is nothing for it to do;
 - the last rows, a split request each: request, first slot, number of slots, the request's first token, its rows.
 
-Such a schedule is FULL: who reads a record has to load nothing else, and need not know how many there are.
+Such a schedule is FULL: the reader of a record loads nothing else, and need not know how many there are.
 `vattn.kernels.hopper.mla.sparse_slots` makes others, with neither tokens, rows and lengths nor records of CTAs without
 work.
 

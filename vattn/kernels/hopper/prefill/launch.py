@@ -196,7 +196,7 @@ def is_prefill(num_tokens: int, num_reqs: int) -> bool:
 
 
 def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
-    """Return whether this call goes the fast way: a layer that `runs`, and a step that is a prefill."""
+    """Return whether the fast path takes this call: a layer that `runs`, and a step that is a prefill."""
     has_keys = args.kv_cache.numel() > 0 and args.block_table.shape[1] > 0 and args.kv_cache.is_contiguous()
     shapes = args.query.shape[0], args.seq_lens.shape[0]
     return is_prefill(*shapes) and has_keys and runs(config, args.query.device)
@@ -338,7 +338,7 @@ def warpgroups(config: AttentionConfig, rows_per_request: int) -> int:
 def takes_late(config: AttentionConfig, tiles: TileConfig, items: int, ctas: int) -> bool:
     """Return whether CTAs take their next row tile at the end of the one before, not at its start.
 
-    So the longest that are left go to who is free first, which counts while tiles are few; with many it costs a wait a
+    So the longest that are left go to the first free CTA, which counts while tiles are few; with many it costs a wait a
     tile. Three warpgroups leave no registers for it, and wide heads were not timed so.
     """
     return items <= LATE_BELOW * ctas and not tiles.ahead and tiles.groups < 3 and config.head_size < 256

@@ -31,7 +31,7 @@ class Shape:
         QUERY_SCALE, KV_SCALE: 0 none, 1 one value, 2 one a head.
         MODEL: dtype of the model.
         LATE: when the producer takes the next row tile from the counter: at the last key tile of this one, so that the
-            longest that are left go to who is free first; or else at its beginning.
+            longest that are left go to the first free CTA; or else at its beginning.
         OUTPUT: how a row is quantised that has no scales of its own.
         OUTPUT_GROUPS: `group_constants`, of no groups where another kernel computes scales.
     """

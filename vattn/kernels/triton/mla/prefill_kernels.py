@@ -104,7 +104,7 @@ def mla_expand_kernel(
 ):  # fmt: skip
     """Write keys and values of ALIGN places of a chunk. Grid: tiles of columns, stretches of ALIGN places.
 
-    `weight` is `[WIDTH, L]`, `expanded` `[CHUNK, WIDTH]`, `ropes` `[CHUNK, R]`. What no key lies on comes out zero.
+    `weight` is `[WIDTH, L]`, `expanded` `[CHUNK, WIDTH]`, `ropes` `[CHUNK, R]`. Places without a key are zero.
     """
     place = first_place + tl.program_id(1) * ALIGN
     if place >= tl.load(line + num_reqs):
