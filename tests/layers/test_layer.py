@@ -779,3 +779,18 @@ def test_a_wrong_window_is_named_as_it_came(kind: type, window: object) -> None:
         kind(2, 16, 0.25, per_layer_sliding_window=window)
     with pytest.raises(ConfigError, match=r"^sliding_window=0"):
         kind(2, 16, 0.25, cache_config=vattn.CacheConfig(sliding_window=0))
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+def test_scales_that_require_a_gradient_are_refused(name: str) -> None:
+    layer = vattn.Attention(4, 16, 0.25, 2, cache_config=vattn.CacheConfig(cache_dtype="fp8"),
+                            quant_config=vattn.QuantConfig(k_scale=0.5, v_scale=0.5))  # fmt: skip
+    vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+    builder = vattn.AttentionMetadataBuilder(max_num_reqs=1, max_num_tokens=4, max_seq_len=16, layers=layer)
+    step = builder.build(query_lens=[2], seq_lens=[2], block_tables=[[1]])
+    query, key, value = (torch.randn(2, heads * 16) for heads in (4, 2, 2))
+    getattr(layer, name).requires_grad_()
+    with pytest.raises(GradientError):
+        layer(query, key, value, metadata=step)
+    with torch.no_grad():
+        assert layer(query, key, value, metadata=step).shape == (2, 64)

@@ -202,9 +202,11 @@ class CachedAttention(BoundCache):
         inputs = {"query": query, "key": key, "value": value}
         fix = "pass vattn.kept_rows of the queries, or of what they are projected from" if self.fast_prefill else ""
         check_inputs(self, inputs, step.query_slots, step.block_size, fix)
-        check_no_gradients(self, (query, key, value, *self._learned()))
-        if update is not None and (self.calculate_kv_scales or self.observing):
-            # Scales and counts change before the update, which checks its tensors before it writes.
+        arguments = (x for args in ((query, key, value, *self._learned()), update or (), *parts) for x in args)
+        check_no_gradients(self, (x for x in arguments if isinstance(x, Tensor)))
+        changes_first = self.calculate_kv_scales or self.observing or self.kv_transfer_token is not None
+        if update is not None and changes_first:
+            # Scales, counts and awaited loads change before the update, which checks its tensors before it writes.
             checks.check_kv_cache_update(update)
         if self.context_parallel is not None:
             gathered = all_heads(query, self.context_parallel)
