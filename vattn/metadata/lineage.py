@@ -57,7 +57,7 @@ class Lineage:
         layer = self.bindings.changed()
         if layer is not None:
             raise CacheError(
-                f"{_called(layer)} has another cache since the builder was made, or none",
+                f"{called(layer)} has another cache since the builder was made, or none",
                 "the cache that the builder was made for, or an equal one",
                 "make a new builder after allocating caches",
             )
@@ -74,13 +74,14 @@ class Lineage:
         if self.num_blocks is None or blocks is None or blocks >= self.num_blocks:
             return
         raise MetadataError(
-            f"metadata of a builder for {self.num_blocks} blocks in {_called(layer)}, whose cache has {blocks}",
+            f"metadata of a builder for {self.num_blocks} blocks in {called(layer)}, whose cache has {blocks}",
             f"a builder for at most {blocks} blocks",
             "build the step with a builder of this layer, AttentionMetadataBuilder(..., layers=model)",
         )
 
 
-def _called(layer: Any) -> str:
+def called(layer: Any) -> str:
+    """Return what errors call a layer: by its prefix, if its class has one."""
     return f"layer {layer.prefix!r}" if hasattr(layer, "prefix") else type(layer).__name__
 
 

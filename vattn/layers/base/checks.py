@@ -19,7 +19,7 @@ from vattn.errors import (
 )
 from vattn.metadata import forward_context as context
 from vattn.metadata.attention_metadata import AttentionMetadata
-from vattn.metadata.lineage import is_rewritten, rewritten
+from vattn.metadata.lineage import called, is_rewritten, rewritten
 from vattn.ops.schemas import wanted_gradient
 from vattn.quantization.formats import MODEL_DTYPES, dtype_name
 
@@ -152,8 +152,3 @@ def check_bound(layer: Any, name: str, query: Tensor) -> None:
     elif got.startswith("float8"):
         fix = "let the layer quantise it, QuantConfig(query_format='fp8_e4m3', q_scale=...), or vattn.paged_attention"
     raise DtypeError(f"{name} is {got} in {called(layer)}", f"{bound}, the dtype its cache was bound for", fix)
-
-
-def called(layer: Any) -> str:
-    """Return what errors call a layer: by its prefix, if its class has one."""
-    return f"layer {layer.prefix!r}" if hasattr(layer, "prefix") else type(layer).__name__
