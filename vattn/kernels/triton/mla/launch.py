@@ -58,7 +58,9 @@ def choose_tiles(config: MLAConfig, num_tokens: int, num_reqs: int, most_keys: i
     # Groups that are decoded stay in registers beside the sums. Codes of half a byte need 32 keys: Triton gives a
     # thread eight keys of a product over them in a row, and with 16 it counts keys twice.
     grouped = config.kv_cache_dtype == "fp8_ds_mla" and block_m > 16
-    block_n = 16 if limits.interpreted or grouped else 32
+    # Exact products of converted rows spill with more keys.
+    converted = config.dtype == "float32" and config.kv_cache_dtype == "fp8_e4m3"
+    block_n = 16 if limits.interpreted or grouped or converted else 32
     while block_n > 16 and 2 * block_n * bytes_per_key > limits.shared_bytes // 2:
         block_n //= 2
     programs = _row_blocks(config, block_m, num_tokens, num_reqs)
@@ -67,7 +69,8 @@ def choose_tiles(config: MLAConfig, num_tokens: int, num_reqs: int, most_keys: i
     splits = max(1, min(limits.processors // busy, tiles, 64))
     if limits.interpreted:
         splits = min(splits, 3)
-    stages = 2 if 2 * block_n * bytes_per_key <= limits.shared_bytes // 2 and not config.packed else 1
+    fits = 2 * block_n * bytes_per_key <= limits.shared_bytes // 2
+    stages = 2 if fits and not config.packed and not converted else 1
     # Exact products and converted rows take more registers than four warps have.
     demanding = config.dtype == "float32" or config.kv_cache_dtype not in MODEL_DTYPES
     return MLATiles(block_m, block_n, splits, 8 if demanding or block_m > 16 else 4, stages)
