@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import importlib.util
+import inspect
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,8 +37,32 @@ def let_loops_end_at_loaded_numbers() -> None:
     interpreter._patch_lang_tensor = patch_and_mend
 
 
-if importlib.util.find_spec("triton") and importlib.metadata.version("triton").startswith("3.6."):
-    let_loops_end_at_loaded_numbers()
+def speed_up_interpreter() -> None:
+    """Leave out what takes half of the interpreter's time: it searches its modules for builtins in every call of a
+    device function, and computes whether sums overflow, which it reports with `debug` alone.
+    """
+    from triton.language.core import is_builtin
+    from triton.runtime import interpreter
+
+    found: dict[Any, list[str]] = {}
+
+    def patch_builtins(package: Any, builder: Any, scope: Any) -> None:
+        if package not in found:
+            found[package] = [name for name, member in inspect.getmembers(package) if is_builtin(member)]
+        for name in found[package]:
+            member = getattr(package, name)
+            if is_builtin(member):
+                interpreter._patch_attr(package, name, member, builder, scope)
+
+    interpreter._patch_builtin = patch_builtins
+    builder = interpreter.interpreter_builder
+    builder.options = replace(builder.options, sanitize_overflow=False)
+
+
+if importlib.util.find_spec("triton"):
+    speed_up_interpreter()
+    if importlib.metadata.version("triton").startswith("3.6."):
+        let_loops_end_at_loaded_numbers()
 
 # Tests run side by side, and OpenMP threads that share busy cores wait for one another: up to a hundred times slower.
 torch.set_num_threads(1)
