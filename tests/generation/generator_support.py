@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 import vattn
+from vattn.generation.cache_blocks import longest_that_fits
 
 BLOCK = 16
 GREEDY = vattn.Sampling(max_new_tokens=12, stop_token_ids=())
@@ -22,13 +23,17 @@ def one_by_one(model: Any, prompt: list[int], count: int) -> list[int]:
     return ids[len(prompt) :]
 
 
+def chosen(model: Any, prompt: list[int], output: list[int]) -> list[int]:
+    """Return what a model of transformers chooses greedily after a prompt and after each token of an output."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([prompt + output[:-1]])).logits
+    return logits[0, len(prompt) - 1 :].argmax(-1).tolist()
+
+
 def make_generator(packed: Any, **options: Any) -> vattn.Generator:
     """Return a small generator for requests of up to 128 tokens, or what the cache holds."""
-    options = {"max_num_reqs": 4, "token_budget": 64, **options}
-    if "max_seq_len" not in options:
-        most = vattn.Generator(packed, **options).scheduler.max_seq_len
-        options["max_seq_len"] = min(128, most)
-    return vattn.Generator(packed, **options)
+    most = min(128, longest_that_fits(packed.kv_cache, options.get("token_budget", 64)))
+    return vattn.Generator(packed, **{"max_num_reqs": 4, "token_budget": 64, "max_seq_len": most, **options})
 
 
 def check_empty(generator: vattn.Generator) -> None:

@@ -29,21 +29,8 @@ from tests.integrations.hf_families import make_model
 from vattn.integrations.transformers import PackedModel, disable, enable
 
 
-@pytest.fixture(scope="module")
-def expected() -> list[list[int]]:
-    model = make_model("llama")
-    return [one_by_one(model, prompt, 12) for prompt in PROMPTS]
-
-
-@pytest.fixture(scope="module")
-def packed() -> PackedModel:
-    return enable(make_model("llama"), num_blocks=64)
-
-
-@pytest.mark.parametrize("budget", [7, 64, 512])
-@pytest.mark.parametrize("reuse", [False, True])
+@pytest.mark.parametrize(("budget", "reuse"), [(7, True), (64, False), (512, True)])
 def test_tokens_equal_one_by_one(packed: PackedModel, expected: list[list[int]], budget: int, reuse: bool) -> None:
-    """The closest two best logits of these prompts are far enough apart in fp32."""
     generator = make_generator(packed, token_budget=budget, reuse_prefixes=reuse)
     done = generator.generate(PROMPTS, GREEDY)
     assert [request.output for request in done] == expected
@@ -139,15 +126,6 @@ def test_scales_that_layers_calculate_forget_nothing_until_they_change() -> None
     assert [generator.generate(PROMPTS[:1], GREEDY)[0].reused for _ in range(2)] == [0, 32]
 
 
-def test_a_whole_model_compiled_gives_the_same(expected: list[list[int]]) -> None:
-    torch._dynamo.reset()
-    packed = enable(make_model("llama"), num_blocks=64)
-    generator = make_generator(packed, compile="layers", graph_sizes=[2, 4])
-    assert generator.graphs is not None and "device cpu" in str(generator.graphs.report)
-    assert [request.output for request in generator.generate(PROMPTS, GREEDY)] == expected
-    torch._dynamo.reset()
-
-
 def test_other_families() -> None:
     for name in ("gemma2", "bloom"):
         want = [one_by_one(make_model(name), prompt, 6) for prompt in PROMPTS[:3]]
@@ -169,18 +147,18 @@ def test_sampling_depends_on_the_seed_and_on_no_neighbour(packed: PackedModel) -
 
 
 def test_samples_follow_the_models_chances(packed: PackedModel) -> None:
-    """Counts of 1500 draws among the three likeliest tokens: 5 standard deviations."""
+    """Counts of 600 draws among the three likeliest tokens: 5 standard deviations."""
     model = make_model("llama")
     with torch.no_grad():
         chances = (model(input_ids=torch.tensor([PROMPTS[1]])).logits[0, -1] / 3).softmax(-1)
     top = chances.topk(3)
     wanted = top.values / top.values.sum()
-    samplings = [vattn.Sampling(1, temperature=3.0, top_k=3, seed=seed, stop_token_ids=()) for seed in range(1500)]
-    done = make_generator(packed, max_num_reqs=64).generate([PROMPTS[1]] * 1500, samplings)
+    samplings = [vattn.Sampling(1, temperature=3.0, top_k=3, seed=seed, stop_token_ids=()) for seed in range(600)]
+    done = make_generator(packed, max_num_reqs=64).generate([PROMPTS[1]] * 600, samplings)
     drawn = torch.tensor([request.output[0] for request in done])
     assert set(drawn.tolist()) <= set(top.indices.tolist())
     for token, chance in zip(top.indices, wanted, strict=True):
-        spread = (chance * (1 - chance) / 1500) ** 0.5
+        spread = (chance * (1 - chance) / 600) ** 0.5
         assert abs((drawn == token).float().mean() - chance) < 5 * spread
 
 
@@ -279,31 +257,6 @@ def test_streams_hold_back_what_may_become_a_stop_string(packed: PackedModel, ex
         assert "".join(part.text for part in came) == came[-1].request.text
 
 
-@pytest.mark.parametrize("prompt", [[97], [-1], ["a"], [None], [1.5], [[1, 2]], 5, [2**70]])
-def test_ids_that_are_none_are_refused_at_once(packed: PackedModel, prompt: Any) -> None:
-    generator = make_generator(packed)
-    with pytest.raises(errors.RequestError):
-        generator.add(prompt)
-    check_empty(generator)
-
-
-WRONG = {
-    "empty": ([], {}, errors.RequestError, "empty prompt"),
-    "long": (list(range(90)) * 2, {}, errors.RequestError, "128 tokens together"),
-    "text": ("text", {}, errors.RequestError, "tokenizer"),
-    "sampling": ([1], {"sampling": 3}, errors.ConfigError, r"vattn\.Sampling"),
-}
-
-
-@pytest.mark.parametrize("kind", WRONG)
-def test_wrong_requests(packed: PackedModel, kind: str) -> None:
-    prompt, options, error, text = WRONG[kind]
-    generator = make_generator(packed)
-    with pytest.raises(error, match=text):
-        generator.add(prompt, **options)
-    check_empty(generator)
-
-
 def test_wrong_requests_do_not_stop_the_others(packed: PackedModel, expected: list[list[int]]) -> None:
     generator = make_generator(packed)
     done = generator.generate([PROMPTS[0], [], PROMPTS[1], list(range(90)) * 2], GREEDY)
@@ -325,27 +278,6 @@ def test_requests_that_can_never_fit_and_full_queues(packed: PackedModel) -> Non
     while small.busy:
         small.step()
     check_empty(small)
-
-
-WRONG_SAMPLING = [
-    {"temperature": -1}, {"top_p": 0}, {"top_k": 5}, {"max_new_tokens": 0}, {"stop_strings": "x"},
-    {"stop_strings": ("",)}, {"repetition_penalty": 0},
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("changes", WRONG_SAMPLING)
-def test_wrong_sampling(changes: dict[str, Any]) -> None:
-    with pytest.raises(errors.ConfigError):
-        vattn.Sampling(**changes)
-
-
-def test_wrong_generators(packed: PackedModel) -> None:
-    with pytest.raises(errors.ConfigError, match="without a KV cache"):
-        vattn.Generator(enable(make_model("llama")))
-    for options, text in (({"compile": "all"}, "'layers'"), ({"max_num_reqs": 0}, "max_num_reqs"),
-                          ({"compile_options": {"mode": "default"}}, "without compiling")):  # fmt: skip
-        with pytest.raises(errors.ConfigError, match=text):
-            make_generator(packed, **options)
 
 
 def test_cancelling_in_every_state(packed: PackedModel, expected: list[list[int]]) -> None:

@@ -12,19 +12,9 @@ from vattn import errors
 
 pytest.importorskip("transformers")
 
-from tests.generation.generator_support import GREEDY, PROMPTS, Characters, check_empty, make_generator, one_by_one
+from tests.generation.generator_support import GREEDY, PROMPTS, Characters, check_empty, make_generator
 from tests.integrations.hf_families import make_model
 from vattn.integrations.transformers import PackedModel, enable
-
-
-@pytest.fixture(scope="module")
-def packed() -> PackedModel:
-    return enable(make_model("llama"), num_blocks=64)
-
-
-@pytest.fixture(scope="module")
-def expected() -> list[list[int]]:
-    return [one_by_one(make_model("llama"), prompt, 12) for prompt in PROMPTS[:2]]
 
 
 def raising(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
@@ -47,18 +37,21 @@ PROCESSORS: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-@pytest.mark.parametrize("kind", PROCESSORS)
 def test_a_processor_that_fails_ends_its_request_alone(
-    packed: PackedModel, expected: list[list[int]], kind: str, temperature: float
+    packed: PackedModel, expected: list[list[int]], temperature: float
 ) -> None:
-    process, text = PROCESSORS[kind]
-    wrong = vattn.Sampling(12, temperature, stop_token_ids=(), logits_processors=(process,))
-    generator = make_generator(packed)
-    done = generator.generate([PROMPTS[0], PROMPTS[0], PROMPTS[1]], [GREEDY, wrong, GREEDY])
-    assert [done[0].output, done[2].output] == expected
-    assert done[1].state == "failed" and len(done[1].output) == (4 if kind == "raises" else 0)
-    with pytest.raises(errors.RequestError, match=text):
-        done[1].result()
+    wrong = [
+        vattn.Sampling(12, temperature, stop_token_ids=(), logits_processors=(process,))
+        for process, _ in PROCESSORS.values()
+    ]
+    generator = make_generator(packed, max_num_reqs=7, token_budget=512)
+    prompts = [PROMPTS[0]] * (1 + len(wrong)) + [PROMPTS[1]]
+    first, *failed, last = generator.generate(prompts, [GREEDY, *wrong, GREEDY])
+    assert [first.output, last.output] == expected[:2]
+    for (kind, (_, text)), request in zip(PROCESSORS.items(), failed, strict=True):
+        assert request.state == "failed" and len(request.output) == (4 if kind == "raises" else 0)
+        with pytest.raises(errors.RequestError, match=text):
+            request.result()
     check_empty(generator)
 
 
@@ -75,7 +68,7 @@ def test_criteria_and_tokenizers_that_raise(packed: PackedModel, expected: list[
     wrong = vattn.Sampling(12, stop_token_ids=(), stopping_criteria=(criterion,))
     generator = make_generator(packed)
     done = generator.generate([PROMPTS[0], PROMPTS[1], PROMPTS[1]], [GREEDY, wrong, GREEDY])
-    assert [done[0].output, done[2].output] == expected
+    assert [done[0].output, done[2].output] == expected[:2]
     assert "stopping criterion raised ValueError: of the user" in str(done[1].error)
     failed = make_generator(packed, tokenizer=Broken()).generate(PROMPTS[:1], GREEDY)[0]
     assert "decode() raised OverflowError: no such id" in str(failed.error) and failed.state == "failed"
@@ -107,6 +100,13 @@ WRONG_SAMPLING: dict[str, dict[str, Any]] = {
     "no processor": {"logits_processors": (3,)},
     "no criterion": {"stopping_criteria": ("eos",)},
     "stop strings of a number": {"stop_strings": (1,)},
+    "one stop string": {"stop_strings": "x"},
+    "an empty stop string": {"stop_strings": ("",)},
+    "no new token": {"max_new_tokens": 0},
+    "a negative temperature": {"temperature": -1},
+    "top_p of 0": {"temperature": 1.0, "top_p": 0},
+    "top_k without a temperature": {"top_k": 5},
+    "no repetition penalty": {"repetition_penalty": 0},
 }
 
 
@@ -124,9 +124,42 @@ def test_what_sampling_takes() -> None:
     assert sampling.stop_strings == ("a",) and sampling.stop_token_ids == (2,)
 
 
-def test_stop_ids_that_never_match(packed: PackedModel) -> None:
-    with pytest.raises(errors.RequestError, match="stop_token_ids with 97, which the model never chooses"):
-        make_generator(packed).add([1], vattn.Sampling(stop_token_ids=(2, 97)))
+NEVER_CHOSEN = vattn.Sampling(stop_token_ids=(2, 97))
+WRONG_REQUESTS: dict[str, tuple[Any, Any, type[Exception], str | None]] = {
+    "an empty prompt": ([], None, errors.RequestError, "empty prompt"),
+    "a long prompt": (list(range(90)) * 2, None, errors.RequestError, "128 tokens together"),
+    "a text": ("text", None, errors.RequestError, "tokenizer"),
+    "a sampling": ([1], 3, errors.ConfigError, r"vattn\.Sampling"),
+    "end tokens": ([1], NEVER_CHOSEN, errors.RequestError, "stop_token_ids with 97, which the model never chooses"),
+    "stop strings": (
+        [1],
+        vattn.Sampling(stop_strings=("x",)),
+        errors.RequestError,
+        r"stop_strings=\('x',\) for a generator without a tokenizer",
+    ),
+    "what a tokenizer returned": (
+        {"input_ids": [3, 4], "attention_mask": [1, 1]},
+        None,
+        errors.RequestError,
+        "pass its input_ids",
+    ),
+    **{
+        f"a prompt {wrong!r}": (wrong, None, errors.RequestError, "flat sequence of token ids")
+        for wrong in ([True, 2], {3: 4}, {3, 4}, b"abc", frozenset([5]))
+    },
+    **{
+        f"a prompt {wrong!r}": (wrong, None, errors.RequestError, None)
+        for wrong in ([97], [-1], ["a"], [None], [1.5], [[1, 2]], 5, [2**70])
+    },
+}
+
+
+def test_wrong_requests(packed: PackedModel) -> None:
+    generator = make_generator(packed)
+    for prompt, sampling, error, text in WRONG_REQUESTS.values():
+        with pytest.raises(error, match=text):
+            generator.add(prompt, sampling)
+        check_empty(generator)
 
 
 WRONG_GENERATORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -153,16 +186,18 @@ WRONG_GENERATORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "reuse": ({"reuse_prefixes": "no"}, errors.ConfigError, "reuse_prefixes='no'"),
     "compile options": ({"compile_options": "max"}, errors.ConfigError, "compile_options='max'"),
     "speculation": ({"speculation": True}, errors.ConfigError, "PromptLookup"),
+    "compile": ({"compile": "all"}, errors.ConfigError, "'layers'"),
+    "no requests": ({"max_num_reqs": 0}, errors.ConfigError, "max_num_reqs"),
+    "options without compiling": ({"compile_options": {"mode": "default"}}, errors.ConfigError, "without compiling"),
 }
 
 
-@pytest.mark.parametrize("kind", WRONG_GENERATORS)
-def test_wrong_generators(packed: PackedModel, kind: str) -> None:
-    options, error, text = WRONG_GENERATORS[kind]
+def test_wrong_generators(packed: PackedModel) -> None:
     good = make_generator(packed)
-    with pytest.raises(error, match=text):
-        vattn.Generator(packed, **options)
-    # The refused one has not taken the cache.
+    for options, error, text in WRONG_GENERATORS.values():
+        with pytest.raises(error, match=text):
+            vattn.Generator(packed, **options)
+    # The refused ones have not taken the cache.
     assert good.generate([[1]], vattn.Sampling(1, stop_token_ids=()))[0].state == "finished"
 
 
@@ -171,6 +206,8 @@ def test_models_that_are_not_on_vattn() -> None:
         errors.ConfigError, match=r"LlamaForCausalLM, a model of transformers that is not on vattn.*enable"
     ):
         vattn.Generator(make_model("llama"))
+    with pytest.raises(errors.ConfigError, match="without a KV cache"):
+        vattn.Generator(enable(make_model("llama")))
     with pytest.raises(errors.ConfigError, match="a model of type NoneType"):
         vattn.Generator(None)  # type: ignore[arg-type]
 
@@ -180,11 +217,10 @@ def test_wrong_calls(packed: PackedModel) -> None:
     for wrong in (None, 3, PROMPTS[0]):
         with pytest.raises(errors.RequestError, match="what add"):
             generator.cancel(wrong)  # type: ignore[arg-type]
-    with pytest.raises(errors.RequestError, match=r"stop_strings=\('x',\) for a generator without a tokenizer"):
-        generator.add([1], vattn.Sampling(stop_strings=("x",)))
     for prompts, sampling, text in (
         ("a text", None, "a list of prompts"), (3, None, "prompts=3"), ([[1]], {"top_k": 3}, "sampling of type dict"),
         ([[1]], [GREEDY] * 2, "2 samplings for 1 prompts"),
+        ({"input_ids": [3, 4]}, GREEDY, "input_ids"),
         ([1, 2, 3], None, r"prompts\[0\]=1 of type int.*pass \[ids\]"), ([[1], None], None, r"prompts\[1\]=None"),
         (torch.arange(3), None, r"prompts\[0\]=tensor\(0\) of type Tensor"),
         ([[1], "hello"], None, r"prompts\[1\]='hello', a text for a generator without a tokenizer"),

@@ -15,7 +15,7 @@ from vattn.metadata.hybrid import GroupedMetadata
 
 pytest.importorskip("transformers")
 
-from tests.generation.generator_support import PROMPTS, check_empty, make_generator
+from tests.generation.generator_support import PROMPTS, check_empty, chosen, make_generator
 from tests.integrations.hf_families import make_model
 from vattn.generation.setup import MIXED_LADDER, Graphs, mixed_pair, mixed_sizes
 from vattn.integrations.transformers import PackedModel, enable
@@ -52,41 +52,39 @@ def stand_in(generator: vattn.Generator) -> list[tuple[int, int]]:
     return log
 
 
-@pytest.fixture(scope="module")
-def packed() -> PackedModel:
-    return enable(make_model("llama"), num_blocks=64)
-
-
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_steps_with_prompts_are_replayed(hybrid: bool) -> None:
     """Chunks beside decodes, and steps beyond the largest graph, give the tokens of steps without graphs."""
-    packed = enable(make_model("gemma2" if hybrid else "llama"))
+    name = "gemma2" if hybrid else "llama"
+    packed, model = enable(make_model(name)), make_model(name)
     packed.allocate(num_blocks=64, hybrid=hybrid, max_seq_len=128)
     options: dict[str, Any] = {"max_num_reqs": 3, "token_budget": 40, "max_seq_len": 128}
-    plain = vattn.Generator(packed, **options).generate(PROMPTS, SAMPLINGS)
-    packed.allocate(num_blocks=64, hybrid=hybrid, max_seq_len=128)
     generator = vattn.Generator(packed, graph_sizes=[1, 3], mixed_graph_sizes=range(4, 29, 4), **options)
     log = stand_in(generator)
     # Nothing that a replay must not read reaches a result.
     for cache in packed.kv_cache.kv_caches:
         cache[packed.kv_cache.reserved_blocks :].fill_(torch.nan) if not hybrid else None
     done = generator.generate(PROMPTS, SAMPLINGS)
-    assert [request.output for request in done] == [request.output for request in plain]
+    assert [len(request.output) for request in done] == [sampling.max_new_tokens for sampling in SAMPLINGS]
+    for request in done:
+        assert request.output == chosen(model, request.prompt, request.output)
     assert (3, 3) in log and len(set(log)) > 3
     assert len(log) < generator.statistics().steps, "steps beyond the largest size run without"
     check_empty(generator)
 
 
-def test_guesses_beside_prompts_run_without(packed: PackedModel) -> None:
+def expected_of_samplings(long_expected: list[list[int]]) -> list[list[int]]:
+    return [tokens[: sampling.max_new_tokens] for tokens, sampling in zip(long_expected, SAMPLINGS, strict=True)]
+
+
+def test_drafts_with_prompts_run_without(packed: PackedModel, long_expected: list[list[int]]) -> None:
     packed.allocate(num_blocks=64)
     lookup = vattn.PromptLookup(num_drafts=3, shortest=1)
     generator = make_generator(packed, graph_sizes=[4], mixed_graph_sizes=[64], speculation=lookup)
     log = stand_in(generator)
     done = generator.generate(PROMPTS, SAMPLINGS)
-    packed.allocate(num_blocks=64)
-    plain = make_generator(packed).generate(PROMPTS, SAMPLINGS)
-    assert [request.output for request in done] == [request.output for request in plain]
-    # One token more than was asked for: 16 for each of 4 requests could be taken for drafts.
+    assert [request.output for request in done] == expected_of_samplings(long_expected)
+    # One token more than requested: 16 for each of 4 requests could be taken for drafts.
     assert {(4, 16), (4, 65)} <= set(log)
 
 
@@ -137,7 +135,9 @@ def test_runner_refuses_pairs_beyond_the_builder(packed: PackedModel, pair: Any)
 
 
 @pytest.mark.parametrize("compiled", ["layers", pytest.param("model", marks=pytest.mark.long)])
-def test_captures_compile_what_steps_without_graphs_run(monkeypatch: Any, compiled: str) -> None:
+def test_captures_compile_what_steps_without_graphs_run(
+    monkeypatch: Any, fresh_dynamo: None, long_expected: list[list[int]], compiled: str
+) -> None:
     """One graph: that of the captures is the one of the first prompt that is too long for them."""
     prepare = vattn.CUDAGraphRunner._prepare
 
@@ -149,16 +149,14 @@ def test_captures_compile_what_steps_without_graphs_run(monkeypatch: Any, compil
         return cost
 
     monkeypatch.setattr(vattn.CUDAGraphRunner, "_prepare", run_too)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     packed = enable(make_model("llama"), num_blocks=64)
     options: dict[str, Any] = {"compile": compiled, "compile_options": {"backend": "eager"}, "token_budget": 32}
     generator = make_generator(packed, graph_sizes=[1, 4], mixed_graph_sizes=[16], max_seq_len=128, **options)
     counted = torch._dynamo.utils.counters["stats"]
+    assert counted["unique_graphs"] == 1 and "device cpu" in str(generator.graphs.report)
+    done = generator.generate(PROMPTS, SAMPLINGS)
     assert counted["unique_graphs"] == 1
-    generator.generate(PROMPTS, SAMPLINGS)
-    assert counted["unique_graphs"] == 1
-    torch._dynamo.reset()
+    assert [request.output for request in done] == expected_of_samplings(long_expected)
 
 
 @pytest.mark.long

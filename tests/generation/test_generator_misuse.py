@@ -14,19 +14,9 @@ from vattn import errors
 
 pytest.importorskip("transformers")
 
-from tests.generation.generator_support import GREEDY, PROMPTS, check_empty, make_generator, one_by_one
+from tests.generation.generator_support import GREEDY, PROMPTS, check_empty, make_generator
 from tests.integrations.hf_families import make_model
 from vattn.integrations.transformers import PackedModel, disable, enable
-
-
-@pytest.fixture(scope="module")
-def packed() -> PackedModel:
-    return enable(make_model("llama"), num_blocks=64)
-
-
-@pytest.fixture(scope="module")
-def expected() -> list[list[int]]:
-    return [one_by_one(make_model("llama"), prompt, 12) for prompt in PROMPTS[:4]]
 
 
 def test_steps_inside_of_a_step_are_refused(packed: PackedModel, expected: list[list[int]]) -> None:
@@ -199,20 +189,6 @@ def test_training_mode_is_refused_whenever_it_came_and_eval_goes_on(expected: li
     assert request.output == expected[0]
     assert generator.generate([PROMPTS[1]], GREEDY)[0].output == expected[1]
     check_empty(generator)
-
-
-@pytest.mark.parametrize("prompt", [[True, 2], {3: 4}, {3, 4}, b"abc", frozenset([5])])
-def test_what_has_no_order_or_no_ids_is_no_prompt(packed: PackedModel, prompt: Any) -> None:
-    with pytest.raises(errors.RequestError, match="flat sequence of token ids"):
-        make_generator(packed).add(prompt)
-
-
-def test_what_a_tokenizer_returned_says_what_to_pass(packed: PackedModel) -> None:
-    generator, encoded = make_generator(packed), {"input_ids": [3, 4], "attention_mask": [1, 1]}
-    with pytest.raises(errors.RequestError, match="pass its input_ids"):
-        generator.add(encoded)  # type: ignore[arg-type]
-    with pytest.raises(errors.ConfigError, match="input_ids"):
-        generator.generate(encoded, GREEDY)
 
 
 def test_failed_requests_keep_their_prompts(packed: PackedModel) -> None:

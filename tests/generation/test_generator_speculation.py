@@ -20,39 +20,22 @@ from vattn.integrations.transformers import PackedModel, enable
 LONG = vattn.Sampling(max_new_tokens=40, stop_token_ids=())
 
 
-@pytest.fixture(scope="module")
-def packed() -> PackedModel:
-    return enable(make_model("llama"), num_blocks=64)
-
-
-@pytest.fixture(scope="module")
-def expected() -> list[list[int]]:
-    model = make_model("llama")
-    return [one_by_one(model, prompt, 40) for prompt in PROMPTS]
-
-
-@pytest.mark.parametrize("graphs", [(), (2, 4)])
 @pytest.mark.parametrize("drafts", [1, 4])
-def test_the_tokens_are_those_of_plain_greedy(
-    packed: PackedModel, expected: list[list[int]], drafts: int, graphs: Any
-) -> None:
-    """This model soon repeats itself, so that guesses are right."""
-    lookup = vattn.PromptLookup(num_drafts=drafts, shortest=1)
-    generator = make_generator(packed, speculation=lookup, graph_sizes=graphs)
-    plain = make_generator(packed)
-    plain.generate(PROMPTS, LONG)
-    generator = make_generator(packed, speculation=lookup, graph_sizes=graphs)
+def test_the_tokens_are_those_of_plain_greedy(packed: PackedModel, long_expected: list[list[int]], drafts: int) -> None:
+    """This model soon repeats itself, so that drafts are right."""
+    generator = make_generator(packed, speculation=vattn.PromptLookup(num_drafts=drafts, shortest=1))
     done = generator.generate(PROMPTS, LONG)
-    assert [request.output for request in done] == expected
+    assert [request.output for request in done] == long_expected
     now = generator.statistics()
-    assert now.generated_tokens == 40 * len(PROMPTS) and now.steps < plain.statistics().steps
+    # Without drafts, 6 requests of 40 tokens take 80 steps at least, 4 at once.
+    assert now.generated_tokens == 40 * len(PROMPTS) and now.steps < 78
     assert 0 < now.accepted_tokens < now.drafted_tokens and 0 < now.accepted_per_step <= drafts
     assert sum(request.accepted for request in done) == now.accepted_tokens
     assert sum(request.drafted for request in done) == now.drafted_tokens
     check_empty(generator)
 
 
-def test_steps_with_guesses_replay_their_own_graphs(packed: PackedModel, expected: list[list[int]]) -> None:
+def test_steps_with_drafts_replay_their_own_graphs(packed: PackedModel, long_expected: list[list[int]]) -> None:
     generator = make_generator(packed, speculation=vattn.PromptLookup(shortest=1), graph_sizes=[2, 4])
     assert generator.draft_graphs is not None
     shapes = {(key.num_reqs, key.num_tokens) for key in generator.draft_graphs._entries}
@@ -61,24 +44,24 @@ def test_steps_with_guesses_replay_their_own_graphs(packed: PackedModel, expecte
     run = generator.draft_graphs.function
     generator.draft_graphs.function = lambda *inputs: seen.append(tuple(map(len, inputs))) or run(*inputs)
     done = generator.generate(PROMPTS, LONG)
-    assert [request.output for request in done] == expected
+    assert [request.output for request in done] == long_expected
     assert {shape for shape in seen if shape[0] in (10, 20)} == {(10, 10, 10), (20, 20, 20)}
 
 
-def test_preemption_and_prefixes_with_guesses(expected: list[list[int]]) -> None:
-    packed = enable(make_model("llama"), num_blocks=9)
+def test_preemption_and_prefixes_with_drafts(long_expected: list[list[int]]) -> None:
+    packed, sampling = enable(make_model("llama"), num_blocks=9), vattn.Sampling(20, stop_token_ids=())
     for reuse in (False, True):
         generator = make_generator(
             packed, token_budget=21, reuse_prefixes=reuse, speculation=vattn.PromptLookup(shortest=1)
         )
-        done = generator.generate(PROMPTS, LONG) + generator.generate(PROMPTS[:2], LONG)
-        assert [request.output for request in done] == expected + expected[:2]
+        done = generator.generate(PROMPTS, sampling) + generator.generate(PROMPTS[:1], sampling)
+        assert [request.output for request in done] == [tokens[:20] for tokens in [*long_expected, long_expected[0]]]
         assert generator.statistics().preemptions > 0
         assert (sum(request.reused for request in done) > 0) == reuse
         check_empty(generator)
 
 
-def test_blocks_of_wrong_guesses_are_not_found(packed: PackedModel, expected: list[list[int]]) -> None:
+def test_blocks_of_wrong_drafts_are_not_found(packed: PackedModel, long_expected: list[list[int]]) -> None:
     """Every published block holds tokens that the request has; others find the right values."""
     generator = make_generator(packed, speculation=vattn.PromptLookup(num_drafts=16, shortest=1))
     first = generator.generate(PROMPTS, LONG)
@@ -86,23 +69,24 @@ def test_blocks_of_wrong_guesses_are_not_found(packed: PackedModel, expected: li
         [request.prompt + request.output[:30] for request in first], vattn.Sampling(10, stop_token_ids=())
     )
     assert all(request.reused >= 16 for request in again if len(request.prompt) > 17)
-    assert [request.output for request in again] == [tokens[30:] for tokens in expected]
+    assert [request.output for request in again] == [tokens[30:] for tokens in long_expected]
     check_empty(generator)
 
 
-@pytest.mark.parametrize("changes", [{}, {"top_k": 3}, {"top_p": 0.5}, {"repetition_penalty": 1.2}])
-def test_sampled_tokens_are_those_without_guesses(packed: PackedModel, changes: dict[str, Any]) -> None:
-    """A draw depends on seed and place alone; the guess is kept where it is what would have been drawn."""
-    samplings = [vattn.Sampling(30, 0.7, seed=seed, stop_token_ids=(), **changes) for seed in range(len(PROMPTS))]
-    plain = make_generator(packed).generate(PROMPTS, samplings)
-    generator = make_generator(packed, speculation=vattn.PromptLookup(shortest=1))
-    done = generator.generate(PROMPTS, samplings)
+def test_sampled_tokens_are_those_without_drafts(packed: PackedModel) -> None:
+    """A draw depends on seed and place alone; a draft is kept where it is what would have been drawn."""
+    kinds: list[dict[str, Any]] = [{}, {"top_k": 3}, {"top_p": 0.5}, {"repetition_penalty": 1.2}]
+    samplings = [vattn.Sampling(30, 0.7, seed=3, stop_token_ids=(), **changes) for changes in kinds]
+    prompts = [PROMPTS[0]] * 4
+    plain = make_generator(packed).generate(prompts, samplings)
+    done = make_generator(packed, speculation=vattn.PromptLookup(shortest=1)).generate(prompts, samplings)
     assert [request.output for request in done] == [request.output for request in plain]
-    drafted = generator.statistics().drafted_tokens
-    assert (drafted == 0) == ("repetition_penalty" in changes), "a penalty needs the tokens before each token"
+    # A penalty needs the tokens before each token.
+    assert [request.drafted > 0 for request in done] == [True, True, True, False]
 
 
-def test_what_follows_the_end_is_dropped(packed: PackedModel, expected: list[list[int]]) -> None:
+def test_what_follows_the_end_is_dropped(packed: PackedModel, long_expected: list[list[int]]) -> None:
+    expected = long_expected
     tokenizer = Characters()
     lookup = vattn.PromptLookup(num_drafts=8, shortest=1)
     stop = expected[0][25]
@@ -117,7 +101,8 @@ def test_what_follows_the_end_is_dropped(packed: PackedModel, expected: list[lis
     check_empty(generator)
 
 
-def test_a_failure_among_guesses_ends_its_request_alone(packed: PackedModel, expected: list[list[int]]) -> None:
+def test_a_failure_among_drafts_ends_its_request_alone(packed: PackedModel, long_expected: list[list[int]]) -> None:
+    expected = long_expected
     faulty = Faulty(packed)
     faulty.bad = expected[0][20]
     generator = make_generator(faulty, speculation=vattn.PromptLookup(shortest=1))
@@ -128,8 +113,8 @@ def test_a_failure_among_guesses_ends_its_request_alone(packed: PackedModel, exp
     check_empty(generator)
 
 
-def test_no_guesses_without_room() -> None:
-    """The budget is one token: a request of guesses would take that of the others."""
+def test_no_drafts_without_room() -> None:
+    """The budget is one token: the drafts of a request would take that of the others."""
     packed = enable(make_model("llama"), num_blocks=8)
     generator = make_generator(packed, token_budget=1, speculation=vattn.PromptLookup(shortest=1))
     done = generator.generate([[5, 5, 5, 5]], vattn.Sampling(20, stop_token_ids=()))

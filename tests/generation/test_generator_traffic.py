@@ -14,7 +14,7 @@ from vattn import errors
 
 pytest.importorskip("transformers")
 
-from tests.generation.generator_support import Characters, Faulty, check_empty, one_by_one
+from tests.generation.generator_support import Characters, Faulty, check_empty, chosen
 from tests.integrations.hf_families import make_model
 from vattn.integrations.transformers import PackedModel, disable, enable
 
@@ -47,9 +47,9 @@ def sampling_of(kind: str, new: int) -> vattn.Sampling:
     return vattn.Sampling(new, stop_token_ids=(), **changes)
 
 
-@pytest.mark.parametrize("speculate", [False, True])
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 @given(
+    st.booleans(),
     st.lists(arrivals, min_size=1, max_size=10),
     st.integers(5, 40),
     st.booleans(),
@@ -119,7 +119,7 @@ def assert_ended(request: vattn.Request, kind: str) -> None:
 def test_survivors_have_the_tokens_of_one_by_one() -> None:
     """Beside failing and cancelled neighbours, in few blocks, with guesses and without."""
     prompts = [[(3 * i + n) % 90 for i in range(20 + 9 * n)] for n in range(4)]
-    expected = [one_by_one(make_model("llama"), prompt, 20) for prompt in prompts]
+    model = make_model("llama")
     for speculation in (None, vattn.PromptLookup(shortest=1)):
         generator = vattn.Generator(model_with("llama", 9), token_budget=24, max_num_reqs=4, speculation=speculation)
         requests = []
@@ -131,7 +131,9 @@ def test_survivors_have_the_tokens_of_one_by_one() -> None:
             generator.cancel(gone)
         while generator.busy:
             generator.step()
-        assert [request.output for request in requests] == expected and doomed.state == "failed"
+        assert doomed.state == "failed"
+        for request in requests:
+            assert request.output == chosen(model, request.prompt, request.output) and len(request.output) == 20
         check_empty(generator)
 
 

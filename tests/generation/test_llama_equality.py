@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,27 +50,21 @@ class Pair:
 
     model: Llama
     builder: vattn.AttentionMetadataBuilder
-    forward: Callable[..., Tensor]
     texts: list[Tensor]
     expected: list[Tensor]
 
 
-def make_pair(folder: Path, compiled: str, backend: str | None = None) -> Pair:
+def make_pair(folder: Path) -> Pair:
     config, tensors = read_checkpoint(folder)
-    model = build_llama(config, tensors, AttentionOptions(vattn.CacheConfig(BLOCK_SIZE), backend=backend))
+    model = build_llama(config, tensors, AttentionOptions(vattn.CacheConfig(BLOCK_SIZE)))
     vattn.allocate_kv_cache(model, num_blocks=NUM_BLOCKS)
-    forward: Callable[..., Tensor] = model
-    if compiled == "compiled whole":
-        forward = vattn.compile(model)
-    elif compiled == "compiled by region":
-        vattn.compile_regions(model)
     theirs = transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     generator = torch.Generator().manual_seed(3)
     texts = [torch.randint(0, config.vocab_size, (length,), generator=generator) for length in LENGTHS]
     with torch.no_grad():
         expected = [theirs(text[None], use_cache=False).logits[0] for text in texts]
     builder = vattn.AttentionMetadataBuilder(4, 128, 64, BLOCK_SIZE, layers=model)
-    return Pair(model, builder, forward, texts, expected)
+    return Pair(model, builder, texts, expected)
 
 
 @pytest.fixture(scope="module")
@@ -100,16 +93,9 @@ def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.fixture(scope="module", params=["eager", "compiled whole"])
-def tiny(request: pytest.FixtureRequest, tiny_folder: Path) -> Pair:
-    torch._dynamo.reset()
-    return make_pair(tiny_folder, request.param)
-
-
-@pytest.fixture(scope="module", params=["eager", "compiled by region"])
-def demo(request: pytest.FixtureRequest) -> Pair:
-    torch._dynamo.reset()
-    return make_pair(DEMO_MODEL, request.param)
+@pytest.fixture(scope="module")
+def tiny(tiny_folder: Path) -> Pair:
+    return make_pair(tiny_folder)
 
 
 def run_steps(pair: Pair, steps: list[Step]) -> list[tuple[Tensor, Tensor]]:
@@ -134,7 +120,7 @@ def run_steps(pair: Pair, steps: list[Step]) -> list[tuple[Tensor, Tensor]]:
             num_tokens_padded=len(ids) + 3,
         )
         with vattn.forward_context(metadata), torch.no_grad():
-            logits = pair.forward(torch.tensor([*ids, 5, 6, 7]), metadata.positions)
+            logits = pair.model(torch.tensor([*ids, 5, 6, 7]), metadata.positions)
         results.append((logits[: len(ids)], torch.cat(expected)))
     return results
 
@@ -145,32 +131,26 @@ def test_tiny_model(tiny: Pair, name: str) -> None:
         assert relative_l2(got, expected) <= TOLERANCE
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_demo_model(demo: Pair, name: str) -> None:
-    for got, expected in run_steps(demo, STEPS[name]):
-        assert relative_l2(got, expected) <= TOLERANCE
-
-
 def test_demo_model_over_a_long_text() -> None:
-    """The positions that training used, in chunks of many blocks."""
-    pair = make_pair(DEMO_MODEL, "eager")
+    """In chunks of many blocks."""
     theirs = transformers.LlamaForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()
-    ids = torch.tensor(list(b"\0" + (DEMO_MODEL / "heldout.txt").read_bytes()[:1023]))
-    vattn.allocate_kv_cache(pair.model, num_blocks=129)
-    builder = vattn.AttentionMetadataBuilder(1, 300, 1024, BLOCK_SIZE, layers=pair.model)
-    table, logits = list(range(128, 0, -1)), []
-    for start in range(0, 1024, 300):
+    model = build_llama(*read_checkpoint(DEMO_MODEL), AttentionOptions(vattn.CacheConfig(BLOCK_SIZE)))
+    ids = torch.tensor(list(b"\0" + (DEMO_MODEL / "heldout.txt").read_bytes()[:511]))
+    vattn.allocate_kv_cache(model, num_blocks=65)
+    builder = vattn.AttentionMetadataBuilder(1, 300, 512, BLOCK_SIZE, layers=model)
+    table, logits = list(range(64, 0, -1)), []
+    for start in range(0, 512, 300):
         piece = ids[start : start + 300]
         metadata = builder.build([len(piece)], [start + len(piece)], [table])
         with vattn.forward_context(metadata), torch.no_grad():
-            logits.append(pair.model(piece, metadata.positions))
+            logits.append(model(piece, metadata.positions))
     with torch.no_grad():
         expected = theirs(ids[None], use_cache=False).logits[0]
     assert relative_l2(torch.cat(logits), expected) <= TOLERANCE
 
 
-def test_only_the_rows_asked_for_go_through_the_head(tiny_folder: Path) -> None:
-    pair = make_pair(tiny_folder, "eager")
+def test_only_the_requested_rows_go_through_the_head(tiny: Pair) -> None:
+    pair = tiny
     metadata = pair.builder.build([7, 0, 4], [7, 0, 4], [[1], [2], [3]], num_reqs_padded=4)
     ids = torch.cat((pair.texts[0][:7], pair.texts[1][:4]))
     inputs = model_inputs(ids.tolist(), metadata)
@@ -182,7 +162,7 @@ def test_only_the_rows_asked_for_go_through_the_head(tiny_folder: Path) -> None:
 
 
 def test_the_measure_would_notice_a_wrong_angle(tiny_folder: Path) -> None:
-    pair = make_pair(tiny_folder, "eager")
+    pair = make_pair(tiny_folder)
     pair.model.rope[1].neg_()
     ((got, expected),) = run_steps(pair, STEPS["prefill"])
     assert relative_l2(got, expected) > 10 * TOLERANCE
