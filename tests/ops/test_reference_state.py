@@ -130,12 +130,21 @@ def test_split_and_merge_is_the_whole(seq_len: int, cut: float, window: int | No
     assert relative_l2(lse, whole[1]) < 1e-6
 
 
-def test_merging_by_hand() -> None:
+@pytest.mark.parametrize("empty", [-math.inf, math.inf])
+@pytest.mark.parametrize("kernel", ["reference", "triton"])
+def test_merging_by_hand(kernel: str, empty: float) -> None:
     prefix, suffix = torch.tensor([[[1.0]], [[2.0]], [[math.nan]], [[math.nan]]]), torch.tensor([[[5.0]]] * 4)
     suffix[3] = math.inf
-    prefix_lse = torch.tensor([[0.0], [100.0], [-math.inf], [-math.inf]])
-    suffix_lse = torch.tensor([[math.log(3)], [-100.0], [1.5], [-math.inf]])
-    out, lse = merge([(prefix, prefix_lse), (suffix, suffix_lse)])
+    prefix_lse = torch.tensor([[0.0], [100.0], [empty], [empty]])
+    suffix_lse = torch.tensor([[math.log(3)], [-100.0], [1.5], [empty]])
+    if kernel == "triton":
+        pytest.importorskip("triton")
+        from vattn.kernels.triton.attention.merge import merge_attn_states
+
+        out, lse = torch.empty(4, 1, 1), torch.empty(4, 1)
+        merge_attn_states(MergeArgs(out, lse, prefix, prefix_lse, suffix, suffix_lse))
+    else:
+        out, lse = merge([(prefix, prefix_lse), (suffix, suffix_lse)])
     assert out.flatten().tolist() == pytest.approx([4.0, 2.0, 5.0, 0.0])
     assert lse.flatten().tolist() == pytest.approx([math.log(4), 100.0, 1.5, -math.inf])
 

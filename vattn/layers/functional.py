@@ -257,11 +257,11 @@ def merge_attn_states(
 
     Args:
         prefix_output, suffix_output: `[T, num_heads, head_size_v]`.
-        prefix_lse, suffix_lse: fp32 `[T, num_heads]`, natural log; -inf marks an empty part. Sinks
-            must be in exactly one part.
+        prefix_lse, suffix_lse: fp32 `[T, num_heads]`, natural log; -inf or +inf marks an empty part, whose output may
+            hold anything. Sinks must be in exactly one part.
 
     Returns:
-        The output over both parts and its LSE.
+        The output over both parts and its LSE; rows of two empty parts are 0 and -inf.
     """
     _check_tensors(
         prefix_output=prefix_output, prefix_lse=prefix_lse, suffix_output=suffix_output, suffix_lse=suffix_lse

@@ -249,7 +249,7 @@ def softmax(scores: Tensor, sinks: Tensor | None = None) -> tuple[Tensor, Tensor
 def merge_attn_states(args: MergeArgs) -> None:
     """Run `vattn::merge_attn_states`: weigh two partial results of the same rows by their LSE, in fp32.
 
-    A part with LSE -inf is empty and its output is not read; two empty parts give output 0 and LSE -inf.
+    A part with LSE -inf or +inf is empty and its output is not read; two empty parts give output 0 and LSE -inf.
     """
     out, lse = merge((args.prefix_output, args.prefix_lse), (args.suffix_output, args.suffix_lse))
     args.output.copy_(out)
@@ -259,9 +259,10 @@ def merge_attn_states(args: MergeArgs) -> None:
 
 def merge(one: tuple[Tensor, Tensor], other: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return the merged fp32 output `[T, H, V]` and LSE `[T, H]` of two partial results of the same rows."""
-    lse = torch.logaddexp(one[1], other[1])
+    first, second = (torch.where(part[1] == torch.inf, -torch.inf, part[1]) for part in (one, other))
+    lse = torch.logaddexp(first, second)
     reference = torch.where(lse == -torch.inf, 0.0, lse)
-    return _weighed(one[0], one[1] - reference) + _weighed(other[0], other[1] - reference), lse
+    return _weighed(one[0], first - reference) + _weighed(other[0], second - reference), lse
 
 
 def _weighed(part: Tensor, log_weight: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ def merge_kernel(
     head = tl.program_id(1)
     a = tl.load(prefix_lse + token * stride_plt + head * stride_plh)
     b = tl.load(suffix_lse + token * stride_slt + head * stride_slh)
+    a = tl.where(a == float("inf"), float("-inf"), a)
+    b = tl.where(b == float("inf"), float("-inf"), b)
     highest = tl.maximum(a, b)
     base = tl.where(highest == float("-inf"), 0.0, highest)
     weight_a = tl.exp2((a - base) * LOG2E)
@@ -29,13 +31,14 @@ def merge_kernel(
     total = weight_a + weight_b
     divisor = tl.where(total != 0.0, total, 1.0)
     column = tl.arange(0, BLOCK_V)
-    inside = column < V
-    # An empty part may hold anything: it is not read.
-    x = tl.load(prefix + token * stride_pt + head * stride_ph + column, mask=inside & (a > float("-inf")), other=0.0)
-    y = tl.load(suffix + token * stride_st + head * stride_sh + column, mask=inside & (b > float("-inf")), other=0.0)
+    # An empty part may hold anything: none of its columns is read.
+    in_a = column < tl.where(a > float("-inf"), V, 0)
+    in_b = column < tl.where(b > float("-inf"), V, 0)
+    x = tl.load(prefix + token * stride_pt + head * stride_ph + column, mask=in_a, other=0.0)
+    y = tl.load(suffix + token * stride_st + head * stride_sh + column, mask=in_b, other=0.0)
     merged = x.to(tl.float32) * (weight_a / divisor) + y.to(tl.float32) * (weight_b / divisor)
     out_offsets = token * stride_ot + head * stride_oh + column
-    tl.store(output + out_offsets, cast(merged, output.dtype.element_ty), mask=inside)
+    tl.store(output + out_offsets, cast(merged, output.dtype.element_ty), mask=column < V)
     if output_lse is not None:
         lse = tl.where(total != 0.0, base + tl.log2(divisor) * LN2, float("-inf"))
         tl.store(output_lse + token * stride_lt + head * stride_lh, lse)
