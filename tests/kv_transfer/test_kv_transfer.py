@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from pathlib import Path
@@ -720,6 +721,19 @@ def test_wrong_steps_begin_nothing(detached):
     assert all(layer.kv_transfer_token is None for layer in setup.model.layers)
 
 
+def test_a_file_connector_serves_one_model_and_keys_that_are_file_names(tmp_path):
+    connector = FileConnector(tmp_path)
+    setup = Setup(connector)
+    setup.transfer.detach()
+    with pytest.raises(ConfigError, match="attached to another model"):
+        KVTransfer(setup.model, setup.cache, connector, namespace="another")
+    for key in ("", "..", "a/b", "line\n", "k" * 129):
+        with pytest.raises(ConfigError, match="letters, digits"):
+            connector.find([key])
+    os.mkfifo(connector.path("pipe"))
+    assert connector.find(["pipe"]) == 0
+
+
 def test_keys_tell_prefixes_apart():
     tokens = list(range(40))
     keys = block_keys(tokens, BLOCK)
@@ -728,8 +742,18 @@ def test_keys_tell_prefixes_apart():
     assert block_keys([99, *tokens[1:]], BLOCK)[1] != keys[1], "a key depends on all tokens before"
     assert block_keys(tokens, BLOCK, salt="adapter") != keys and block_keys(tokens, 4)[1] != keys[0]
     assert block_keys([1, 23], 2) != block_keys([12, 3], 2)
+    salts = "", "1", 1, b"1", "b'1'", 2**70, "\ud800"
+    assert len({block_keys(tokens, BLOCK, salt)[0] for salt in salts}) == len(salts)
     with pytest.raises(ConfigError, match="block_size=0"):
         block_keys(tokens, 0)
+    for salt in (None, True, 1.5, torch.zeros(9)):
+        with pytest.raises(ConfigError, match="text, bytes or an integer"):
+            block_keys(tokens, BLOCK, salt)
+    for parent in ("", "ab", "x" * 64, b"a" * 64, keys[0].upper() + "\n"):
+        with pytest.raises(ConfigError, match="a key of block_keys"):
+            block_keys(tokens, BLOCK, parent=parent)
+    with pytest.raises(ConfigError, match="with a parent"):
+        block_keys(tokens, BLOCK, "tenant", parent=keys[0])
 
 
 def test_pages_that_lie_apart_in_host_memory_are_copied_in_pieces(detached):

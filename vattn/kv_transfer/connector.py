@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
@@ -104,7 +105,9 @@ class KVConnector(Protocol):
         """End a load (`saved` is False) or a save. After an error, no block of the save may be found."""
 
 
-def block_keys(tokens: Sequence[int], block_size: int, salt: str = "", *, parent: str | None = None) -> list[str]:
+def block_keys(
+    tokens: Sequence[int], block_size: int, salt: str | bytes | int = "", *, parent: str | None = None
+) -> list[str]:
     """Return a content key for every whole block of a token sequence.
 
     A key depends on the block's tokens and on all tokens before them, so equal keys mean equal prefixes.
@@ -112,16 +115,18 @@ def block_keys(tokens: Sequence[int], block_size: int, salt: str = "", *, parent
     Args:
         tokens: ids from the beginning of the request.
         block_size: tokens per block; a last block that is not full has no key.
-        salt: anything else that the content depends on: adapters, images, a tenant.
+        salt: everything else that the content depends on (adapters, images, a tenant) as text, bytes or an integer.
+            Salts of different types differ: 1, "1" and b"1" are three.
         parent: key of the block before `tokens`, which includes the salt; default: `tokens` start the request.
 
     Raises:
-        ConfigError: tokens that are not integers, a block size below 1, or a parent that is not a key.
+        ConfigError: tokens that are not integers, a block size below 1, a salt of another type, a parent that is not a
+            key, or both a salt and a parent.
 
     Example:
         >>> from vattn.kv_transfer import block_keys
         >>> [key[:8] for key in block_keys(range(40), block_size=16)]
-        ['8bfc6f19', '0ee0c057']
+        ['f2cdf10c', '9f9eed67']
         >>> block_keys(range(40), 16)[0] == block_keys([*range(16), 99, 98], 16)[0]
         True
         >>> first, second = block_keys(range(40), 16)
@@ -130,17 +135,27 @@ def block_keys(tokens: Sequence[int], block_size: int, salt: str = "", *, parent
     """
     block_size = read_count("block_size", block_size, 1, "pass the block size of the cache")
     tokens = _token_ids(tokens)
-    try:
-        before = hashlib.sha256(f"vattn {block_size} {salt}".encode()).digest()
-        before = before if parent is None else bytes.fromhex(parent)
-    except (TypeError, ValueError) as error:
-        raise ConfigError(f"parent={parent!r:.60}", "a key of block_keys, or None", "pass the last key") from error
+    before = _salt_digest(block_size, salt) if parent is None else _parent_digest(parent, salt)
     keys = []
     for start in range(0, len(tokens) - block_size + 1, block_size):
         text = ",".join(map(str, tokens[start : start + block_size]))
         before = hashlib.sha256(before + text.encode()).digest()
         keys.append(before.hex())
     return keys
+
+
+def _salt_digest(block_size: int, salt: str | bytes | int) -> bytes:
+    if isinstance(salt, bool) or not isinstance(salt, (str, bytes, int)):
+        raise ConfigError(f"salt={salt!r:.60}", "text, bytes or an integer", "hash an image or a tensor to bytes first")
+    return hashlib.sha256(f"vattn {block_size} {salt!r}".encode(errors="surrogatepass")).digest()
+
+
+def _parent_digest(parent: str, salt: str | bytes | int) -> bytes:
+    if not isinstance(parent, str) or re.fullmatch("[0-9a-f]{64}", parent) is None:
+        raise ConfigError(f"parent={parent!r:.60}", "a key of block_keys, or None", "pass the last key")
+    if salt != "":
+        raise ConfigError(f"salt={salt!r:.60} with a parent", "one of them, since keys include their salt", "drop salt")
+    return bytes.fromhex(parent)
 
 
 def _token_ids(tokens: Sequence[int] | Tensor) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -47,7 +48,13 @@ class FileConnector:
         self._saves: dict[int, dict[str, Tensor]] = {}
 
     def attach(self, page_bytes: Mapping[str, int], fingerprint: str) -> None:
-        """Create the folder of this fingerprint."""
+        """Create the folder of this fingerprint. A connector serves one model; several may share a folder."""
+        if self._fingerprint not in ("", fingerprint):
+            raise ConfigError(
+                "a FileConnector attached to another model, or to one with other scales",
+                "the model of the first attach",
+                "make a second connector, for the same folder if you like",
+            )
         self._page_bytes, self._fingerprint = dict(page_bytes), fingerprint
         try:
             (self.folder / fingerprint[:32]).mkdir(parents=True, exist_ok=True)
@@ -59,7 +66,11 @@ class FileConnector:
             ) from error
 
     def path(self, key: str) -> Path:
-        """Return the file of a block."""
+        """Return the file of a block. Raises `ConfigError` for a key that is no file name on every system."""
+        if re.fullmatch("[A-Za-z0-9_-]{1,128}", key) is None:
+            raise ConfigError(
+                f"key {key!r:.60}", "1 to 128 letters, digits, - and _", "pass keys of block_keys, or hash your own"
+            )
         return self.folder / self._fingerprint[:32] / f"{key}.safetensors"
 
     def find(self, keys: Sequence[str]) -> int:
@@ -132,6 +143,8 @@ class FileConnector:
     def _read(self, key: str) -> dict[str, Tensor] | None:
         """Return the pages of a block by layer; `None` without a valid file."""
         try:
+            if not self.path(key).is_file():  # A pipe would block.
+                return None
             with self._format.safe_open(self.path(key), framework="pt", device="cpu") as file:
                 notes = file.metadata() or {}
                 block = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
