@@ -162,11 +162,15 @@ def test_inputs_that_contradict_the_capture() -> None:
             runner(*good[:index], wrong, *good[index + 1 :], metadata=step)
 
 
-def test_a_new_cache_contradicts_the_capture() -> None:
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_new_cache_contradicts_the_capture(by_hand: bool) -> None:
     model, runner = make_runner(batch_sizes=[4])
     step = runner.build([1], [1], [[0]])
     kept = model.attn.kv_cache  # keeps its address from being given out again
-    vattn.allocate_kv_cache(model, num_blocks=32, dtype=torch.float32)
+    if by_hand:
+        model.attn.kv_cache = kept.clone()
+    else:
+        vattn.allocate_kv_cache(model, num_blocks=32, dtype=torch.float32)
     assert kept is not model.attn.kv_cache
     with pytest.raises(GraphContractError, match="bound again"):
         runner(*make_inputs(step), metadata=step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import multiprocessing
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -283,10 +284,10 @@ def projections_of_own_heads_are_gathered(rank: int, world: int) -> None:
 def compiled_layers_are_one_graph(rank: int, world: int) -> None:
     """Fullgraph, and other lengths and other numbers of tokens do not recompile."""
     of_sums, of_parts = (ContextParallel.of(combine=name, timeout=PATIENT) for name in ("reduce_scatter", "all_to_all"))
-    for twin in (Twin(of_sums, sinks=[0.1] * HEADS), LatentTwin(of_parts)):
+    for twin, backend in ((Twin(of_sums, sinks=[0.1] * HEADS), "aot_eager"), (LatentTwin(of_parts), "eager")):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
-        compiled = torch.compile(twin.layers[0], fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(twin.layers[0], fullgraph=True, backend=backend)
         graphs = []
         for seed, (queries, lengths) in enumerate(STEPS):
             got, expected = twin.step(compiled, queries, lengths, seed)
@@ -474,8 +475,10 @@ def run(rank: int, world: int, folder: str, names: list[str]) -> None:
 
 def run_all(world: int, folder: Path, names: list[str], timeout: float = 400) -> list[dict[str, str]]:
     """Run cases on `world` processes; return what became of each, by rank."""
+    # One server imports everything and forks the ranks; it has run no kernel and has no thread of its own.
+    multiprocessing.set_forkserver_preload([__name__, "torch._dynamo", "torch._functorch.aot_autograd"])
     context = torch.multiprocessing.start_processes(
-        run, (world, str(folder), names), nprocs=world, join=False, start_method="spawn"
+        run, (world, str(folder), names), nprocs=world, join=False, start_method="forkserver"
     )
     assert context is not None
     deadline = time.monotonic() + timeout

@@ -23,10 +23,8 @@ from vattn.distributed.combine import combine_parts, joint_lse
 from vattn.distributed.rendezvous import confirm, meet, refuse
 from vattn.errors import (
     ConfigError,
-    DtypeError,
     MetadataError,
     RankError,
-    ShapeError,
     UnknownOptionError,
     UnsupportedRequestError,
     VattnError,
@@ -276,26 +274,6 @@ def test_a_profiling_call_asks_no_other_rank() -> None:
     layer = vattn.Attention(4, 16, 0.25, 2, context_parallel=PAIR)
     assert layer(*inputs(2)).shape == (3, 32)
     assert "rank 1 of 2" in repr(layer)
-
-
-def test_parts_that_do_not_fit_are_refused() -> None:
-    parts, lses = [torch.zeros(3, 2, 4)] * 2, torch.zeros(2, 3, 2)
-    wrong: list[tuple[type[VattnError], tuple[object, ...]]] = [
-        (ShapeError, ([], lses[:0])),
-        (DtypeError, (None, lses)),
-        (DtypeError, ([parts[0], None], lses)),
-        (DtypeError, (parts, [0.0])),
-        (DtypeError, (parts, lses.double())),
-        (DtypeError, ([part.int() for part in parts], lses)),
-        (ShapeError, (parts, lses[:1])),
-        (ShapeError, ([parts[0], parts[1][:2]], lses)),
-        (ShapeError, ([part[0] for part in parts], lses)),
-        (ShapeError, (parts, lses, torch.zeros(3))),
-        (DtypeError, (parts, lses, 0.5)),
-    ]
-    for error, arguments in wrong:
-        with pytest.raises(error):
-            combine_parts(*arguments)
 
 
 def test_checks_without_a_group_say_nothing_and_errors_are_ours() -> None:

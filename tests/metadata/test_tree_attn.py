@@ -235,7 +235,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "trees and ['tree_bias', 'tree_id']",
     ),
     "positions too few": ({"trees": [SIX, None], "positions": [1, 2]}, "positions has 2 entries"),
-    "negative position": ({"trees": [SIX, None], "positions": [-1] * 8}, "position -1"),
+    "negative position": ({"trees": [SIX, None], "positions": [-1] * 8}, "positions[0]=-1"),
     "beyond the tokens": ({"trees": [SIX, None], "query_lens": [7, 40], "seq_lens": [17, 45]}, "a step of 47 tokens"),
 }
 

@@ -12,10 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from vattn.cache.bindings import count_binding
-from vattn.cache.cache_group import CacheGroup
-from vattn.cache.groups import Grouping, KVCacheGroup, group_layers
+from vattn.cache.groups import CacheGroup, Grouping, KVCacheGroup, common_block_size, group_layers
 from vattn.cache.specs import CrossAttentionSpec, EncoderOnlyAttentionSpec, KVCacheSpec
-from vattn.config.arguments import format_bytes, parse_bytes
+from vattn.config.arguments import format_bytes, parse_bytes, read_count
 from vattn.errors import CacheError, ConfigError, DeviceError, DtypeError
 from vattn.quantization.formats import MODEL_DTYPES
 
@@ -218,17 +217,20 @@ def allocate_kv_cache(
     found = {name: m.get_kv_cache_spec(dtype) for name, m in modules.items()}
     specs = {name: s for name, s in found.items() if s is not None and not isinstance(s, EncoderOnlyAttentionSpec)}
     targets = _sharing_targets(modules, specs)
-    block_size = _common_block_size(specs)
+    block_size = common_block_size(specs)
     grouping = _grouping(modules, specs, max_seq_len) if hybrid else None
     per_block = grouping.bytes_per_block if grouping else sum(spec.page_size_bytes for spec in specs.values())
     count = _count_blocks(num_blocks, memory, per_block, len(specs))
     for name, module in modules.items():
         # Every refusal comes before the first binding, so that none leaves a model half bound.
         module.resolve_config(dtype, device, modules.get(targets.get(name, "")))
-    groups = (
-        grouping.groups if grouping else (KVCacheGroup(tuple(specs), tuple(specs.values()), tuple(range(len(specs)))),)
-    )
-    places = _places(groups)
+    one_group = (KVCacheGroup(tuple(specs), tuple(specs.values()), tuple(range(len(specs)))),)
+    groups = grouping.groups if grouping else one_group
+    places = {
+        name: (index, place, spec)
+        for index, group in enumerate(groups)
+        for name, spec, place in zip(group.layer_names, group.specs, group.storages, strict=True)
+    }
     storages: dict[int, Tensor] = {}
     holders = [CacheGroup(index, len(groups), group.spec) for index, group in enumerate(groups)]
     layers = []
@@ -252,18 +254,8 @@ def allocate_kv_cache(
     return KVCacheAllocation(count, block_size, dtype, device, tuple(layers), groups, max_seq_len if grouping else 0)
 
 
-def _places(groups: tuple[KVCacheGroup, ...]) -> dict[str, tuple[int, int, KVCacheSpec]]:
-    """Return group, storage and spec of each layer."""
-    return {
-        name: (index, place, spec)
-        for index, group in enumerate(groups)
-        for name, spec, place in zip(group.layer_names, group.specs, group.storages, strict=True)
-    }
-
-
 def _grouping(modules: dict[str, KVCacheLayer], specs: dict[str, KVCacheSpec], max_seq_len: int) -> Grouping:
-    if not isinstance(max_seq_len, int) or max_seq_len < 1:
-        raise ConfigError(f"max_seq_len={max_seq_len!r}", "an int >= 1", "pass the longest request that is usual")
+    max_seq_len = read_count("max_seq_len", max_seq_len, 1, "pass the longest request that is usual")
     unaware = [name for name, module in modules.items() if name in specs and not hasattr(module, "kv_cache_group")]
     if unaware:
         raise CacheError(
@@ -351,24 +343,9 @@ def _sharing_targets(modules: dict[str, KVCacheLayer], specs: dict[str, KVCacheS
     return targets
 
 
-def _common_block_size(specs: dict[str, KVCacheSpec]) -> int:
-    if not specs:
-        raise CacheError("no layer of the model has a KV cache of its own", "at least one", "check the sharing targets")
-    sizes = sorted({spec.block_size for spec in specs.values()})
-    if len(sizes) > 1:
-        raise CacheError(
-            f"layers with block sizes {', '.join(map(str, sizes))}",
-            "one block size: all layers read the same block table",
-            "give every layer the same CacheConfig.block_size",
-        )
-    return sizes[0]
-
-
 def _count_blocks(num_blocks: int | None, memory: int | str | None, per_block: int, num_layers: int) -> int:
     if memory is None:
-        if not isinstance(num_blocks, int) or isinstance(num_blocks, bool) or num_blocks < 1:
-            raise ConfigError(f"num_blocks={num_blocks!r}", "an int >= 1", "pass num_blocks=64")
-        return num_blocks
+        return read_count("num_blocks", num_blocks, 1, "pass num_blocks=64")
     budget = parse_bytes(memory)
     if budget < per_block:
         raise CacheError(

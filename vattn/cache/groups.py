@@ -11,7 +11,7 @@ import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -65,6 +65,30 @@ class KVCacheGroup:
         return sum(spec.content_bytes for spec in self.specs)
 
 
+class CacheGroup:
+    """Where the layers of one group find their part of the step; they and the builder hold the same object.
+
+    Compiled code reads `step` and no index, so that equal layers of different groups share one graph.
+
+    Attributes:
+        index, count: which group of how many.
+        spec: how long tokens are kept.
+        step: this group's part of the metadata that `vattn.forward_context` holds.
+    """
+
+    def __init__(self, index: int, count: int, spec: KVCacheSpec) -> None:
+        self.index, self.count, self.spec = index, count, spec
+        self.step: Any = None
+
+    @property
+    def kind(self) -> str:
+        """`"full"`, `"window"`, `"chunk"` or `"cross"`."""
+        return lifetime(self.spec)[0]
+
+    def __repr__(self) -> str:
+        return f"CacheGroup({self.index} of {self.count}, {self.kind})"
+
+
 @dataclass(frozen=True)
 class Grouping:
     """How the layers of a model share blocks.
@@ -100,6 +124,24 @@ def lifetime(spec: KVCacheSpec) -> Lifetime:
     return ("cross" if isinstance(spec, CrossAttentionSpec) else "full"), 0, 0
 
 
+def common_block_size(specs: Mapping[str, KVCacheSpec]) -> int:
+    """Return the tokens per block of all layers.
+
+    Raises:
+        CacheError: no layer stores anything, or block sizes differ.
+    """
+    if not specs:
+        raise CacheError("no layer of the model has a KV cache of its own", "at least one", "check the sharing targets")
+    sizes = sorted({spec.block_size for spec in specs.values()})
+    if len(sizes) > 1:
+        raise CacheError(
+            f"layers with block sizes {', '.join(map(str, sizes))}",
+            "one block size: block ids count the same tokens in every layer",
+            "give every layer the same CacheConfig.block_size",
+        )
+    return sizes[0]
+
+
 def group_layers(specs: Mapping[str, KVCacheSpec], max_seq_len: int = 32768) -> Grouping:
     """Put the layers of a hybrid model into groups.
 
@@ -124,15 +166,7 @@ def group_layers(specs: Mapping[str, KVCacheSpec], max_seq_len: int = 32768) -> 
         >>> grouping.waste
         0.0
     """
-    if not specs:
-        raise CacheError("no layer of the model has a KV cache of its own", "at least one", "check the sharing targets")
-    sizes = sorted({spec.block_size for spec in specs.values()})
-    if len(sizes) > 1:
-        raise CacheError(
-            f"layers with block sizes {', '.join(map(str, sizes))}",
-            "one block size: block ids count the same tokens in every layer",
-            "give every layer the same CacheConfig.block_size",
-        )
+    common_block_size(specs)
     kinds: defaultdict[Lifetime, list[str]] = defaultdict(list)
     for name, spec in specs.items():
         kinds[lifetime(spec)].append(name)

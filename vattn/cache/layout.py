@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from vattn.config.mla import MLAConfig
-from vattn.quantization.formats import KV_FORMATS, KVFormat, PackedPart
+from vattn.quantization.formats import KV_FORMATS, PackedPart
 from vattn.quantization.mla_formats import MLA_FORMATS
 
 
@@ -98,9 +98,12 @@ def kv_cache_shape(config: CacheGeometry, num_blocks: int) -> tuple[int, ...]:
 
 def shape_of_storage(storage: Tensor, config: CacheGeometry, num_blocks: int) -> tuple[int, ...]:
     """Return `kv_cache_shape`, with the rows of a storage in bytes as wide as they are, if that is valid padding."""
-    shape = kv_cache_shape(config, num_blocks)
+    return _padded(storage, kv_cache_shape(config, num_blocks))
+
+
+def _padded(storage: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
     if len(shape) == storage.dim() == 2 and storage.shape[1] > shape[1] and storage.shape[1] % 16 == 0:
-        return num_blocks, storage.shape[1]
+        return shape[0], storage.shape[1]
     return shape
 
 
@@ -140,9 +143,11 @@ def key_value_views(kv_cache: Tensor, config: CacheGeometry) -> tuple[Tensor, Te
             typed = typed.transpose(2, 3)
         return typed[0], typed[1]
     key_bytes = config.block_size * config.num_kv_heads * config.head_size * fmt.element_size
-    key = _part(kv_cache[:, :key_bytes], config.head_size, config, fmt)
-    value = _part(kv_cache[:, key_bytes : block_bytes(config)], config.head_size_v, config, fmt)
-    return key, value
+    key, value = kv_cache[:, :key_bytes], kv_cache[:, key_bytes : block_bytes(config)]
+    return (
+        _logical(key.view(fmt.value_dtype), config.head_size, config),
+        _logical(value.view(fmt.value_dtype), config.head_size_v, config),
+    )
 
 
 def packed_views(kv_cache: Tensor, config: CacheGeometry) -> tuple[PackedRows, PackedRows]:
@@ -160,12 +165,9 @@ def _packed_rows(kv_cache: Tensor, start: int, part: PackedPart, width: int, con
     count = config.block_size * config.num_kv_heads
     middle = start + count * part.code_bytes(width)
     end = middle + count * part.scale_bytes(width)
-    shape = (config.block_size, config.num_kv_heads)
-    if config.kv_cache_layout == "HND":
-        shape = shape[::-1]
 
     def rows(stored: Tensor) -> Tensor:
-        return _logical(stored.unflatten(1, (*shape, stored.shape[1] // count)), config)
+        return _logical(stored, stored.shape[1] // count, config)
 
     codes = rows(kv_cache[:, start:middle])
     if part.scale_dtype is None:
@@ -175,15 +177,11 @@ def _packed_rows(kv_cache: Tensor, start: int, part: PackedPart, width: int, con
     return PackedRows(codes, rows(scales.view(part.scale_dtype) if part.scale_dtype.itemsize > 1 else scales))
 
 
-def _part(bytes_of_part: Tensor, width: int, config: CacheGeometry, fmt: KVFormat) -> Tensor:
-    rows = (config.block_size, config.num_kv_heads)
+def _logical(blocks: Tensor, width: int, config: CacheGeometry) -> Tensor:
+    """Return `[num_blocks, block_size, num_kv_heads, width]` of blocks `[num_blocks, elements]`."""
     if config.kv_cache_layout == "HND":
-        rows = rows[::-1]
-    return _logical(bytes_of_part.view(fmt.value_dtype).unflatten(1, (*rows, width)), config)
-
-
-def _logical(blocks: Tensor, config: CacheGeometry) -> Tensor:
-    return blocks.transpose(1, 2) if config.kv_cache_layout == "HND" else blocks
+        return blocks.unflatten(1, (config.num_kv_heads, config.block_size, width)).transpose(1, 2)
+    return blocks.unflatten(1, (config.block_size, config.num_kv_heads, width))
 
 
 def mla_cache_shape(config: MLAConfig, num_blocks: int) -> tuple[int, ...]:
@@ -200,10 +198,7 @@ def mla_cache_dtype(config: MLAConfig) -> torch.dtype:
 
 def shape_of_mla_storage(storage: Tensor, config: MLAConfig, num_blocks: int) -> tuple[int, ...]:
     """Return `mla_cache_shape`, with packed blocks as wide as they are, if that is valid padding."""
-    shape = mla_cache_shape(config, num_blocks)
-    if config.packed and storage.dim() == 2 and storage.shape[1] > shape[1] and storage.shape[1] % 16 == 0:
-        return num_blocks, storage.shape[1]
-    return shape
+    return _padded(storage, mla_cache_shape(config, num_blocks))
 
 
 def row_view(kv_cache: Tensor, config: MLAConfig) -> Tensor:

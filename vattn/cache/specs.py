@@ -10,6 +10,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 
 from vattn.cache.layout import block_bytes, is_in_bytes, kv_cache_dtype, kv_cache_shape
+from vattn.config.arguments import read_count
 from vattn.config.attention import KV_CACHE_LAYOUTS
 from vattn.errors import CacheError, ConfigError
 from vattn.quantization.formats import KV_FORMATS
@@ -39,6 +40,8 @@ class KVCacheSpec:
     """
 
     more_formats: ClassVar[tuple[str, ...]] = ()
+    records: ClassVar[tuple[str, ...]] = ()
+    """Fields that only tell what the mask hides: layers with and without may be one group."""
 
     num_kv_heads: int
     head_size: int
@@ -140,10 +143,26 @@ class KVCacheSpec:
     def merge(cls: type[Spec], specs: Sequence[Spec]) -> Spec:
         """Return the one spec that equal specs of a group have.
 
+        The records of a `FullAttentionSpec` may be missing in some layers; where they are given they must agree.
+
         Raises:
             CacheError: no spec, or specs that differ; the text names the field and its values.
+            ConfigError: some layers record a window and others chunks.
         """
-        return merge_specs(specs)
+        if not specs:
+            raise CacheError("no spec to merge", "one spec or more", "pass the specs of a group's layers")
+        kinds = sorted({type(spec).__name__ for spec in specs})
+        if len(kinds) > 1:
+            raise _unequal("type", kinds)
+        records: dict[str, Any] = {}
+        for name in (each.name for each in dataclasses.fields(specs[0])):
+            values = list(dict.fromkeys(getattr(spec, name) for spec in specs))
+            if name in specs[0].records:
+                values = [value for value in values if value is not None] or [None]
+                records[name] = values[0]
+            if len(values) > 1:
+                raise _unequal(name, values)
+        return dataclasses.replace(specs[0], **records)
 
 
 @dataclass(frozen=True)
@@ -156,6 +175,8 @@ class FullAttentionSpec(KVCacheSpec):
     Raises:
         ConfigError: both a window and chunks.
     """
+
+    records: ClassVar[tuple[str, ...]] = ("sliding_window", "attention_chunk_size")
 
     sliding_window: int | None = field(default=None, kw_only=True)
     attention_chunk_size: int | None = field(default=None, kw_only=True)
@@ -300,10 +321,7 @@ class SlidingWindowSpec(KVCacheSpec):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if isinstance(self.sliding_window, bool) or not isinstance(self.sliding_window, int) or self.sliding_window < 1:
-            raise ConfigError(
-                f"sliding_window={self.sliding_window!r}", "an int >= 1", "use FullAttentionSpec for none"
-            )
+        read_count("sliding_window", self.sliding_window, 1, "use FullAttentionSpec for none")
         _check_int("extra_retained_tokens", self.extra_retained_tokens, 0)
 
     def max_blocks(self, max_seq_len: int, max_new_tokens: int = 1, max_encoder_len: int | None = None) -> int:
@@ -381,36 +399,6 @@ class EncoderOnlyAttentionSpec(KVCacheSpec):
         return 0
 
 
-_RECORDS = ("sliding_window", "attention_chunk_size")
-"""Fields of full specs that only tell what the mask hides: layers with and without may be one group."""
-
-
-def merge_specs(specs: Sequence[Spec]) -> Spec:
-    """Return the one spec that equal specs of a group have.
-
-    The records of a `FullAttentionSpec` may be missing in some layers; where they are given they must agree.
-
-    Raises:
-        CacheError: no spec, or specs that differ; the text names the field and its values.
-        ConfigError: some layers record a window and others chunks.
-    """
-    if not specs:
-        raise CacheError("no spec to merge", "one spec or more", "pass the specs of a group's layers")
-    kinds = sorted({type(spec).__name__ for spec in specs})
-    if len(kinds) > 1:
-        raise _unequal("type", kinds)
-    records: dict[str, Any] = {}
-    for name in (each.name for each in dataclasses.fields(specs[0])):
-        values = list(dict.fromkeys(getattr(spec, name) for spec in specs))
-        if name in _RECORDS and isinstance(specs[0], FullAttentionSpec):
-            values = [value for value in values if value is not None] or [None]
-            if values[0] is not None:
-                records[name] = values[0]
-        if len(values) > 1:
-            raise _unequal(name, values)
-    return dataclasses.replace(specs[0], **records)
-
-
 def _unequal(name: str, values: Sequence[object]) -> CacheError:
     return CacheError(
         f"specs of one group with {name} {' and '.join(map(str, values))}",
@@ -425,9 +413,7 @@ def ceil_div(count: int, size: int) -> int:
     Raises:
         ConfigError: the count is no int from 0 up.
     """
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        raise ConfigError(f"{count!r} tokens", "an int from 0 up", "pass lengths in tokens")
-    return -(-count // size)
+    return -(-read_count("tokens", count, 0, "pass lengths in tokens") // size)
 
 
 def round_up(count: int, size: int) -> int:
@@ -436,6 +422,4 @@ def round_up(count: int, size: int) -> int:
 
 
 def _check_int(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        allowed = "a positive int" if least == 1 else f"an int >= {least}"
-        raise ConfigError(f"{name}={value!r}", allowed, f"pass {name} >= {least}")
+    read_count(name, value, least, f"pass {name} >= {least}")

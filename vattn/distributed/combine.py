@@ -15,8 +15,6 @@ from torch import Tensor
 from torch.distributed import _functional_collectives  # noqa: F401
 
 from vattn.distributed.group import ContextParallel
-from vattn.errors import DtypeError, ShapeError
-from vattn.quantization.formats import dtype_name
 
 
 def gather_heads(part: Tensor, parallel: ContextParallel) -> Tensor:
@@ -47,10 +45,10 @@ def combine(
     own = slice(parallel.rank * heads, (parallel.rank + 1) * heads)
     own_sinks = None if sinks is None else sinks[own]
     if world == 1:
-        return _combined([output], lse[None], own_sinks)
+        return combine_parts([output], lse[None], own_sinks)
     if parallel.combine == "all_to_all":
         outputs, lses = (_exchange_heads(part, parallel) for part in (output, lse))
-        return _combined(list(outputs.unbind(0)), lses, own_sinks)
+        return combine_parts(list(outputs.unbind(0)), lses, own_sinks)
     ops = torch.ops._c10d_functional
     lses = ops.wait_tensor(ops.all_gather_into_tensor(lse.contiguous(), world, parallel.group_name))
     total = joint_lse(lses.unflatten(0, (world, lse.shape[0])), sinks)
@@ -70,50 +68,12 @@ def combine_parts(outputs: Sequence[Tensor], lses: Tensor, sinks: Tensor | None 
     Returns:
         fp32 `[T, h, V]`, zero where no part has a key, and LSE `[T, h]`.
 
-    Raises:
-        ShapeError, DtypeError: no parts, or parts, log-sum-exps and sinks that do not fit together.
-
     Example:
         >>> import torch
         >>> parts = [torch.tensor([[[2.0]]]), torch.tensor([[[float("nan")]]])]
         >>> combine_parts(parts, torch.tensor([[[0.5]], [[float("-inf")]]]))
         (tensor([[[2.]]]), tensor([[0.5000]]))
     """
-    _check_parts(outputs, lses, sinks)
-    return _combined(outputs, lses, sinks)
-
-
-def _check_parts(outputs: Sequence[Tensor], lses: Tensor, sinks: Tensor | None) -> None:
-    """Raise unless all parts are results of the same rows and heads."""
-    if not isinstance(outputs, (Sequence, Tensor)):
-        raise DtypeError(f"outputs of type {type(outputs).__name__}", "a list of tensors", "pass one result per rank")
-    kinds = {"lses": lses, **({} if sinks is None else {"sinks": sinks})}
-    kinds |= {f"outputs[{index}]": part for index, part in enumerate(outputs)}
-    for name, tensor in kinds.items():
-        if not isinstance(tensor, Tensor):
-            raise DtypeError(f"{name} of type {type(tensor).__name__}", "a tensor", "pass what attention returned")
-        if not tensor.is_floating_point():
-            raise DtypeError(
-                f"{name} is {dtype_name(tensor.dtype)}", "a floating dtype", "pass what attention returned"
-            )
-    if not len(outputs) or outputs[0].dim() != 3:
-        got = "no parts" if not len(outputs) else f"outputs[0] of shape {tuple(outputs[0].shape)}"
-        raise ShapeError(got, "one part or more, each [T, h, V]", "pass one result per rank")
-    rows, heads = outputs[0].shape[:2]
-    wanted = {"lses": (len(outputs), rows, heads), "sinks": (heads,)}
-    for name, tensor in kinds.items():
-        shape = wanted.get(name, tuple(outputs[0].shape))
-        if tuple(tensor.shape) != shape:
-            raise ShapeError(
-                f"{name} has shape {tuple(tensor.shape)}",
-                f"{shape}: outputs [T, h, V], lses [parts, T, h], sinks [h]",
-                "pass parts of the same rows and heads",
-            )
-    if lses.dtype != torch.float32:
-        raise DtypeError(f"lses are {dtype_name(lses.dtype)}", "float32", "keep log-sum-exps in fp32")
-
-
-def _combined(outputs: Sequence[Tensor], lses: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
     total = joint_lse(lses, sinks)
     combined = weighed(outputs[0], lses[0], total)
     for output, lse in zip(outputs[1:], lses[1:].unbind(0), strict=True):

@@ -25,7 +25,16 @@ from vattn.metadata.checks import (
 from vattn.metadata.lineage import BuiltStep, is_rewritten, rewritten
 from vattn.metadata.step import Step
 
-OPTIONAL_STEP_FIELDS = (
+TENSOR_FIELDS = (
+    "query_start_loc",
+    "seq_lens",
+    "block_table",
+    "slot_mapping",
+    "positions",
+    "causal",
+    "tree_bias",
+    "tree_id",
+    "mm_ranges",
     "encoder_seq_lens",
     "cross_block_table",
     "cross_slot_mapping",
@@ -37,22 +46,9 @@ OPTIONAL_STEP_FIELDS = (
     "suffix_block_table",
     "local_seq_lens",
 )
-"""Fields of `AttentionMetadata` for cross attention, fast prefill, shared prefixes and context parallelism: tensors, or
-`None`."""
-
-TENSOR_FIELDS = (
-    "query_start_loc",
-    "seq_lens",
-    "block_table",
-    "slot_mapping",
-    "positions",
-    "causal",
-    "tree_bias",
-    "tree_id",
-    "mm_ranges",
-    *OPTIONAL_STEP_FIELDS,
-)
 """Fields of `AttentionMetadata` that hold a tensor, or may."""
+
+_OPTIONAL_FIELDS = tuple(name for name in TENSOR_FIELDS[4:] if name != "causal")
 
 
 class CaptureKey(NamedTuple):
@@ -200,8 +196,7 @@ class AttentionMetadata:
         """Return what a CUDA graph captured with this metadata bakes in. Host work only, no sync."""
         flags = self.causal
         kind = "per_request" if isinstance(flags, Tensor) else ("layer" if flags else "bidirectional")
-        names = ("positions", "tree_bias", "tree_id", "mm_ranges", *OPTIONAL_STEP_FIELDS)
-        extras = ((name, getattr(self, name)) for name in names)
+        extras = ((name, getattr(self, name)) for name in _OPTIONAL_FIELDS)
         return CaptureKey(
             num_reqs=self.seq_lens.shape[0],
             num_tokens=self.slot_mapping.shape[0],
@@ -231,8 +226,7 @@ class AttentionMetadata:
                 two tokens share a slot, a padding row has a slot, a tree id names no tree, or the builder has written
                 another step over this one.
         """
-        if is_rewritten(self):
-            raise rewritten(self, "check()")
+        step_of(self, "check()")
         block_size = read_count("block_size", block_size, 1, "pass that of the cache", MetadataError)
         if num_blocks is not None:
             num_blocks = read_count("num_blocks", num_blocks, 1, "pass that of the cache, or None", MetadataError)

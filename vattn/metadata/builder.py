@@ -30,7 +30,7 @@ from vattn.metadata.cascade import read_shared_prefix, write_shared_prefix
 from vattn.metadata.cross_attention import read_cross_step, write_cross_slots
 from vattn.metadata.dcp import builder_facts, check_dcp_step, step_facts, telling_others
 from vattn.metadata.fast_prefill import read_num_logits, write_logits_indices
-from vattn.metadata.inputs import Lengths, read_positions, read_step
+from vattn.metadata.inputs import Lengths, Masks, read_per_token, read_step
 from vattn.metadata.lineage import Lineage
 from vattn.metadata.plans import StepPlans, all_layers, block_size_of, device_of, find_layers
 from vattn.metadata.staging import Staging, StepBuffers, alias
@@ -252,14 +252,13 @@ class AttentionMetadataBuilder:
         number, parallel = next(self._builds), self.context_parallel
         with contextlib.nullcontext() if parallel is None else telling_others(parallel):
             self._lineage.check_caches()
-            step = self._read(
-                query_lens, seq_lens, block_tables, slot_mapping, causal, tree_bias, tree_id, mm_ranges
-            )  # fmt: skip
+            masks = causal, tree_bias, tree_id, mm_ranges
+            step = self._read(query_lens, seq_lens, block_tables, slot_mapping, masks)
             num_reqs, num_tokens = step.query_lens.shape[0], step.num_tokens
             if parallel is not None:
                 check_dcp_step(step, slot_mapping, encoder_lens, shared_prefix_len)
             if positions is not None:
-                step.positions = read_positions(positions, num_tokens)
+                step.positions = read_per_token("positions", positions, num_tokens, 0)
             step.given_places = positions is not None or slot_mapping is not None
             if encoder_lens is not None or new_encoder is not None or cross_block_tables is not None:
                 step.cross = read_cross_step(self._limits, num_reqs, encoder_lens, new_encoder, cross_block_tables)
@@ -314,16 +313,10 @@ class AttentionMetadataBuilder:
         seq_lens: Lengths | None,
         block_tables: Any,
         slot_mapping: Lengths | None,
-        causal: bool | Lengths,
-        tree_bias: Tensor | None,
-        tree_id: Lengths | None,
-        mm_ranges: Sequence[Sequence[tuple[int, int]]] | Tensor | None,
+        masks: Masks,
     ) -> Step:
         """Return what `read_step` makes of the arguments of `build`."""
-        return read_step(
-            self._limits, self._conflicts, query_lens, seq_lens, block_tables, slot_mapping, causal, tree_bias, tree_id,
-            mm_ranges,
-        )  # fmt: skip
+        return read_step(self._limits, self._conflicts, query_lens, seq_lens, block_tables, slot_mapping, masks)
 
     def advance(self, metadata: AttentionMetadata, new_blocks: Sequence[Any] | Tensor) -> AttentionMetadata:
         """Return the step that follows a step of decodes: each of its requests gets one new token more.

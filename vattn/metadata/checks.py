@@ -60,10 +60,11 @@ def check_ids(table: Tensor, needed: Tensor, num_blocks: int | None) -> None:
         )
 
 
-def too_narrow(row: int, seq_len: int, needed: int, block_size: int, width: int) -> MetadataError:
-    """Return the error of a request whose row of the block table has too few blocks."""
+def too_narrow(row: int, seq_len: int, needed: int, block_size: int, width: int, ranks: int = 1) -> MetadataError:
+    """Return the error of a request whose row of the block table, over so many ranks, has too few blocks."""
+    length = f"{seq_len} over {ranks} ranks" if ranks > 1 else f"{seq_len}"
     return MetadataError(
-        f"request {row}: seq_len {seq_len} needs {needed} blocks of {block_size} tokens, its block table has {width}",
+        f"request {row}: seq_len {length} needs {needed} blocks of {block_size} tokens, its block table has {width}",
         f"at least {needed} blocks",
         "allocate the missing blocks before building the step",
     )

@@ -14,7 +14,7 @@ from vattn.config.dcp import shard_of
 from vattn.distributed.group import ContextParallel
 from vattn.errors import ConfigError, MetadataError
 from vattn.metadata.attention_metadata import AttentionMetadata
-from vattn.metadata.step import Limits, Step
+from vattn.metadata.step import Limits, Step, most_held
 
 
 def check_ranks(layer: object, config: Any, parallel: ContextParallel | None) -> str:
@@ -76,7 +76,8 @@ def builder_facts(limits: Limits, layers: Sequence[str]) -> dict[str, object]:
 
 def step_facts(step: Step, metadata: AttentionMetadata, number: int) -> dict[str, object]:
     """Return what the steps of all ranks must have in common: their whole input, and which step it is."""
-    used = torch.arange(step.table.shape[1]) * metadata.block_size < _most(metadata, step.seq_lens).unsqueeze(1)
+    held = most_held(metadata.dcp_shard, step.seq_lens).unsqueeze(1)
+    used = torch.arange(step.table.shape[1]) * metadata.block_size < held
     optional: list[object] = [step.tree_bias, step.tree_id, step.mm_ranges, step.num_logits, step.causal]
     return {
         "number of steps": number,
@@ -87,7 +88,3 @@ def step_facts(step: Step, metadata: AttentionMetadata, number: int) -> dict[str
         "padded sizes": (metadata.seq_lens.shape[0], metadata.slot_mapping.shape[0]),
         "masks": [part.tolist() if isinstance(part, Tensor) else part for part in optional],
     }
-
-
-def _most(metadata: AttentionMetadata, lengths: Tensor) -> Tensor:
-    return lengths if metadata.dcp_shard is None else metadata.dcp_shard.of_rank(0).count(lengths)

@@ -6,7 +6,7 @@ It shares the tensors of an `AttentionMetadata`, which is what layers take: `met
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -130,14 +130,36 @@ class FlashAttentionMetadata:
     def prefill_metadata(self) -> FlashAttentionMetadata | None:
         """Only the prefills, `None` if there are none. Views of the same tensors; kept until `advance_step`."""
         if "prefill" not in self._halves:
-            self._halves["prefill"] = self._prefills() if self.num_prefills else None
+            self._halves["prefill"] = None
+            if self.num_prefills:
+                self._halves["prefill"] = self._half(
+                    0,
+                    self.num_prefills,
+                    slice(self.num_prefill_tokens),
+                    num_decode_tokens=0,
+                    max_decode_seq_len=0,
+                    max_decode_query_len=0,
+                    use_cuda_graph=False,
+                    lookahead=None,
+                )
         return self._halves["prefill"]
 
     @property
     def decode_metadata(self) -> FlashAttentionMetadata | None:
         """Only the decodes, `None` if there are none: views, and offsets that start at 0 again."""
         if "decode" not in self._halves:
-            self._halves["decode"] = self._decodes() if self.num_decode_tokens else None
+            self._halves["decode"] = None
+            if self.num_decode_tokens:
+                self._halves["decode"] = self._half(
+                    self.num_prefills,
+                    self.seq_lens_tensor.shape[0],
+                    slice(self.num_prefill_tokens, None),
+                    num_prefills=0,
+                    num_prefill_tokens=0,
+                    max_prefill_seq_len=0,
+                    max_query_len=self.max_decode_query_len,
+                    cross_slot_mapping=None,
+                )
         return self._halves["decode"]
 
     @property
@@ -162,33 +184,30 @@ class FlashAttentionMetadata:
                 builder has written another step over this one.
             UnknownOptionError: no such type.
         """
-        self._check_newest("sequence_offsets()")
+        if is_rewritten(self):
+            raise rewritten(self, "sequence_offsets()")
         longest = max(self.seq_lens, default=0)
-        if attn_type == AttentionType.DECODER:
-            return SequenceOffsets(self.seq_start_loc, longest, self.seq_start_loc, longest)
-        if attn_type == AttentionType.ENCODER_ONLY:
-            if self.num_decode_tokens:
-                raise MetadataError(
-                    f"encoder-only attention in a step with {self.num_decode_tokens} decode tokens",
-                    "whole texts, which are prefills",
-                    "build the step with seq_lens equal to query_lens",
-                )
+        if attn_type == AttentionType.ENCODER_ONLY and self.num_decode_tokens:
+            raise MetadataError(
+                f"encoder-only attention in a step with {self.num_decode_tokens} decode tokens",
+                "whole texts, which are prefills",
+                "build the step with seq_lens equal to query_lens",
+            )
+        if attn_type in (AttentionType.DECODER, AttentionType.ENCODER_ONLY):
             return SequenceOffsets(self.seq_start_loc, longest, self.seq_start_loc, longest)
         if attn_type not in (AttentionType.ENCODER, AttentionType.ENCODER_DECODER):
             raise UnknownOptionError(
                 f"Invalid attention type {attn_type!r}", ", ".join(AttentionType), "take one of these"
             )
-        starts, longest_text = self.encoder_seq_start_loc, self.max_encoder_seq_len
         crosses = attn_type == AttentionType.ENCODER_DECODER
+        starts, longest_text = self.encoder_seq_start_loc, self.max_encoder_seq_len
         complete = self.is_all_cross_attn_metadata_set if crosses else self.is_all_encoder_attn_metadata_set
         if starts is None or longest_text is None or not complete:
             what = "Encoder/decoder cross-attention" if crosses else "Encoder attention"
-            fields = "cross-attention" if crosses else "encoder"
             raise MetadataError(
-                f"{what} requires setting {fields} metadata attributes.",
-                "encoder_seq_lens, encoder_seq_lens_tensor, max_encoder_seq_len"
-                + (", cross_block_tables" if crosses else ""),
-                "build the step with encoder_lens" + (" and cross_block_tables" if crosses else ""),
+                f"{what} requires setting {'cross-attention' if crosses else 'encoder'} metadata attributes.",
+                "encoder_seq_lens, encoder_seq_lens_tensor, max_encoder_seq_len" + crosses * ", cross_block_tables",
+                "build the step with encoder_lens" + crosses * " and cross_block_tables",
             )
         if crosses:
             return SequenceOffsets(self.seq_start_loc, longest, starts, longest_text)
@@ -228,7 +247,8 @@ class FlashAttentionMetadata:
             read_count(name, count, 1, "pass what the step was built for", MetadataError)
             for name, count in (("block_size", block_size), ("num_seqs", num_seqs), ("num_queries", num_queries))
         )
-        self._check_newest("advance_step()")
+        if is_rewritten(self):
+            raise rewritten(self, "advance_step()")
         self._check_advance(block_size, num_seqs, num_queries, turn_prefills_into_decodes)
         if not isinstance(sampled_token_ids, Tensor) or not hasattr(model_input, "input_positions"):
             raise MetadataError(
@@ -322,11 +342,6 @@ class FlashAttentionMetadata:
                 "build the step with block tables for all steps and num_lookahead_slots= one less than their number",
             )
 
-    def _check_newest(self, where: str) -> None:
-        """Refuse a step, a half or a copy if its tensors hold another step by now; `where` names the caller."""
-        if is_rewritten(self):
-            raise rewritten(self, where)
-
     def _turn_into_decodes(self, common: AttentionMetadata, num_seqs: int) -> None:
         """Give the metadata one row a request; the kernel writes what the rows hold."""
         self.num_decode_tokens, self.num_prefills, self.num_prefill_tokens = num_seqs, 0, 0
@@ -343,53 +358,24 @@ class FlashAttentionMetadata:
         common.num_prefills = common.num_prefill_tokens = 0
         common.num_actual_tokens, common.max_query_len = common.num_reqs, 1
 
-    def _prefills(self) -> FlashAttentionMetadata:
-        reqs, tokens = self.num_prefills, self.num_prefill_tokens
-        return FlashAttentionMetadata(
-            num_prefills=reqs,
-            num_prefill_tokens=tokens,
-            num_decode_tokens=0,
-            slot_mapping=self.slot_mapping[:tokens],
-            seq_lens=self.seq_lens[:reqs],
-            seq_lens_tensor=self.seq_lens_tensor[:reqs],
-            max_prefill_seq_len=self.max_prefill_seq_len,
-            max_decode_seq_len=0,
-            context_lens_tensor=self.context_lens_tensor[:reqs],
-            block_tables=self.block_tables[:reqs],
-            use_cuda_graph=False,
-            max_query_len=self.max_query_len,
-            max_decode_query_len=0,
-            query_start_loc=self.query_start_loc[: reqs + 1],
-            seq_start_loc=self.seq_start_loc[: reqs + 1],
-            block_size=self.block_size,
-            cross_slot_mapping=self.cross_slot_mapping,
-            _built=self._built,
-            **self._encoder_fields(0, reqs),
-        )
-
-    def _decodes(self) -> FlashAttentionMetadata:
-        reqs, tokens = self.num_prefills, self.num_prefill_tokens
-        starts, lengths = self.query_start_loc, self.seq_start_loc
-        return FlashAttentionMetadata(
-            num_prefills=0,
-            num_prefill_tokens=0,
-            num_decode_tokens=self.num_decode_tokens,
-            slot_mapping=self.slot_mapping[tokens:],
-            seq_lens=self.seq_lens[reqs:],
-            seq_lens_tensor=self.seq_lens_tensor[reqs:],
-            max_prefill_seq_len=0,
-            max_decode_seq_len=self.max_decode_seq_len,
-            context_lens_tensor=self.context_lens_tensor[reqs:],
-            block_tables=self.block_tables[reqs:],
-            use_cuda_graph=self.use_cuda_graph,
-            max_query_len=self.max_decode_query_len,
-            max_decode_query_len=self.max_decode_query_len,
-            query_start_loc=starts[reqs:] - starts[reqs],
-            seq_start_loc=lengths[reqs:] - lengths[reqs],
-            block_size=self.block_size,
-            lookahead=self.lookahead,
-            _built=self._built,
-            **self._encoder_fields(reqs, self.seq_lens_tensor.shape[0]),
+    def _half(self, first: int, end: int, rows: slice, **numbers: Any) -> FlashAttentionMetadata:
+        """Return requests `first` to `end` as views, and offsets that start at 0; `numbers`: what differs besides."""
+        own = slice(first, end)
+        return replace(
+            self,
+            slot_mapping=self.slot_mapping[rows],
+            seq_lens=self.seq_lens[own],
+            seq_lens_tensor=self.seq_lens_tensor[own],
+            context_lens_tensor=self.context_lens_tensor[own],
+            block_tables=self.block_tables[own],
+            query_start_loc=_offsets(self.query_start_loc, first, end),
+            seq_start_loc=_offsets(self.seq_start_loc, first, end),
+            _common=None,
+            _padded=None,
+            _replan=None,
+            _halves={},
+            **self._encoder_fields(first, end),
+            **numbers,
         )
 
     def _encoder_fields(self, first: int, end: int) -> dict[str, Any]:
@@ -399,7 +385,7 @@ class FlashAttentionMetadata:
         return {
             "encoder_seq_lens": lengths,
             "encoder_seq_lens_tensor": None if tensor is None else tensor[first:end],
-            "encoder_seq_start_loc": None if starts is None else starts[first : end + 1] - starts[first],
+            "encoder_seq_start_loc": None if starts is None else _offsets(starts, first, end),
             "max_encoder_seq_len": None if lengths is None else max(lengths, default=0),
             "num_encoder_tokens": None if lengths is None else sum(lengths),
             "cross_block_tables": None if tables is None else tables[first:end],
@@ -433,6 +419,11 @@ class FlashAttentionMetadata:
             block_size=self.block_size,
             _built=self._built,
         )
+
+
+def _offsets(starts: Tensor, first: int, end: int) -> Tensor:
+    """Return the offsets of requests `first` to `end`, from 0."""
+    return starts[first : end + 1] - starts[first] if first else starts[: end + 1]
 
 
 def _check_rows(name: str, tensor: Tensor, rows: int, device: torch.device, longer: bool = False) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,10 @@ from vattn.config.arguments import integer, read_count
 from vattn.config.attention import AttentionConfig
 from vattn.errors import ConfigError, MetadataError
 from vattn.metadata.attention_metadata import AttentionMetadata, CaptureKey
-from vattn.metadata.block_conflicts import Reach, used_entries
+from vattn.metadata.block_conflicts import used_entries
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.flash_attn import FlashAttentionMetadata
-from vattn.metadata.inputs import Lengths, is_decode, read_integers
+from vattn.metadata.inputs import Lengths, check_count, is_decode, over_capacity, read_integers, read_table
 
 
 class FlashAttentionMetadataBuilder:
@@ -54,7 +54,7 @@ class FlashAttentionMetadataBuilder:
     ) -> None:
         if block_size is not None:
             _check_block_size(block_size, "use 16")
-        self._inner = _ReplanningBuilder(
+        self._inner = AttentionMetadataBuilder(
             max_num_reqs,
             max_num_tokens,
             max_seq_len,
@@ -78,7 +78,7 @@ class FlashAttentionMetadataBuilder:
         self,
         query_lens: Lengths,
         seq_lens: Lengths,
-        block_tables: Sequence[Sequence[int]] | None,
+        block_tables: Sequence[Sequence[int]] | Tensor | None,
         *,
         batch_size: int | None = None,
         num_lookahead_slots: int = 0,
@@ -146,21 +146,9 @@ class FlashAttentionMetadataBuilder:
             cross_slot_mapping=common.cross_slot_mapping,
             _common=common,
             _padded=(context_lens, seq_start_loc),
-            _replan=self._inner.replan,
+            _replan=self._inner._plans.refill,
             _built=common._built,
             **encoder,
-        )
-
-    def advance(self, metadata: Any, new_blocks: Any = ()) -> NoReturn:
-        """Refuse: these steps are moved on by the device, with `FlashAttentionMetadata.advance_step`.
-
-        Raises:
-            MetadataError: always.
-        """
-        raise MetadataError(
-            "advance() of a FlashAttentionMetadataBuilder",
-            "builders whose steps have no order of prefills and decodes",
-            "call advance_step() of the step, or build() for each step",
         )
 
     def _count_prefills(self, queries: list[int], lengths: list[int]) -> int:
@@ -189,41 +177,29 @@ class FlashAttentionMetadataBuilder:
         missing = batch_size - len(queries)
         return {"num_reqs_padded": batch_size, "num_tokens_padded": sum(queries) + missing}
 
-    def _table(self, tables: Sequence[Sequence[int]], queries: list[int], lengths: list[int], lookahead: int) -> Tensor:
+    def _table(
+        self, tables: Sequence[Sequence[int]] | Tensor, queries: list[int], lengths: list[int], lookahead: int
+    ) -> Tensor:
         """Return the tables with -1 after the last block of each request, where `advance_step` writes nothing."""
-        size, width = self._inner.block_size, self._inner.table_width
-        if isinstance(tables, Tensor) or len(tables) != len(lengths):
-            raise MetadataError(
-                f"block_tables for {len(tables)} requests, seq_lens for {len(lengths)}",
-                "one list of block ids per request",
-                "pass block_tables=[[...], [...]]",
-            )
-        table = torch.full((len(tables), width), -1, dtype=torch.int64)
-        for row, (blocks, length) in enumerate(zip(tables, lengths, strict=True)):
-            if not hasattr(blocks, "__len__") or isinstance(blocks, str):
-                raise MetadataError(
-                    f"block_tables[{row}]={blocks!r:.60}", "a list of block ids", "pass block_tables=[[...], [...]]"
-                )
-            needed = -(-(length + lookahead) // size)
-            if len(blocks) < needed or needed > width:
-                raise MetadataError(
-                    f"request {row}: {length} tokens and {lookahead} to come need {needed} blocks of {size} tokens, its"
-                    f" block table has {len(blocks)} and the builder room for {width}",
-                    f"at least {needed} blocks",
-                    "allocate the blocks of all steps before the first, or advance fewer steps",
-                )
-            table[row, : len(blocks)] = read_integers("block_tables", blocks[:width])
+        size, most = self._inner.block_size, self._inner.max_seq_len
+        ends = torch.tensor(lengths, dtype=torch.int64) + lookahead
+        check_count("seq_lens", len(lengths), len(queries))
+        check_count("block_tables", len(tables), len(queries))
+        longest = max(lengths, default=0) + lookahead
+        if longest > most:
+            raise over_capacity("positions in one request, those to come included", longest, most, "max_seq_len")
+        needed = (ends + (size - 1)) // size
+        table = read_table("block_tables", tables, ends, needed, size)
+        table = torch.where(torch.arange(table.shape[1]) < needed.unsqueeze(1), table, -1)
         if lookahead:
             self._check_coming(table, torch.tensor(queries), torch.tensor(lengths), lookahead)
         return table
 
     def _check_coming(self, table: Tensor, queries: Tensor, lengths: Tensor, lookahead: int) -> None:
         """Refuse blocks that the device will write in later steps and that another entry uses."""
-        if queries.shape != lengths.shape:
-            return  # What follows refuses lengths that contradict each other.
         size, columns = self._inner.block_size, torch.arange(table.shape[1]).unsqueeze(0)
         now, then = (-(-count // size) for count in (lengths, lengths + lookahead))
-        used = used_entries(self._inner.reaches, table.shape[1], then, lengths - queries, size)
+        used = used_entries(self._inner._conflicts.reaches, table.shape[1], then, lengths - queries, size)
         coming = used & (columns >= now.unsqueeze(1))
         blocks = table[coming]
         if int((torch.isin(table, blocks) & used).sum()) == len(blocks):
@@ -267,16 +243,3 @@ def _check_block_size(block_size: Any, fix: str) -> None:
     size = integer(block_size)
     if size is None or size < 1 or size % 16:
         raise ConfigError(f"block_size={block_size!r:.60}: Block size must be a multiple of 16.", "16, 32, ...", fix)
-
-
-class _ReplanningBuilder(AttentionMetadataBuilder):
-    """A builder that can make the schedules of a step anew, from lengths that were moved on the device."""
-
-    def replan(self, metadata: AttentionMetadata) -> None:
-        """Fill the schedules from the lengths on the device, in shapes for the rows that the step has now."""
-        self._plans.refill(metadata)
-
-    @property
-    def reaches(self) -> tuple[Reach, ...]:
-        """How far back the layers can see."""
-        return self._conflicts.reaches

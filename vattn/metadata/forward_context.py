@@ -15,9 +15,8 @@ from contextvars import ContextVar
 import torch
 
 from vattn.errors import MetadataError
-from vattn.metadata.attention_metadata import AttentionMetadata
+from vattn.metadata.attention_metadata import AttentionMetadata, step_of
 from vattn.metadata.hybrid import GroupedMetadata
-from vattn.metadata.lineage import is_rewritten, rewritten
 
 current: AttentionMetadata | None = None
 
@@ -52,16 +51,10 @@ def forward_context(metadata: AttentionMetadata | None) -> Iterator[None]:
         ...     pass
     """
     global current
-    if metadata is not None and not isinstance(metadata, AttentionMetadata):
-        raise MetadataError(
-            f"metadata of type {type(metadata).__name__}",
-            "AttentionMetadata, or None for a profiling run",
-            "pass what builder.build returned, or its .common where it has one",
-        )
-    if metadata is not None and is_rewritten(metadata):
-        raise rewritten(metadata, "forward_context()")
-    if metadata is not None and metadata._built is not None and not torch.compiler.is_compiling():
-        metadata._built.lineage.check_caches()
+    if metadata is not None:
+        step_of(metadata, "forward_context()")
+        if metadata._built is not None and not torch.compiler.is_compiling():
+            metadata._built.lineage.check_caches()
     # Dynamo traces neither locks nor context variables.
     before, block = current, None if torch.compiler.is_compiling() else _Block(metadata)
     if block is not None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from vattn.cache.cache_group import CacheGroup
+from vattn.cache.groups import CacheGroup
 from vattn.metadata.attention_metadata import AttentionMetadata
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vattn.cache.cache_group import CacheGroup
+from vattn.cache.groups import CacheGroup
 from vattn.cache.specs import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vattn.errors import ConfigError, MetadataError
 from vattn.metadata.attention_metadata import AttentionMetadata, CaptureKey, refuse_contradiction
@@ -17,8 +17,8 @@ from vattn.metadata.block_conflicts import Reach, refuse_conflicts, used_entries
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.checks import check_block_table, check_slots
 from vattn.metadata.hybrid import GroupedMetadata
-from vattn.metadata.inputs import Lengths, read_integers, read_step
-from vattn.metadata.staging import Staging
+from vattn.metadata.inputs import Lengths, Masks, read_integers, read_step
+from vattn.metadata.staging import Staging, fill_table
 from vattn.metadata.step import Step, most_held
 
 
@@ -31,9 +31,7 @@ class _TableBuffers:
         self.slot_mapping = torch.zeros(builder.max_num_tokens, dtype=torch.int64, device=device, pin_memory=pinned)
 
     def fill(self, step: Step, num_reqs: int, num_tokens: int) -> None:
-        columns = min(step.table.shape[1], self.block_table.shape[1])
-        self.block_table[:num_reqs] = 0
-        self.block_table[: step.table.shape[0], :columns] = step.table[:, :columns]
+        fill_table(self.block_table, step.table, num_reqs)
         self.slot_mapping[: step.slots.shape[0]] = step.slots
         self.slot_mapping[step.slots.shape[0] : num_tokens] = -1
 
@@ -143,16 +141,12 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         seq_lens: Lengths | None,
         block_tables: Any,
         slot_mapping: Lengths | None,
-        causal: bool | Lengths,
-        tree_bias: Tensor | None,
-        tree_id: Lengths | None,
-        mm_ranges: Any,
+        masks: Masks,
     ) -> Step:
         """Return the first group's step, and keep the others for when its buffers are written."""
-        masks: tuple[Any, ...] = (causal, tree_bias, tree_id, mm_ranges)
         steps = []
         for table in block_tables or [None]:
-            steps.append(read_step(self._limits, None, query_lens, seq_lens, table, slot_mapping, *masks))
+            steps.append(read_step(self._limits, None, query_lens, seq_lens, table, slot_mapping, masks))
             masks = (True, None, None, None)
         if slot_mapping is None:
             for group, step in zip(self._own, steps, strict=False):

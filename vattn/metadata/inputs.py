@@ -20,6 +20,9 @@ from vattn.quantization.formats import dtype_name
 Lengths = Sequence[int] | Tensor
 """Host integers: a list, a tuple, or a 1-D CPU tensor of an integer dtype."""
 
+Masks = tuple[bool | Lengths, Tensor | None, Lengths | None, Sequence[Sequence[tuple[int, int]]] | Tensor | None]
+"""`causal`, `tree_bias`, `tree_id` and `mm_ranges` of a step."""
+
 _INTEGERS = (
     torch.int8, torch.int16, torch.int32, torch.int64, torch.uint8, torch.uint16, torch.uint32, torch.uint64,
 )  # fmt: skip
@@ -32,10 +35,7 @@ def read_step(
     seq_lens: Lengths | None,
     block_tables: Sequence[Sequence[int]] | Tensor | None,
     slot_mapping: Lengths | None,
-    causal: bool | Lengths,
-    tree_bias: Tensor | None,
-    tree_id: Lengths | None,
-    mm_ranges: Sequence[Sequence[tuple[int, int]]] | Tensor | None,
+    masks: Masks,
 ) -> Step:
     """Check a step and compute its positions and slots.
 
@@ -47,18 +47,18 @@ def read_step(
     Raises:
         MetadataError: values that contradict each other, the capacity or the cache.
     """
+    causal, tree_bias, tree_id, mm_ranges = masks
     queries = read_integers("query_lens", query_lens)
     lengths = queries if seq_lens is None else read_integers("seq_lens", seq_lens)
     num_reqs = queries.shape[0]
     if lengths.shape[0] != num_reqs:
-        raise _other_count("seq_lens", lengths.shape[0], num_reqs)
+        check_count("seq_lens", lengths.shape[0], num_reqs)
     if block_tables is not None:
         if not hasattr(block_tables, "__len__"):
             raise MetadataError(
                 f"block_tables={block_tables!r:.60}", "one list of block ids per request", "pass block_tables=[[...]]"
             )
-        if len(block_tables) != num_reqs:
-            raise _other_count("block_tables", len(block_tables), num_reqs)
+        check_count("block_tables", len(block_tables), num_reqs)
     cached = lengths - queries
     query_list, length_list = queries.tolist(), lengths.tolist()
     if min(query_list, default=0) < 0 or min(cached.tolist(), default=0) < 0:
@@ -86,14 +86,13 @@ def read_step(
     else:
         # Every rank checks what the first one needs, so that all refuse the same tables.
         held = lengths if limits.dcp_shard is None else most_held(limits.dcp_shard, lengths)
-        if limits.dcp_shard is not None:
-            _check_dcp_tables(block_tables, lengths, limits)
         needed = (held + (limits.block_size - 1)) // limits.block_size
-        table = read_table("block_tables", block_tables, held, needed, limits.block_size)
+        ranks = 1 if limits.dcp_shard is None else limits.dcp_shard.world_size
+        table = read_table("block_tables", block_tables, lengths, needed, limits.block_size, ranks)
         slots, places = _slots(table, request, positions, limits)
         own = slots
         if slot_mapping is not None:
-            slots = _given_slots(slot_mapping, num_tokens)
+            slots = read_per_token("slot_mapping", slot_mapping, num_tokens, -1)
             check_slots(slots, limits.block_size, limits.num_blocks)
         if slot_mapping is not None or limits.dcp_shard is not None:
             stored = slots >= 0
@@ -130,27 +129,6 @@ def read_step(
     )
 
 
-def _check_dcp_tables(tables: Sequence[Sequence[int]] | Tensor, lengths: Tensor, limits: Limits) -> None:
-    """Refuse tables that are too narrow for what the first rank holds, in the numbers of whole requests."""
-    shard, size = limits.dcp_shard, limits.block_size
-    assert shard is not None
-    for row, length in enumerate(lengths.tolist()):
-        if isinstance(tables, Tensor):
-            width = tables.shape[-1] if tables.dim() else 0
-        else:
-            own = tables[row]
-            width = len(own) if hasattr(own, "__len__") else 1 << 30  # no table at all: refused later
-        held = shard.of_rank(0).count(length)
-        needed = -(-held // size)
-        if width < needed:
-            raise MetadataError(
-                f"request {row}: seq_len {length} over {shard.world_size} ranks needs {needed} blocks of {size} "
-                f"tokens on each, its block table has {width}",
-                f"at least {needed} blocks, for the {held} tokens that the first rank holds",
-                "allocate the missing blocks before building the step",
-            )
-
-
 def _slots(table: Tensor, request: Tensor, positions: Tensor, limits: Limits) -> tuple[Tensor, Tensor]:
     """Return the slot of each new token, -1 on another rank, and the entry of the flat table that holds it."""
     size, shard = limits.block_size, limits.dcp_shard
@@ -173,29 +151,19 @@ def _check_packed(queries: Tensor, lengths: Tensor, slot_mapping: Lengths | None
         raise MetadataError("slot_mapping without block_tables", "both, or neither without a cache", "leave it out")
 
 
-def _given_slots(slot_mapping: Lengths, num_tokens: int) -> Tensor:
-    slots = read_integers("slot_mapping", slot_mapping)
-    if slots.shape[0] != num_tokens:
+def read_per_token(name: str, values: Lengths, num_tokens: int, least: int) -> Tensor:
+    """Return one integer from `least` up per new token."""
+    found = read_integers(name, values)
+    if found.shape[0] != num_tokens or bool((found < least).any()):
+        wrong = (found < least).nonzero()
         raise MetadataError(
-            f"slot_mapping has {slots.shape[0]} entries, the query_lens sum to {num_tokens}",
-            "one slot per new token",
-            "pass -1 for tokens that are not stored, or leave slot_mapping out",
+            f"{name} has {found.shape[0]} entries, the query_lens sum to {num_tokens}"
+            if found.shape[0] != num_tokens
+            else f"{name}[{int(wrong[0])}]={int(found[wrong[0]])}",
+            f"one integer from {least} up per new token",
+            f"leave {name} out to take it from the lengths and block tables",
         )
-    return slots
-
-
-def read_positions(values: Lengths, num_tokens: int) -> Tensor:
-    """Return one position per new token."""
-    positions = read_integers("positions", values)
-    if positions.shape[0] != num_tokens or bool((positions < 0).any()):
-        raise MetadataError(
-            f"positions has {positions.shape[0]} entries, the query_lens sum to {num_tokens}"
-            if positions.shape[0] != num_tokens
-            else f"position {int(positions.min())}",
-            "one position from 0 up per new token",
-            "leave positions out to use those of the slots",
-        )
-    return positions
+    return found
 
 
 def read_flags(name: str, values: Lengths, num_reqs: int) -> Tensor:
@@ -328,12 +296,18 @@ def _no_integers(name: str, given: object) -> MetadataError:
 
 
 def read_table(
-    name: str, tables: Sequence[Sequence[int]] | Tensor, seq_lens: Tensor, needed: Tensor, block_size: int
+    name: str,
+    tables: Sequence[Sequence[int]] | Tensor,
+    seq_lens: Tensor,
+    needed: Tensor,
+    block_size: int,
+    ranks: int = 1,
 ) -> Tensor:
     """Return the tables as int64 `[B, W]`, rows of a list padded with 0 to the longest.
 
     Args:
         seq_lens, needed: int64 `[B]`, tokens and blocks of each request.
+        ranks: over which the tokens are spread.
 
     Raises:
         MetadataError: no tables of integers, or a row with fewer blocks than its request needs.
@@ -343,15 +317,15 @@ def read_table(
         if tables.dim() != 2 or tables.dtype not in _INTEGERS or not strided or tables.device.type != "cpu":
             raise MetadataError(
                 f"{name} is {tables.dtype} of shape {tuple(tables.shape)} on {tables.device}",
-                "an integer tensor [requests, blocks] on the host, or one list per request",
-                f"pass {name}.cpu()",
+                "an integer tensor [requests, blocks] on the CPU, or one list of block ids per request",
+                f"give {name} an integer dtype, two dimensions and the CPU, or pass lists",
             )
         widths, table = [tables.shape[1]] * len(tables), tables.long()
     else:
         widths, table = _read_rows(name, tables)
     if any(map(operator.lt, widths, needed.tolist())):
         row = int((torch.tensor(widths) < needed).nonzero()[0])
-        raise too_narrow(row, int(seq_lens[row]), int(needed[row]), block_size, widths[row])
+        raise too_narrow(row, int(seq_lens[row]), int(needed[row]), block_size, widths[row], ranks)
     return table
 
 
@@ -380,11 +354,9 @@ def _read_rows(name: str, tables: Sequence[Sequence[int]]) -> tuple[list[int], T
 def check_count(name: str, count: int, num_reqs: int) -> None:
     """Refuse a list that is not one entry per request."""
     if count != num_reqs:
-        raise _other_count(name, count, num_reqs)
-
-
-def _other_count(name: str, count: int, num_reqs: int) -> MetadataError:
-    return MetadataError(f"{name} describes {count} requests, query_lens {num_reqs}", "equal counts", f"check {name}")
+        raise MetadataError(
+            f"{name} describes {count} requests, query_lens {num_reqs}", "equal counts", f"check {name}"
+        )
 
 
 def over_capacity(what: str, count: int, limit: int, name: str) -> MetadataError:

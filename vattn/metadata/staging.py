@@ -38,36 +38,25 @@ class StepBuffers:
 
     def fill(self, step: Step, num_reqs: int, num_tokens: int) -> None:
         """Write a step and its padding; on the host."""
-        real_reqs, real_tokens = step.query_lens.shape[0], step.positions.shape[0]
         _fill_offsets(self.query_start_loc, step.query_lens, num_reqs)
-        self.seq_lens[:real_reqs] = step.seq_lens
-        self.slot_mapping[:real_tokens] = step.slots
-        self.positions[:real_tokens] = step.positions
-        if num_reqs > real_reqs:
-            self.seq_lens[real_reqs:num_reqs] = 0
-        if num_tokens > real_tokens:
-            self.slot_mapping[real_tokens:num_tokens] = -1
-            self.positions[real_tokens:num_tokens] = 0
-        _fill_table(self.block_table, step.table, num_reqs)
+        _fill(self.seq_lens, step.seq_lens, num_reqs)
+        _fill(self.slot_mapping, step.slots, num_tokens, -1)
+        _fill(self.positions, step.positions, num_tokens)
+        fill_table(self.block_table, step.table, num_reqs)
         if isinstance(step.causal, Tensor):
-            self.causal_flags[:num_reqs] = 1
-            self.causal_flags[:real_reqs] = step.causal
+            _fill(self.causal_flags, step.causal, num_reqs, 1)
         if step.tree_bias is not None and step.tree_id is not None:
             self.tree_bias[: step.tree_bias.numel()] = step.tree_bias.reshape(-1)
-            self.tree_id[:num_reqs] = -1
-            self.tree_id[:real_reqs] = step.tree_id
+            _fill(self.tree_id, step.tree_id, num_reqs, -1)
         if step.mm_ranges is not None:
             self.mm_ranges[:num_reqs] = 0
-            self.mm_ranges[:real_reqs, : step.mm_ranges.shape[1]] = step.mm_ranges
+            self.mm_ranges[: step.mm_ranges.shape[0], : step.mm_ranges.shape[1]] = step.mm_ranges
         if step.cross is not None:
-            self.encoder_seq_lens[:num_reqs] = 0
-            self.encoder_seq_lens[:real_reqs] = step.cross.lengths
-            self.new_encoder[:num_reqs] = 0
-            self.new_encoder[:real_reqs] = step.cross.new
-            _fill_table(self.cross_block_table, step.cross.table, num_reqs)
+            _fill(self.encoder_seq_lens, step.cross.lengths, num_reqs)
+            _fill(self.new_encoder, step.cross.new, num_reqs)
+            fill_table(self.cross_block_table, step.cross.table, num_reqs)
         if step.held is not None:
-            self.local_seq_lens[:num_reqs] = 0
-            self.local_seq_lens[:real_reqs] = step.held
+            _fill(self.local_seq_lens, step.held, num_reqs)
         if step.num_logits is not None:
             _fill_offsets(self.logits_start_loc, step.num_logits, num_reqs)
         if step.shared_prefix_len is not None:
@@ -170,7 +159,15 @@ def _fill_offsets(to: Tensor, lengths: Tensor, num_reqs: int) -> None:
         to[real + 1 : num_reqs + 1] = to[real].item()
 
 
-def _fill_table(to: Tensor, table: Tensor, num_reqs: int) -> None:
+def _fill(to: Tensor, values: Tensor, count: int, padding: int = 0) -> None:
+    """Write `values`, padded to `count`."""
+    to[: values.shape[0]] = values
+    if count > values.shape[0]:
+        to[values.shape[0] : count] = padding
+
+
+def fill_table(to: Tensor, table: Tensor, num_reqs: int) -> None:
+    """Write a block table, padded with 0 to `num_reqs` rows and the width of `to`; wider columns are left out."""
     rows, columns = table.shape[0], min(table.shape[1], to.shape[1])
     to[:rows, :columns] = table[:, :columns]
     to[:rows, columns:] = 0

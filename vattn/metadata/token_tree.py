@@ -7,7 +7,7 @@ depth and then by path. A row sees everything that is cached, its ancestors, the
 from __future__ import annotations
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -66,12 +66,12 @@ class TokenTree:
             return choices
         if choices is None:
             return TokenTree(((0,),))
-        if isinstance(choices, str):
-            choices = _read(choices)
         try:
-            return TokenTree(tuple(tuple(path) for path in choices))
-        except TypeError as error:
+            read = ast.literal_eval(choices) if isinstance(choices, str) else choices
+            paths = tuple(tuple(path) for path in read)
+        except (TypeError, ValueError, SyntaxError) as error:
             raise _no_tree(choices) from error
+        return TokenTree(paths)
 
     @staticmethod
     def chain(length: int) -> TokenTree:
@@ -94,7 +94,9 @@ class TokenTree:
             >>> tree.paths, tokens
             (((0,), (0, 0), (0, 1), (0, 0, 0)), [7, 8, 5, 9])
         """
-        if not isinstance(branches, Sequence) or any(isinstance(b, str) or not _iterable(b) for b in branches):
+        if not isinstance(branches, Sequence) or any(
+            not isinstance(b, Iterable) or isinstance(b, str) for b in branches
+        ):
             raise ConfigError(
                 f"branches={branches!r:.80}", "sequences of token ids", "pass [[...], [...]], the likeliest first"
             )
@@ -189,18 +191,6 @@ class TokenTree:
                 rows.append(row)
                 at = row
         return rows
-
-
-def _iterable(value: object) -> bool:
-    return hasattr(value, "__iter__")
-
-
-def _read(text: str) -> Sequence[Sequence[int]]:
-    try:
-        paths: Sequence[Sequence[int]] = ast.literal_eval(text)
-    except (ValueError, SyntaxError) as error:
-        raise _no_tree(text) from error
-    return paths
 
 
 def _no_tree(choices: object) -> ConfigError:

@@ -42,6 +42,11 @@ class OwnBuffers(nn.Module):
     num_blocks: int | None = None
     """Blocks of the cache that steps count in; `None` without one, and for encoder states."""
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if name == "kv_cache":
+            count_binding()
+
     def _own_buffers(self) -> dict[str, Tensor]:
         found = {name: self._buffers.get(name) for name in _OWN_BUFFERS}
         return {name: buffer for name, buffer in found.items() if buffer is not None}

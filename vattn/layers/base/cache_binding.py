@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from vattn.backends import selector
 from vattn.cache.allocation import skip_names
-from vattn.cache.bindings import count_binding
-from vattn.cache.cache_group import CacheGroup
+from vattn.cache.groups import CacheGroup
 from vattn.cache.layout import num_blocks_of
 from vattn.cache.specs import KVCacheSpec
 from vattn.config.attention import AttentionConfig, CacheConfig
@@ -294,7 +293,6 @@ class BoundCache(CacheScales):
         self._plan_key = selector.get_backend(config.backend).plan_key(config)
         self.kv_cache = storage
         self.num_blocks = None if config.attn_type == "encoder_decoder" else num_blocks_of(storage, config)
-        count_binding()
         for name, buffer in self._own_buffers().items():
             self._buffers[name] = buffer.to(storage.device)
         # In a tuple the target is no submodule of this layer.

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from vattn.cache.cache_group import CacheGroup
+from vattn.cache.groups import CacheGroup
 from vattn.errors import MetadataError, ShapeError, StrideError
 from vattn.layers.base.arguments import StepKind
 from vattn.metadata.attention_metadata import AttentionMetadata, host_plan_key

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from vattn.backends import selector
-from vattn.cache.bindings import count_binding
 from vattn.cache.layout import mla_cache_dtype, mla_cache_shape, shape_of_mla_storage
 from vattn.cache.specs import KVCacheSpec, MLAAttentionSpec
 from vattn.config.attention import CacheConfig
@@ -288,7 +287,6 @@ class BoundLatents(OwnBuffers):
         if weight is not None and weight.device != storage.device:
             self._buffers["kv_b_weight"] = weight.to(storage.device)
         self.num_blocks = blocks
-        count_binding()
         self._op_config = config.encode()
         self._plan_key = selector.choose(config, storage.device).plan_key(config)  # type: ignore[arg-type]
         self._buffers["workspace"] = workspace
