@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -36,7 +37,7 @@ DCP: dict[str, Any] = {
 }  # fmt: skip
 
 FEATURES: dict[str, dict[str, Any]] = {
-    "causal": {},
+    "causal": {"num_heads": 4, "num_kv_heads": 2},
     "window-sinks": {"sliding_window": 21, "sinks": True},
     "bidirectional-window": {"causality": "bidirectional", "sliding_window": 19, "alibi": "linear"},
     "chunks-flags": {"sliding_window": 24, "chunk_lookback": 1, "causality": "per_request"},
@@ -46,7 +47,14 @@ FEATURES: dict[str, dict[str, Any]] = {
     "dcp-window-alibi": {**DCP, "sliding_window": 21, "alibi": "linear", "logits_soft_cap": 2.5},
     "dcp-bidirectional-ranges": {**DCP, "causality": "bidirectional", "sliding_window": 9, "mm_prefix": "full"},
     "dcp-chunks-flags": {**DCP, "sliding_window": 24, "chunk_lookback": 1, "causality": "per_request"},
-    "fp8": {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head", "query_format": "fp8_e4m3", "query_scale": "head"},
+    "fp8": {
+        "kv_cache_dtype": "fp8_e4m3",
+        "kv_scale": "head",
+        "query_format": "fp8_e4m3",
+        "query_scale": "head",
+        "num_heads": 4,
+        "num_kv_heads": 2,
+    },
 }
 
 
@@ -64,8 +72,8 @@ PAIRS = [(cut, "causal") for cut in CUTS] + [
 @pytest.mark.sample(3)
 @pytest.mark.parametrize(("cut", "features"), PAIRS)
 def test_every_cut_gives_the_reference(cut: str, features: str) -> None:
-    config = make_config(lse=True, block_size=8, **FEATURES[features])
-    batch = random_paged_batch(config, [13, 1, 0, 4], [45, 50, 3, 2], num_padding_tokens=2, num_padding_reqs=1)
+    config = make_config(**{"lse": True, "block_size": 8, "num_heads": 2, "num_kv_heads": 1, **FEATURES[features]})
+    batch = random_paged_batch(config, [9, 1, 0, 4], [37, 50, 3, 2], num_padding_tokens=2, num_padding_reqs=1)
     run(batch, CUTS[cut])
 
 
@@ -121,23 +129,32 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
+def attended(splits: int, **output: Any) -> Batch:
+    """Return a batch of bf16 rows and their attention, which is the same whatever the output format makes of it."""
+    config = make_config(num_heads=8, num_kv_heads=1, head_size=32, dtype="bfloat16", **output)
+    batch = random_paged_batch(config, [2, 1, 2], [9, 20, 1], num_padding_tokens=2)
+    launch.paged_attention(batch.args, config, replace(PLAIN, group_tile=8, d_step=32, num_splits=splits))
+    return batch
+
+
+@cache
+def plain_rows(splits: int) -> Tensor:
+    return attended(splits).args.output
+
+
 @pytest.mark.sample(5)
 @pytest.mark.parametrize("splits", [1, 3])
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_quantised_outputs_are_the_reference_s_bit_for_bit(variant: str, splits: int) -> None:
     """The same kernel without quantisation, quantised by `vattn.quantization.codecs`, gives the same bytes."""
-    config = make_config(num_heads=8, num_kv_heads=1, head_size=32, dtype="bfloat16", **VARIANTS[variant])
-    fmt = config.output_format
-    cut = replace(PLAIN, group_tile=8, d_step=32, num_splits=splits)
-    batch = random_paged_batch(config, [2, 1, 2], [9, 40, 1], num_padding_tokens=2)
-    launch.paged_attention(batch.args, config, cut)
-    plain = batch.args._replace(output=torch.empty(7, 8, 32, dtype=torch.bfloat16), output_block_scale=None)
-    unquantised = config.replace(output_format="none", output_arithmetic="divide", output_min_scale=None)
-    launch.paged_attention(plain._replace(output_scale=None), unquantised, cut)
-    expected = [poisoned_like(t) for t in (batch.args.output, batch.args.output_block_scale)]
-    variant_of = config.output_arithmetic, config.output_min_scale
-    quantise_output(plain.output, fmt, expected[0], expected[1], batch.args.output_scale, *variant_of)
-    for got, want in zip((batch.args.output, batch.args.output_block_scale), expected, strict=True):
+    batch = attended(splits, **VARIANTS[variant])
+    args, config = batch.args, batch.config
+    expected = [poisoned_like(t) for t in (args.output, args.output_block_scale)]
+    quantise_output(
+        plain_rows(splits), config.output_format, expected[0], expected[1], args.output_scale,
+        config.output_arithmetic, config.output_min_scale,
+    )  # fmt: skip
+    for got, want in zip((args.output, args.output_block_scale), expected, strict=True):
         if want is not None and got is not None:
             assert got.stride() == want.stride()
             torch.testing.assert_close(
@@ -145,30 +162,27 @@ def test_quantised_outputs_are_the_reference_s_bit_for_bit(variant: str, splits:
             )
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("arithmetic", ["approximate_divide", "approximate_multiply"])
-@pytest.mark.parametrize("name", ["fp8_static", "fp8_per_token", "fp8_group64_col"])
+APPROXIMATE = [
+    ("fp8_static", "divide", 1), ("fp8_static", "multiply", 3), ("fp8_per_token", "divide", 3),
+    ("fp8_per_token", "multiply", 1), ("fp8_group64_col", "divide", 1), ("fp8_group64_col", "multiply", 3),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "arithmetic", "splits"), APPROXIMATE)
 def test_approximate_arithmetic_is_that_of_inductor_s_code(name: str, arithmetic: str, splits: int) -> None:
     """Constant divisors become factors; what the interpreter divides is exact. The GPU tests compare with real code."""
-    config = make_config(
-        num_heads=8, num_kv_heads=1, head_size=32, dtype="bfloat16", output_format=name, output_arithmetic=arithmetic
-    )
-    cut = replace(PLAIN, group_tile=8, d_step=32, num_splits=splits)
-    batch = random_paged_batch(config, [2, 1, 2], [9, 40, 1])
-    launch.paged_attention(batch.args, config, cut)
-    plain = batch.args._replace(output=torch.empty(5, 8, 32, dtype=torch.bfloat16), output_block_scale=None)
-    unquantised = config.replace(output_format="none", output_arithmetic="divide")
-    launch.paged_attention(plain._replace(output_scale=None), unquantised, cut)
-    scale = batch.args.output_scale
-    rows = plain.output.flatten(1).float().view(5, -1, 64 if name == "fp8_group64_col" else 256)
+    args = attended(splits, output_format=name, output_arithmetic=f"approximate_{arithmetic}").args
+    plain, scale = plain_rows(splits), args.output_scale
+    rows = plain.flatten(1).float().view(len(plain), -1, 64 if name == "fp8_group64_col" else 256)
+    by_factor = arithmetic == "multiply"
     if scale is None:
         scale = rows.abs().amax(-1, keepdim=True).clamp(min=1e-10) * (1 / 448)
-        assert torch.equal(batch.args.output_block_scale, scale.squeeze(-1))
-        codes = rows * (1 / scale) if arithmetic == "approximate_multiply" else rows / scale
+        assert torch.equal(args.output_block_scale, scale.squeeze(-1))
+        codes = rows * (1 / scale) if by_factor else rows / scale
     else:
-        codes = rows * scale if arithmetic == "approximate_multiply" else rows / scale
+        codes = rows * scale if by_factor else rows / scale
     expected = codes.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
-    assert torch.equal(batch.args.output.view(torch.uint8).flatten(), expected.flatten())
+    assert torch.equal(args.output.view(torch.uint8).flatten(), expected.flatten())
 
 
 def poisoned_like(tensor: Tensor | None) -> Tensor | None:

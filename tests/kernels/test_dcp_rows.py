@@ -36,8 +36,7 @@ def test_rows_as_requests_attend_what_the_shard_shows(shard: DCPShard) -> None:
         assert relative_l2(out, expected) < 1e-6 and torch.allclose(lse, expected_lse, atol=1e-6)
 
 
-@pytest.mark.parametrize("shard", SHARDS, ids=str)
-@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize(("shard", "sparse"), list(zip(SHARDS, (False, True, False, True), strict=True)), ids=str)
 def test_rows_of_latent_attention(shard: DCPShard, sparse: bool) -> None:
     config = make_mla_config(lse=True, sparse=sparse)
     full = random_mla_batch(config, QUERIES, LENGTHS, padding_tokens=1, padding_reqs=1, topk=6)

@@ -64,9 +64,9 @@ def walk(records: list[list[int]], active: int) -> list[list[int]]:
 
 
 def check_plan(
-    query_lens: list[int], seq_lens: list[int], ctas: int, window: int = 0, unit: int = 1
+    query_lens: list[int], seq_lens: list[int], ctas: int, window: int = 0, unit: int = 1, requests: int = 32
 ) -> list[list[int]]:
-    items, splits = make_plan(query_lens, seq_lens, ctas, window, unit)
+    items, splits = make_plan(query_lens, seq_lens, ctas, window, unit, requests)
     starts = torch.tensor([0, *query_lens]).cumsum(0).tolist()
     tiles: dict[int, list[tuple[int, int]]] = {}
     slots: dict[int, list[int]] = {}
@@ -107,8 +107,7 @@ def check_plan(
 @pytest.mark.parametrize("ctas", [1, 5, 132])
 def test_every_tile_once(ctas: int, window: int) -> None:
     rng = random.Random(ctas + window)
-    for _ in range(6):
-        batch = rng.choice([1, 2, 7, 40])
+    for batch in (rng.choice([1, 2, 7]), 40):
         seq_lens = [rng.choice([0, 1, 16, 17, rng.randrange(3000)]) for _ in range(batch)]
         query_lens = [1] * batch
         for _ in range(rng.randrange(3)):
@@ -142,7 +141,7 @@ def test_mixed_lengths_are_balanced(ctas: int, unit: int) -> None:
     rng = random.Random(1)
     skewed = [131072, *[512 + 56 * i for i in range(63)]]
     for lengths in (skewed, [rng.randrange(100, 8000) for _ in range(64)], [rng.randrange(4000) for _ in range(200)]):
-        found = loads(check_plan([1] * len(lengths), lengths, ctas, unit=unit))
+        found = loads(check_plan([1] * len(lengths), lengths, ctas, unit=unit, requests=256))
         assert max(found) <= 1.06 * sum(found) / ctas + unit
 
 
@@ -154,7 +153,7 @@ def test_one_short_request_uses_a_tile_per_cta() -> None:
 @pytest.mark.parametrize("tokens", [2, 4])
 def test_several_rows_at_a_time(tokens: int, window: int) -> None:
     rng = random.Random(tokens + window)
-    for trial in range(4):
+    for trial in range(2):
         count = rng.randrange(1, 40)
         query_lens = [tokens] * count if trial < 1 else rng.choices((0, 1, tokens, 3 * tokens + 1), k=count)
         while sum(query_lens) > tokens * count:
@@ -186,7 +185,7 @@ def test_several_rows_at_a_time(tokens: int, window: int) -> None:
 def test_long_requests_are_left_to_another_kernel(tokens: int, longest: int, window: int) -> None:
     """Chunks of requests of up to `longest` rows have each tile once; the others and padding do not occur."""
     rng = random.Random(tokens + window)
-    for _ in range(4):
+    for _ in range(2):
         count = rng.randrange(1, 40)
         query_lens = rng.choices((0, 1, tokens, longest, longest + 1, 300), k=count)
         seq_lens = [n + rng.randrange(3000) if n else rng.randrange(50) for n in query_lens]

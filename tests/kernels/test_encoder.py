@@ -18,7 +18,7 @@ from vattn.kernels.triton.common.tiles import Limits
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
 
 FP8 = {"kv_cache_dtype": "fp8_e4m3", "query_format": "fp8_e4m3"}
-LENS = ([33, 0, 67, 1, 3], [33, 0, 67, 1, 0])
+LENS = ([33, 0, 40, 1, 3], [33, 0, 40, 1, 0])
 """Rows and keys: tiles that end anywhere, nothing, one, rows without any key."""
 
 
@@ -43,18 +43,15 @@ def check(batch: Batch) -> None:
     compare(batch, *batch.expected())
 
 
-@pytest.mark.parametrize("size", [64, 72, 80, 128])
-@pytest.mark.parametrize("fp8", [False, True], ids=["16bit", "fp8"])
+@pytest.mark.parametrize(("size", "fp8"), [(64, False), (72, False), (80, False), (72, True), (128, True)])
 def test_head_sizes(size: int, fp8: bool) -> None:
     config = encoder_config(size, dtype="bfloat16" if size % 16 else "float16", **(FP8 if fp8 else {}))
     check(random_packed_batch(config, *LENS, num_padding_tokens=5, num_padding_reqs=2, seed=size))
 
 
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("name", ["fp8_static", "fp8_per_token", "fp8_group64_col", "nvfp4_swizzled"])
+@pytest.mark.parametrize("name", ["fp8_static", "fp8_per_token", "fp8_group64_col", "nvfp4"])
 def test_quantised_outputs(name: str) -> None:
-    config = encoder_config(64, num_heads=4, num_kv_heads=2, output_format=name)
-    check(random_packed_batch(config, *LENS, num_padding_tokens=5, num_padding_reqs=2))
+    check(random_packed_batch(encoder_config(64, output_format=name), [33, 0, 3], [33, 0, 2], num_padding_tokens=3))
 
 
 @pytest.mark.parametrize("arithmetic", ["multiply", "approximate_divide"])

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.kernels.decode_support import interpret
 from tests.support import Batch, make_config, random_paged_batch, relative_l2
 from vattn.config.device import DeviceInfo
 
@@ -120,7 +121,7 @@ def test_a_schedule_has_room_for_both_parts(heads: int) -> None:
 
 FP8 = {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head"}
 QUERY_LENS = [1, 12, 0, 1, 20, 2, 1]
-SEQ_LENS = [200, 12, 9, 17, 150, 90, 47]
+SEQ_LENS = [120, 12, 9, 17, 60, 50, 33]
 
 
 def small_batch(padding: int, **changes: Any) -> Batch:
@@ -162,25 +163,12 @@ def stand_in(batch: Batch, tiles: list[Any]) -> Any:
 def test_both_kernels_write_every_row_once(
     padding: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from triton import knobs
-
-    if not knobs.runtime.interpret:
-        pytest.skip("needs Triton's interpreter")
-    import triton.language as tl
-
     from vattn.kernels.hopper import mixed_launch
     from vattn.kernels.hopper.decode import launch as decode_fast
-    from vattn.kernels.hopper.decode import triton_kernel as decode_fast_kernels
+    from vattn.kernels.hopper.decode import triton_kernel
     from vattn.kernels.hopper.prefill import launch as prefill_launch
 
-    for name, value in list(vars(decode_fast_kernels).items()):
-        if isinstance(value, tl.constexpr):
-            monkeypatch.setattr(decode_fast_kernels, name, value.value)
-    for name in ("gdc_wait", "gdc_launch_dependents"):
-        monkeypatch.setattr(tl.extra.cuda, name, lambda: None)
-    monkeypatch.setattr("vattn.config.device.multiprocessors", lambda device: 3)
-    constants = decode_fast.decode_constants
-    monkeypatch.setattr(decode_fast, "decode_constants", lambda *a: {**constants(*a), "ASSEMBLY": False})
+    interpret(monkeypatch, decode_fast, triton_kernel)
     monkeypatch.setattr(mixed_launch, "tuning_of", lambda *a: decode_fast.Tuning(1, 3, 1, overlap="end"))
     batch = small_batch(padding, **changes)
     assert mixed_launch.short_rows(batch.config) == 1
