@@ -734,6 +734,22 @@ def test_a_file_connector_serves_one_model_and_keys_that_are_file_names(tmp_path
     assert connector.find(["pipe"]) == 0
 
 
+def test_blocks_of_sinks_are_not_written(detached):
+    config = vattn.CacheConfig(BLOCK)
+    layer = vattn.StaticSinkAttention(4, 16, 0.25, num_kv_heads=2, cache_config=config, sink_len=BLOCK, prefix="sink")
+    layer.sink_key.normal_(), layer.sink_value.normal_()
+    cache = vattn.allocate_kv_cache(layer, num_blocks=6, dtype=torch.float32)
+    transfer = KVTransfer(layer, cache, HostMemoryConnector("1MiB"))
+    keys = block_keys(range(2 * BLOCK), BLOCK)
+    transfer.offload("a", keys, [2, 3])
+    before = cache.kv_caches[0].clone()
+    with pytest.raises(BlockError, match="block 1.*2 to 5"):
+        transfer.reload("b", keys, [1, 4])
+    assert torch.equal(cache.kv_caches[0], before)
+    transfer.reload("b", keys, [4, 5])
+    transfer.detach()
+
+
 def test_keys_tell_prefixes_apart():
     tokens = list(range(40))
     keys = block_keys(tokens, BLOCK)

@@ -128,6 +128,7 @@ class KVTransfer:
                 "run its encoder again instead",
             )
         self.connector, self.timeout, self.num_blocks = connector, timeout, allocation.num_blocks
+        self._first_block = allocation.reserved_blocks
         modules: dict[str, Any] = dict(find_layers(model))
         owners = [entry for entry in allocation.layers if entry.shared_with is None]
         moved = [entry.name for entry in owners if modules[entry.name].kv_cache is not entry.storage]
@@ -346,11 +347,14 @@ class KVTransfer:
             twice = [name for name, count in Counter(r.request_id for r in requests).items() if count > 1]
             if twice:
                 raise ConfigError(f"request {twice[0]!r} twice in one step", "each once", "join its blocks")
-        wrong = [(r, b) for r in (*loads, *saves) for b in r.block_ids if b >= self.num_blocks]
+        usable = range(self._first_block, self.num_blocks)
+        wrong = [(r, b) for r in (*loads, *saves) for b in r.block_ids if b not in usable]
         if wrong:
             request, block = wrong[0]
             raise BlockError(
-                f"request {request.request_id!r}: block {block}", f"1 to {self.num_blocks - 1}", "check its block table"
+                f"request {request.request_id!r}: block {block}",
+                f"{usable.start} to {usable.stop - 1}; block 0 and blocks of sinks belong to no request",
+                "check its block table",
             )
         shared = [block for block, count in Counter(b for r in loads for b in r.block_ids).items() if count > 1]
         if shared:
