@@ -743,7 +743,7 @@ def test_blocks_of_sinks_are_not_written(detached):
     keys = block_keys(range(2 * BLOCK), BLOCK)
     transfer.offload("a", keys, [2, 3])
     before = cache.kv_caches[0].clone()
-    with pytest.raises(BlockError, match="block 1.*2 to 5"):
+    with pytest.raises(BlockError, match=r"block 1.*2 to 5"):
         transfer.reload("b", keys, [1, 4])
     assert torch.equal(cache.kv_caches[0], before)
     transfer.reload("b", keys, [4, 5])
