@@ -18,6 +18,7 @@ from vattn.errors import (
     ConfigError,
     DtypeError,
     GradientError,
+    MetadataError,
     RecompilationError,
     ShapeError,
     UnknownOptionError,
@@ -43,9 +44,9 @@ def rows(tokens: int = 3, **options: Any) -> list[torch.Tensor]:
     return [torch.randn(tokens, heads * 16, **options) for heads in (4, 2, 2)]
 
 
-def run(target: Any, *qkv: torch.Tensor) -> Any:
+def run(target: Any, *qkv: torch.Tensor, tables: Any = ((1,),)) -> Any:
     builder = vattn.AttentionMetadataBuilder(2, 8, 32, block_size=16)
-    with vattn.forward_context(builder.build([3], [3], [[1]])):
+    with vattn.forward_context(builder.build([3], [3], tables)):
         return target(*qkv)
 
 
@@ -68,6 +69,7 @@ MISTAKES: dict[str, tuple[type[VattnError], str, Any]] = {
     "no cache": (CacheNotBoundError, "layer 'layers.0.attn' has no KV cache", rows),
     "dtype": (DtypeError, "query is bfloat16 in layer 'layers.0.attn'", lambda: rows(dtype=torch.bfloat16)),
     "shape": (ShapeError, r"query has shape \((\w+, \w+|\.\.\.)\)", lambda: [x[:, :-4] for x in rows()]),
+    "tables": (MetadataError, "without block tables in layer 'layers.0.attn'", rows),
     "gradient": (GradientError, "requires a gradient while grad mode is on", lambda: rows(requires_grad=True)),
 }
 
@@ -77,7 +79,7 @@ def test_mistakes_found_while_tracing(compiled: Any, mistake: str) -> None:
     kind, text, make = MISTAKES[mistake]
     target = compiled(Model(bound=mistake != "no cache"), backend="eager")
     with pytest.raises(kind, match=text) as caught, torch.set_grad_enabled(mistake == "gradient"):
-        run(target, *make())
+        run(target, *make(), tables=None if mistake == "tables" else [[1]])
     assert isinstance(caught.value.__cause__, torch._dynamo.exc.TorchDynamoException)
     assert "Allowed: " in str(caught.value) and "Try: " in str(caught.value)
 

@@ -269,6 +269,25 @@ def test_what_need_not_be_contiguous_is_accepted() -> None:
     checks.check_attention(args._replace(plan=[torch.zeros(3, dtype=torch.int64)], workspace=torch.zeros(5)))
 
 
+def test_a_check_ahead_holds_for_the_same_tensors_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    args, _ = paged({})
+    looked: list[Any] = []
+    monkeypatch.setattr(checks.check_attention, "_check", looked.append)
+    monkeypatch.setattr(checks.check_attention, "_accepted", set())
+    checks.check_attention.ahead(args)
+    args.query.resize_(1, 1, 1)
+    checks.check_attention(args._replace(config="".join(args.config)))
+    assert len(looked) == 1
+    checks.check_attention(args)
+    assert len(looked) == 2
+    for field in ("query", "plan", "workspace", "config"):
+        checks.check_attention.ahead(args)
+        other: Any = {"plan": [args.seq_lens], "config": args.config + " "}.get(field, torch.zeros(3))
+        checks.check_attention(args._replace(**{field: other}))
+        assert len(looked) == 3
+        looked.pop()
+
+
 @pytest.mark.parametrize("shape", [(), (1,)])
 def test_one_value_may_be_a_scalar(shape: tuple[int, ...]) -> None:
     args, _ = paged({"kv_cache_dtype": "fp8_e4m3"})

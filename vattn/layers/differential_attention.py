@@ -221,7 +221,7 @@ class DifferentialAttention(Attention):
             value = split_heads("value", value, self.num_kv_heads, self.head_size)
             update = step.update(self, key, value, self._update_op)
         if not torch.compiler.is_compiling():
-            self._check_step(query, key, value, step, update, (self._half_arguments(query, step, 0, halves[0]),))
+            self._check_step(query, key, value, step, update, (self._half_arguments(query, step, 0, halves[0]),), None)
         if update is not None:
             self._write_cache(query, step.query_slots, update)
         first, second = (self._half_arguments(query, step, index, text) for index, text in enumerate(halves))

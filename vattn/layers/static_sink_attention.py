@@ -12,7 +12,6 @@ from vattn.errors import (
     CacheError,
     ConfigError,
     DtypeError,
-    MetadataError,
     ScaleError,
     ShapeError,
     UnsupportedRequestError,
@@ -244,12 +243,6 @@ class StaticSinkAttention(Attention):
     def _layer_step(self, metadata: AttentionMetadata) -> LayerStep:
         step = super()._layer_step(metadata)
         table = step.block_table
-        if table.shape[1] == 0:
-            raise MetadataError(
-                f"metadata without block tables in layer {self.prefix!r}, which has a KV cache",
-                "a table with a column per block",
-                "pass block_tables to builder.build",
-            )
         return step._replace(
             seq_lens=with_sinks(step.seq_lens, self.sink_len),
             block_table=torch.cat((self.sink_blocks.expand(table.shape[0], -1), table), dim=1),

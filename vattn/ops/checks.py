@@ -1,7 +1,7 @@
 """Refuse wrong tensors before anything is written: shapes, dtypes, devices, strides, presence and absence.
 
 Nothing is read from a device and no value of a tensor matters, so each combination of shapes, strides, dtypes and
-devices is checked once for a config (`once_per_signature`). Letters are as in `vattn.ops.arguments`.
+devices is checked once for a config (`OncePerSignature`). Letters are as in `vattn.ops.arguments`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from vattn.ops.arguments import (
     VarlenAttentionArgs,
 )
 from vattn.ops.tensor_checks import (
+    OncePerSignature,
     check_column_major,
     check_optional,
     check_rows,
@@ -35,7 +36,6 @@ from vattn.ops.tensor_checks import (
     check_tensor,
     count_of,
     is_given,
-    once_per_signature,
     refuse,
     refuse_dtype,
 )
@@ -48,7 +48,7 @@ _FLOATS = tuple(MODEL_DTYPES.values())
 _CPU = torch.device("cpu")
 
 
-@once_per_signature
+@OncePerSignature
 def check_kv_cache_update(args: CacheUpdateArgs) -> None:
     """Check the arguments of `vattn::kv_cache_update`.
 
@@ -128,7 +128,7 @@ def check_tables(
     refuse("sin", args.sin, (rows, columns), (args.cos.dtype,), device)
 
 
-@once_per_signature
+@OncePerSignature
 def check_attention(args: AttentionArgs) -> None:
     """Check the arguments of `vattn::attention`.
 
@@ -142,7 +142,7 @@ def check_attention(args: AttentionArgs) -> None:
     _check_shared(args, config, num_reqs, device)
 
 
-@once_per_signature
+@OncePerSignature
 def check_varlen_attention(args: VarlenAttentionArgs) -> None:
     """Check the arguments of `vattn::varlen_attention`.
 

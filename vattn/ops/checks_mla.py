@@ -10,11 +10,11 @@ from vattn.errors import ScaleError
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.checks import check_lengths, check_outputs, check_schedules
 from vattn.ops.reference.mla_absorb import weight_scale_shape
-from vattn.ops.tensor_checks import check_optional, check_rows, check_scale, check_tensor, is_given, once_per_signature
+from vattn.ops.tensor_checks import OncePerSignature, check_optional, check_rows, check_scale, check_tensor, is_given
 from vattn.quantization.formats import MODEL_DTYPES
 
 
-@once_per_signature
+@OncePerSignature
 def check_mla_kv_cache_update(args: MLACacheUpdateArgs) -> None:
     """Check the arguments of `vattn::mla_kv_cache_update`.
 
@@ -30,7 +30,7 @@ def check_mla_kv_cache_update(args: MLACacheUpdateArgs) -> None:
     check_scale("k_scale", args.k_scale, config.kv_scale, 1, device)
 
 
-@once_per_signature
+@OncePerSignature
 def check_mla_attention(args: MLAAttentionArgs) -> None:
     """Check the arguments of `vattn::mla_attention`.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
-from typing import Any, NoReturn, TypeGuard, TypeVar
+from operator import is_
+from typing import Any, Generic, NoReturn, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -91,37 +91,52 @@ Args = TypeVar("Args")
 _MOST_SIGNATURES = 4096
 
 
-def once_per_signature(check: Callable[[Args], None]) -> Callable[[Args], None]:
+class OncePerSignature(Generic[Args]):
     """Run a check of an op's arguments once for each signature that it accepts.
 
     A signature is the config strings, the shape, strides, dtype and device of each tensor, and how the cache is
-    aligned; the check must depend on nothing else. A layer checks what its second op gets before the first one writes,
-    and each op checks its own arguments: this makes the second look, and later steps of the same shapes, cheap.
+    aligned; the check must depend on nothing else. Later steps of the same shapes are then cheap.
     """
-    accepted: set[tuple[Any, ...]] = set()
 
-    @wraps(check)
-    def checked(args: Any) -> None:
+    def __init__(self, check: Callable[[Args], None]) -> None:
+        self._check = check
+        self._accepted: set[tuple[Any, ...]] = set()
+        self._ahead: Any = None
+
+    def ahead(self, args: Args) -> None:
+        """Check what an attention op gets after another op has written; the op then accepts these very objects."""
+        self(args)
+        self._ahead = args
+
+    def __call__(self, args: Any) -> None:
+        """Raise what the check raises for these arguments."""
+        before, self._ahead = self._ahead, None
+        if before is not None and _same_objects(before, args):
+            return
         plan, cache = getattr(args, "plan", ()), getattr(args, "kv_cache", None)
         signature = [
-            (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else x
+            (x.shape, x.stride(), x.dtype, x.device) if x is not None and isinstance(x, Tensor) else x
             for x in (*args, *plan)
             if x is not plan
         ]
         key = (*signature, 0 if cache is None else cache.storage_offset() % 16)
         try:
-            known = key in accepted
+            known = key in self._accepted
         except TypeError:  # Sizes of a symbolic trace have no hash.
-            check(args)
+            self._check(args)
             return
-        if known:
-            return
-        check(args)
-        if len(accepted) >= _MOST_SIGNATURES:
-            accepted.clear()
-        accepted.add(key)
+        if not known:
+            self._check(args)
+            if len(self._accepted) >= _MOST_SIGNATURES:
+                self._accepted.clear()
+            self._accepted.add(key)
 
-    return checked
+
+def _same_objects(before: Any, args: Any) -> bool:
+    """Return whether two arguments of an attention op, which end with plan, workspace and config, are the same."""
+    if before.config != args.config or len(before.plan) != len(args.plan):
+        return False
+    return all(map(is_, (*before[:-3], before.workspace, *before.plan), (*args[:-3], args.workspace, *args.plan)))
 
 
 def count_of(name: str, tensor: Tensor, least: int) -> int:

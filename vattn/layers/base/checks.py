@@ -62,7 +62,7 @@ def check_inputs(layer: Any, inputs: dict[str, Any], slots: Tensor, block_size: 
     query = next(iter(inputs))
     check_tokens(layer, query, inputs[query], slots.shape[0], fix)
     check_block_size(layer, block_size, layer.config.block_size)
-    device = layer.kv_cache.device
+    device = layer._buffers["kv_cache"].device
     for name, tensor in inputs.items():
         if tensor is not None and tensor.device != device:
             fix = (
@@ -136,7 +136,7 @@ def check_storage_kind(layer: Any, storage: object, dtype: object) -> None:
 
 def check_bound(layer: Any, name: str, query: Tensor) -> None:
     """Refuse a layer without a cache, and queries of another dtype than its cache is for; `name`: of the argument."""
-    if layer.kv_cache is None or layer.config is None:
+    if layer.config is None:
         raise CacheNotBoundError(
             f"{called(layer)} has no KV cache",
             "a bound cache whenever metadata is given",

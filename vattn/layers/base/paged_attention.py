@@ -6,6 +6,7 @@ A subclass says which tensors of a step it reads (`_layer_step`) and when it tak
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import cast
 
 import torch
@@ -68,25 +69,28 @@ class CachedAttention(BoundCache):
         result = LayerResult.empty(query, self.head_size_v, self.quant_config.output_format, output_shape)
         if metadata is None:
             return result.zeroed()
+        compiling = torch.compiler.is_compiling()
+        # A module looks for a tensor in three dictionaries, and an eager step reads ten of them.
+        own = self if compiling else SimpleNamespace(**self._parameters, **self._buffers)
         check_bound(self, "query", query)
         step = self._layer_step(metadata)
         if self.fast_prefill:
             step = step.kept(metadata)
         op_config = self._op_config(step)
-        args, update = step.arguments(self, query, result, op_config), None
+        args, update = step.arguments(own, query, result, op_config), None
         if key is not None and value is not None:
             key = split_heads("key", key, self.num_kv_heads, self.head_size)
             value = split_heads("value", value, self.num_kv_heads, self.head_size_v)
             update = step.update(args, key, value, op_config)
         parts = self._parts(args, step, key, value)
-        if torch.compiler.is_compiling():
-            self._run(query, step, update, parts, result)
+        if compiling:
+            self._run(query, step, update, parts, result, own.kv_transfer_token)
         else:
             check_step_ranks(self.prefix, parallel, metadata)
-            self._check_step(query, key, value, step, update, parts)
+            self._check_step(query, key, value, step, update, parts, own.kv_transfer_token)
             # Gradients are refused by now: the ops need not look for them again.
             with torch._C._AutoDispatchBelowAutograd():
-                self._run(query, step, update, parts, result)
+                self._run(query, step, update, parts, result, own.kv_transfer_token)
         return result.returned()
 
     def _run(
@@ -96,9 +100,9 @@ class CachedAttention(BoundCache):
         update: CacheUpdateArgs | None,
         parts: tuple[Part, ...],
         result: LayerResult,
+        transfer: Tensor | None,
     ) -> None:
         """Write the keys and values of the step, then attend."""
-        transfer = self.kv_transfer_token
         if transfer is not None:
             wait_for_layer_load(self.kv_cache)
         if update is not None:
@@ -161,7 +165,7 @@ class CachedAttention(BoundCache):
 
     def _layer_step(self, metadata: AttentionMetadata) -> LayerStep:
         """Return what this layer reads of a step."""
-        if not torch.compiler.is_compiling() and metadata.block_table.shape[1:] == (0,):
+        if metadata.block_table.shape[1:] == (0,):
             raise MetadataError(
                 f"metadata without block tables in layer {self.prefix!r}, which has a KV cache",
                 "a table with a column per block",
@@ -190,6 +194,7 @@ class CachedAttention(BoundCache):
         step: LayerStep,
         update: CacheUpdateArgs | None,
         parts: tuple[Part, ...],
+        transfer: Tensor | None,
     ) -> None:
         """Refuse what any op but the first would refuse, before that one writes. Compiled code leaves it to the ops."""
         for target in self._target:
@@ -204,7 +209,7 @@ class CachedAttention(BoundCache):
         check_inputs(self, inputs, step.query_slots, step.block_size, fix)
         arguments = (x for args in ((query, key, value, *self._learned()), update or (), *parts) for x in args)
         check_no_gradients(self, (x for x in arguments if isinstance(x, Tensor)))
-        changes_first = self.calculate_kv_scales or self.observing or self.kv_transfer_token is not None
+        changes_first = self.calculate_kv_scales or self.observing or transfer is not None
         if update is not None and changes_first:
             # Scales, counts and awaited loads change before the update, which checks its tensors before it writes.
             checks.check_kv_cache_update(update)
@@ -216,10 +221,10 @@ class CachedAttention(BoundCache):
                 # The scale may be calculated as keys are written, so the query is not encoded yet.
                 part = part._replace(query=torch.empty_like(part.query, dtype=torch.float8_e4m3fn))
             if isinstance(part, AttentionArgs):
-                checks.check_attention(part)
+                checks.check_attention.ahead(part)
             else:
-                checks.check_varlen_attention(part)
+                checks.check_varlen_attention.ahead(part)
 
     def _learned(self) -> tuple[Tensor | None, ...]:
-        """Return the layer's own tensors that could ask for a gradient."""
-        return (self.sinks,)
+        """Return tensors of the layer that may want a gradient and that are no arguments of its ops."""
+        return ()

@@ -18,7 +18,7 @@ from torch import Tensor
 from vattn.errors import ShapeError
 from vattn.ops.checks import check_lengths
 from vattn.ops.reference.attention import write_slots
-from vattn.ops.tensor_checks import check_rows, check_tensor, once_per_signature
+from vattn.ops.tensor_checks import OncePerSignature, check_rows, check_tensor
 from vattn.quantization.formats import FP8_E4M3_MAX, MODEL_DTYPES
 
 SCALE_BYTES = 4
@@ -59,7 +59,7 @@ class IndexerSelectArgs(NamedTuple):
     all of them, in order; others get K in no particular order. Rows of padding get -1. Mutated."""
 
 
-@once_per_signature
+@OncePerSignature
 def check_indexer_update(args: IndexerUpdateArgs) -> None:
     """Check the arguments of `vattn::mla_indexer_update`.
 
@@ -73,7 +73,7 @@ def check_indexer_update(args: IndexerUpdateArgs) -> None:
     check_tensor("slot_mapping", args.slot_mapping, (tokens,), (torch.int64,), device)
 
 
-@once_per_signature
+@OncePerSignature
 def check_indexer_select(args: IndexerSelectArgs) -> None:
     """Check the arguments of `vattn::mla_indexer_select`.
 
