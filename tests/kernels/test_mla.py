@@ -9,11 +9,9 @@ import torch
 
 from tests.layers.mla_support import exact, make_mla_config, random_mla_batch, run_mla
 from tests.support import relative_l2
-from vattn.cache.layout import mla_cache_dtype, mla_cache_shape
 from vattn.config.mla import MLAConfig
-from vattn.ops.arguments_mla import MLACacheUpdateArgs
 from vattn.ops.reference import mla as mla_reference
-from vattn.ops.reference.mla_absorb import quantised_query
+from vattn.ops.reference.mla_absorb import absorb, key_and_value_weights, quantised_query
 
 pytest.importorskip("triton")
 
@@ -102,16 +100,11 @@ def test_codes_of_queries_bit_for_bit(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("tokens", [12, 14])
-@pytest.mark.parametrize("query_format", ["none", "fp8_e4m3"])
-def test_padding_does_not_reach_the_row_before(query_format: str, tokens: int) -> None:
+def test_padding_does_not_reach_the_row_before(tokens: int) -> None:
     # Products in bf16 of an odd number of columns, on CPUs with AMX.
-    changes = {"qk_nope_head_dim": 33, "num_heads": 8, "kv_lora_rank": 3, "decode_threshold": 128}
-    cache = "bfloat16" if query_format == "none" else query_format
-    config = make_mla_config(
-        dtype="bfloat16", kv_cache_dtype=cache, query_format=query_format, backend="TRITON_MLA", **changes
-    )
-    got, _ = run_mla(random_mla_batch(config, [tokens], [tokens], padding_tokens=5), config)
-    assert got[:tokens].isfinite().all() and not got[tokens:].any()
+    config = make_mla_config(dtype="bfloat16", qk_nope_head_dim=33, num_heads=8, kv_lora_rank=3)
+    args = random_mla_batch(config, [tokens], [tokens], padding_tokens=5)
+    assert absorb(args.query, key_and_value_weights(args.kv_b_weight, config)[0], config)[:tokens].isfinite().all()
 
 
 @pytest.mark.parametrize("topk", [3, 40])
@@ -127,23 +120,6 @@ def test_sparse_positions_out_of_range() -> None:
     expected = run_mla(args, config)[0].clone()
     wild = torch.cat((args.topk_indices, torch.tensor([[5, 10**9, -7], [5, 2**31 - 1, -(2**31)]]).int()), 1)
     assert torch.equal(run_mla(args._replace(topk_indices=wild), config)[0], expected)
-
-
-@pytest.mark.parametrize("kv_cache_dtype", ["float32", "float16", "bfloat16", "fp8_e4m3"])
-def test_cache_update(kv_cache_dtype: str) -> None:
-    dtype = "float32" if kv_cache_dtype == "fp8_e4m3" else kv_cache_dtype
-    config = make_mla_config(dtype=dtype, kv_cache_dtype=kv_cache_dtype, backend="TRITON_MLA")
-    cache = torch.zeros(mla_cache_shape(config, 3), dtype=mla_cache_dtype(config))
-    cache.view(torch.uint8).fill_(0xAB)
-    expected = cache.clone()
-    scale = torch.tensor([0.02]) if config.kv_scale == "tensor" else None
-    wide = torch.randn(6, config.head_size + 3).to(getattr(torch, dtype))
-    kv_c, k_pe = wide[:, :20], wide[:, 20:26]
-    slots = torch.tensor([5, -1, 23, 24, 10**12, 0])
-    args = MLACacheUpdateArgs(kv_c, k_pe, cache, slots, scale, config.encode())
-    torch.ops.vattn.mla_kv_cache_update(*args)
-    mla_reference.mla_kv_cache_update(args._replace(kv_cache=expected), config)
-    assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_no_tokens() -> None:

@@ -52,8 +52,15 @@ def planned(queries: list[int], lengths: list[int], config: MLAConfig) -> torch.
     return plan
 
 
-@pytest.mark.parametrize("heads", [8, 16, 128])
-@pytest.mark.parametrize("name", list(STEPS))
+HEADS = [8, 16, 128]
+CASES = [(name, HEADS[i % 3]) for i, name in enumerate(STEPS)] + [
+    ("drafts", 16),
+    ("drafts", 128),
+    ("mostly decodes", 8),
+]
+
+
+@pytest.mark.parametrize(("name", "heads"), CASES)
 def test_every_tile_of_every_part_is_attended_once(name: str, heads: int) -> None:
     queries, lengths = STEPS[name]
     config, tile = layer(heads), TILE.value

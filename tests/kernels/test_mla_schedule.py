@@ -93,16 +93,19 @@ def test_parts_are_not_too_small() -> None:
         assert records[:, 2].tolist() == ([32, 16] if least == 1 else [8, 4])
 
 
-@pytest.mark.parametrize("longest", [1, 2])
+FEW = ([1, 900, 1, 2, 0, 7, 1, 60, 2], [5000, 900, 700, 4000, 0, 20000, 1, 64, 129])
+
+
 @pytest.mark.parametrize(
-    ("queries", "lengths"),
+    ("queries", "lengths", "longest"),
     [
-        ([1, 900, 1, 2, 0, 7, 1, 60, 2], [5000, 900, 700, 4000, 0, 20000, 1, 64, 129]),
-        ([1] * 40 + [500] * 3 + [1] * 40, [100 + 97 * i % 3000 for i in range(83)]),
-        ([300, 1, 300], [300, 9000, 301]),
-        ([300, 9], [300, 9]),
+        (*FEW, 1),
+        (*FEW, 2),
+        ([1] * 30 + [500] * 3 + [1] * 10, [100 + 97 * i % 3000 for i in range(43)], 1),
+        ([300, 1, 300], [300, 9000, 301], 2),
+        ([300, 9], [300, 9], 1),
     ],
-    ids=["few", "several passes", "one between", "none"],
+    ids=["one row", "two rows", "several passes", "one between", "none"],
 )
 def test_requests_of_other_lengths_have_no_items(queries: list[int], lengths: list[int], longest: int) -> None:
     for ctas, shortest in ((3, 0), (12, 0), (12, longest + 1)):

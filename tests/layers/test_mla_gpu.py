@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -12,12 +13,10 @@ from torch import nn
 import vattn
 from tests.layers.mla_support import exact, make_mla_config, on_cpu, random_mla_batch, rounded_formula, run_mla
 from tests.support import relative_l2
-from vattn.cache.layout import mla_cache_dtype, mla_cache_shape
 from vattn.config.mla import MLAConfig
 from vattn.kernels import mla_route
 from vattn.kernels.triton.common.tiles import Limits
-from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
-from vattn.ops.reference import mla as mla_reference
+from vattn.ops.arguments_mla import MLAAttentionArgs
 
 pytestmark = pytest.mark.gpu
 
@@ -36,6 +35,10 @@ def deepseek(**changes: Any) -> MLAConfig:
         "dtype": "bfloat16", "block_size": 64, "lse": True, "backend": "TRITON_MLA", **changes,
     }  # fmt: skip
     return make_mla_config(**values)
+
+
+def codes(**changes: Any) -> MLAConfig:
+    return deepseek(kv_cache_dtype="fp8_e4m3", **changes)
 
 
 def compare(args: MLAAttentionArgs, config: MLAConfig, real: int) -> None:
@@ -81,19 +84,30 @@ def check(config: MLAConfig, query_lens: list[int], seq_lens: list[int], decode:
 
 
 SHAPES = [(heads, 64) for heads in (8, 16, 32, 64, 128)] + [
-    (heads, size) for heads in (16, 128) for size in (16, 32, 128)
+    (heads, size) for heads in (8, 16, 128) for size in (16, 32, 128)
 ]
 
 
+STEPS: dict[str, tuple[list[int], list[int], int, int]] = {
+    "ragged": ([1] * len(RAGGED), RAGGED, 2, 0),
+    "one": ([1], [1], 0, 2),
+    "long": ([1], [9000], 0, 0),
+    "skewed": ([1] * 4, [3000, 7, 0, 64], 0, 2),
+    "idle": ([1, 1, 0, 1], [3000, 7, 0, 64], 0, 2),
+    "many": ([1] * 300, [40 + 13 * (i % 17) for i in range(300)], 0, 0),
+    "several tokens": ([4] * 3, [5000, 70, 4], 0, 0),
+    "uneven": ([1, 5, 0, 2, 12, 1, 3], [900, 300, 77, 1, 12, 1500, 0], 1, 2),
+}
+"""Query and sequence lengths, tokens and requests of padding: items of an odd and an even number of tiles, and none."""
+
+
 @pytest.mark.parametrize(("heads", "block_size"), SHAPES)
-def test_decode(heads: int, block_size: int) -> None:
-    check(deepseek(num_heads=heads, block_size=block_size), [1] * len(RAGGED), RAGGED, True, padding_tokens=2)
-
-
-@pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("lengths", [[1], [5000], [3000, 7, 0, 64], [40] * 300], ids=["one", "long", "skewed", "many"])
-def test_decode_lengths(heads: int, lengths: list[int]) -> None:
-    check(deepseek(num_heads=heads), [int(n > 0) for n in lengths], lengths, True, padding_reqs=2)
+@pytest.mark.parametrize("name", list(STEPS))
+def test_decode(name: str, heads: int, block_size: int) -> None:
+    queries, lengths, tokens, reqs = STEPS[name]
+    for make in (deepseek, codes) if heads <= 16 else (deepseek,):
+        config = make(num_heads=heads, block_size=block_size)
+        check(config, queries, lengths, True, padding_tokens=tokens, padding_reqs=reqs)
 
 
 @pytest.mark.parametrize("heads", [8, 16, 128])
@@ -104,37 +118,6 @@ def test_decode_of_several_tokens(heads: int, tokens: int) -> None:
     check(deepseek(num_heads=heads), [tokens] * 8, seq_lens, True, padding_tokens=int(tokens < 8))
 
 
-@pytest.mark.parametrize("heads", [8, 16, 64, 128])
-@pytest.mark.parametrize(
-    ("queries", "lengths"),
-    [
-        ([1], [1]),
-        ([1], [9000]),
-        ([1] * 4, [3000, 7, 0, 64]),
-        ([1] * 300, [40 + 13 * (i % 7) for i in range(300)]),
-        ([4] * 3, [5000, 70, 4]),
-        ([1, 5, 0, 2, 12, 1, 3], [900, 300, 77, 1, 12, 1500, 0]),
-    ],
-    ids=["one", "long", "skewed", "many", "several tokens", "uneven"],
-)
-def test_decode_in_parts(heads: int, queries: list[int], lengths: list[int]) -> None:
-    check(deepseek(num_heads=heads), queries, lengths, True, padding_reqs=2, padding_tokens=int(len(queries) == 7))
-    if heads <= 16:
-        check(codes(num_heads=heads), queries, lengths, True, padding_reqs=2)
-
-
-@pytest.mark.parametrize(("heads", "block_size"), [(64, 64), (128, 16), (128, 32), (128, 64), (128, 128)])
-def test_both_warpgroups_score(heads: int, block_size: int) -> None:
-    """Items of an odd and an even number of tiles, of one and of none; rows that see nothing of a part."""
-    config = deepseek(num_heads=heads, block_size=block_size)
-    check(config, [1] * len(RAGGED), RAGGED, True, padding_tokens=2)
-    check(config, [1] * 4, [3000, 7, 0, 64], True, padding_reqs=2)
-    check(config, [1], [9000], True)
-    check(config, [3] * 3, [5000, 130, 4], True)
-    check(config, [1] * 300, [40 + 13 * (i % 17) for i in range(300)], True)
-    check(config, [1, 5, 0, 2, 12, 1, 3], [900, 300, 77, 1, 12, 1500, 0], True, padding_reqs=2, padding_tokens=1)
-
-
 @pytest.mark.parametrize("scale", [-0.1, 0.0, 1e-30, 1e-6, 3e4])
 def test_scales_of_any_size(scale: float) -> None:
     """What is hidden stays hidden where scores are small beside the scale, and where the least one counts most."""
@@ -143,38 +126,6 @@ def test_scales_of_any_size(scale: float) -> None:
     if scale > 0:
         args.query.mul_(0.1 / scale)
     compare(args, config, 4)
-
-
-def codes(**changes: Any) -> MLAConfig:
-    return deepseek(kv_cache_dtype="fp8_e4m3", **changes)
-
-
-@pytest.mark.parametrize("heads", [8, 16])
-@pytest.mark.parametrize("block_size", [16, 32, 64, 128])
-def test_decode_from_codes(heads: int, block_size: int) -> None:
-    config = codes(num_heads=heads, block_size=block_size)
-    check(config, [1] * len(RAGGED), RAGGED, True, padding_tokens=2)
-
-
-@pytest.mark.parametrize("lengths", [[1], [5000], [3000, 7, 0, 64], [40] * 300], ids=["one", "long", "skewed", "many"])
-def test_decode_lengths_from_codes(lengths: list[int]) -> None:
-    check(codes(), [int(n > 0) for n in lengths], lengths, True, padding_reqs=2)
-
-
-@pytest.mark.parametrize("heads", [8, 16])
-def test_decode_of_uneven_queries_from_codes(heads: int) -> None:
-    lens = [1, 5, 0, 2, 12, 1, 3], [900, 300, 77, 1, 12, 1500, 0]
-    check(codes(num_heads=heads), *lens, True, padding_tokens=2)
-
-
-@pytest.mark.parametrize("block_size", [16, 64])
-def test_blocks_that_are_none_are_not_seen_in_codes(block_size: int) -> None:
-    hopper()
-    config = codes(block_size=block_size)
-    args = random_mla_batch(config, [1, 1, 1], [700, 300, 64], device="cuda")
-    args.block_table[0, 1], args.block_table[0, 4], args.block_table[1, 0] = -5, 10**9, 2**31 - 1
-    args.block_table[2] = -1
-    compare(args, config, 3)
 
 
 @pytest.mark.parametrize("on_any_gpu", [False, True])
@@ -201,17 +152,12 @@ def test_queries_of_any_size_meet_codes(factor: float) -> None:
     compare(args, config, 4)
 
 
-@pytest.mark.parametrize("heads", [16, 64])
-def test_decode_of_uneven_queries(heads: int) -> None:
-    """Requests of more tokens than the others, which run unsplit, and queries longer than their sequence."""
-    check(deepseek(num_heads=heads), [1, 5, 0, 2, 12, 1, 3], [900, 300, 77, 1, 12, 1500, 0], True, padding_tokens=2)
-
-
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("block_size", [16, 64])
-def test_blocks_that_are_none_are_not_seen(heads: int, block_size: int) -> None:
+@pytest.mark.parametrize("make", [deepseek, codes], ids=["bf16", "fp8"])
+def test_blocks_that_are_none_are_not_seen(make: Callable[..., MLAConfig], heads: int, block_size: int) -> None:
     hopper()
-    config = deepseek(num_heads=heads, block_size=block_size)
+    config = make(num_heads=heads, block_size=block_size)
     args = random_mla_batch(config, [1, 1, 1], [700, 300, 64], device="cuda")
     args.block_table[0, 1], args.block_table[0, 4], args.block_table[1, 0] = -5, 10**9, 2**31 - 1
     args.block_table[2] = -1
@@ -229,40 +175,24 @@ def test_scores_that_grow_along_the_sequence(heads: int) -> None:
     compare(args, config, 2)
 
 
-@pytest.mark.parametrize("heads", [64, 128])
+@pytest.mark.parametrize(
+    ("make", "heads"),
+    [*((deepseek, heads) for heads in (64, 128)), *((codes, heads) for heads in (8, 16, 32, 128))],
+)
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("topk", [5, 64, 700])
-def test_sparse_decode(heads: int, block_size: int, topk: int) -> None:
+def test_sparse_decode(make: Callable[..., MLAConfig], heads: int, block_size: int, topk: int) -> None:
     """Lists with gaps, positions out of range and blocks that are none."""
     hopper()
-    config = deepseek(num_heads=heads, block_size=block_size, sparse=True)
+    from vattn.kernels.hopper.mla import sparse_launch as mla_sparse
+
+    config = make(num_heads=heads, block_size=block_size, sparse=True)
     args = random_mla_batch(config, [1, 3, 0, 2, 1], [1000, 640, 0, 2, 65], padding_tokens=2, topk=topk, device="cuda")
     assert args.topk_indices is not None
     args.topk_indices[0, 1] = -1
     args.topk_indices[1, :2] = torch.tensor([10**9, -7])
     args.block_table[1, 0] = 10**9
     absorbed = args.query.new_empty((args.query.shape[0], heads, config.head_size))
-    from vattn.kernels.hopper.mla import sparse_launch as mla_sparse
-
-    assert mla_sparse.accepts(absorbed, args, config)
-    compare(args, config, 7)
-
-
-@pytest.mark.parametrize("heads", [8, 16, 32, 128])
-@pytest.mark.parametrize("block_size", [16, 64])
-@pytest.mark.parametrize("topk", [5, 700])
-def test_sparse_decode_from_codes(heads: int, block_size: int, topk: int) -> None:
-    """Lists with gaps, positions out of range and blocks that are none, of rows of FP8."""
-    hopper()
-    config = codes(num_heads=heads, block_size=block_size, sparse=True)
-    args = random_mla_batch(config, [1, 3, 0, 2, 1], [1000, 640, 0, 2, 65], padding_tokens=2, topk=topk, device="cuda")
-    assert args.topk_indices is not None
-    args.topk_indices[0, 1] = -1
-    args.topk_indices[1, :2] = torch.tensor([10**9, -7])
-    args.block_table[1, 0] = 10**9
-    absorbed = args.query.new_empty((args.query.shape[0], heads, config.head_size))
-    from vattn.kernels.hopper.mla import sparse_launch as mla_sparse
-
     assert mla_sparse.accepts(absorbed, args, config)
     compare(args, config, 7)
 
@@ -314,24 +244,6 @@ def test_plain_kernel(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(config, [1, 40, 0, 2, 9], [400, 121, 0, 300, 9], None, padding_tokens=3, padding_reqs=1, topk=50)
     if name != "prefill":
         check(config, [1] * 5, RAGGED[:5], None, topk=50)
-
-
-@pytest.mark.parametrize("kv_cache_dtype", ["bfloat16", "fp8_e4m3"])
-def test_cache_update(kv_cache_dtype: str) -> None:
-    config = deepseek(kv_cache_dtype=kv_cache_dtype)
-    cache = torch.zeros(mla_cache_shape(config, 5), dtype=mla_cache_dtype(config), device="cuda")
-    cache.view(torch.uint8).fill_(0xAB)
-    expected = cache.cpu()
-    scale = torch.tensor([0.02]) if config.kv_scale == "tensor" else None
-    wide = torch.randn(6, 600).bfloat16()
-    slots = torch.tensor([5, -1, 23, 320, 10**12, 319])
-    args = MLACacheUpdateArgs(wide[:, :512], wide[:, 512:576], expected, slots, scale, config.encode())
-    mla_reference.mla_kv_cache_update(args, config)
-    moved = wide.cuda()
-    torch.ops.vattn.mla_kv_cache_update(
-        moved[:, :512], moved[:, 512:576], cache, slots.cuda(), None if scale is None else scale.cuda(), config.encode()
-    )
-    assert torch.equal(cache.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("heads", [16, 128])

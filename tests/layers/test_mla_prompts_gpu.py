@@ -11,17 +11,17 @@ import torch
 from torch import Tensor, nn
 
 import vattn
-from tests.layers.mla_support import exact, make_mla_config, on_cpu, random_mla_batch, rounded_formula, run_mla
+from tests.layers.mla_support import exact, on_cpu, random_mla_batch, rounded_formula, run_mla
+from tests.layers.test_mla_gpu import compare, hopper
+from tests.layers.test_mla_gpu import deepseek as small_deepseek
 from tests.ops.test_mla_indexer import make_select, rope_args, update_config
 from tests.support import relative_l2
 from vattn.backends.mla.registry import mla_backends
-from vattn.cache.layout import mla_cache_dtype, mla_cache_shape
 from vattn.config.device import DeviceInfo
 from vattn.config.mla import MLAConfig
 from vattn.kernels import mla_route
 from vattn.kernels.triton.common.tiles import Limits
-from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
-from vattn.ops.reference import mla as mla_reference
+from vattn.ops.arguments_mla import MLAAttentionArgs
 from vattn.ops.reference import mla_indexer
 from vattn.ops.reference.mla_absorb import elements_per_token
 from vattn.ops.reference.mla_indexer import IndexerUpdateArgs
@@ -36,25 +36,7 @@ MIX = ([1, 200, 0, 60, 9, 2], [900, 330, 0, 60, 700, 2])
 
 
 def deepseek(**changes: Any) -> MLAConfig:
-    values: dict[str, Any] = {
-        "num_heads": 4, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512,
-        "dtype": "bfloat16", "block_size": 64, "lse": True, "backend": "TRITON_MLA", **changes,
-    }  # fmt: skip
-    return make_mla_config(**values)
-
-
-def compare(args: MLAAttentionArgs, config: MLAConfig, real: int) -> None:
-    """Run the op: at most twice as wrong as the formula computed in the model dtype."""
-    got, lse = run_mla(args, config)
-    expected, expected_lse = exact(args, config)
-    allowed = 2 * relative_l2(rounded_formula(args, config), expected)
-    assert relative_l2(got, expected) <= max(allowed, 3e-6)
-    assert not got[real:].any()
-    assert lse is not None
-    lse = lse.cpu().double()
-    assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
-    limit = 2e-4 if config.dtype == "float32" else 3e-2
-    assert (lse - expected_lse)[expected_lse.isfinite()].abs().max() < limit
+    return small_deepseek(**{"num_heads": 4, "qk_nope_head_dim": 128, "v_head_dim": 128, **changes})
 
 
 CASES: dict[str, dict[str, Any]] = {
@@ -82,11 +64,6 @@ def test_steps_with_prompts(name: str, room: int | None) -> None:
     if room is not None:
         args = args._replace(workspace=args.query.new_empty(room * elements_per_token(config)))
     compare(args, config, sum(MIX[0]))
-
-
-def hopper() -> None:
-    if torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("this path needs an sm_90 GPU")
 
 
 HOPPER: dict[str, dict[str, Any]] = {
@@ -229,20 +206,6 @@ def test_a_step_with_prompts_has_no_sync_and_replays_other_lengths() -> None:
     expected, _ = exact(args, config)
     allowed = 2 * relative_l2(rounded_formula(args, config), expected)
     assert relative_l2(args.output, expected) <= allowed
-
-
-@pytest.mark.parametrize("kv_cache_dtype", ["fp8_ds_mla", "nvfp4_ds_mla"])
-def test_packed_rows_are_written_bit_for_bit(kv_cache_dtype: str) -> None:
-    config = deepseek(kv_cache_dtype=kv_cache_dtype)
-    cache = torch.full(mla_cache_shape(config, 2), 0xAB, dtype=mla_cache_dtype(config))
-    wide = (torch.randn(8, 600) * torch.logspace(-6, 3, 8)[:, None]).bfloat16()
-    wide[6, :512] = 0.0
-    slots = torch.tensor([5, -1, 23, 24, 10**12, 0, 127, 128])
-    args = MLACacheUpdateArgs(wide[:, :512], wide[:, 512:576], cache.clone(), slots, None, config.encode())
-    moved = args._replace(**{k: v.cuda() for k, v in args._asdict().items() if isinstance(v, Tensor)})
-    torch.ops.vattn.mla_kv_cache_update(*moved)
-    mla_reference.mla_kv_cache_update(args, config)
-    assert torch.equal(moved.kv_cache.cpu(), args.kv_cache)
 
 
 @pytest.mark.parametrize("kv_cache_dtype", list(MLA_FORMATS))

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from tests.conformance import fuzz_mla
 from tests.layers.mla_support import exact, make_mla_config, random_mla_batch, rounded_formula, run_mla
-from tests.support import relative_l2
-from vattn.cache.layout import mla_cache_dtype, mla_cache_shape
+from tests.support import poisoned_empty, relative_l2
+from vattn.cache.layout import mla_cache_dtype, mla_cache_shape, row_view
 from vattn.config.mla import MLAConfig
 from vattn.errors import (
     ConfigError,
@@ -26,8 +26,8 @@ from vattn.errors import (
     VattnError,
 )
 from vattn.ops.arguments_mla import MLACacheUpdateArgs
-from vattn.ops.reference import mla as mla_reference
 from vattn.ops.reference.mla_absorb import elements_per_token
+from vattn.quantization.formats import MODEL_DTYPES
 from vattn.quantization.mla_formats import MLA_FORMATS, decode_rows, encode_rows
 
 LATENTS = {"fp8_ds_mla": 128, "nvfp4_ds_mla": 64}
@@ -141,21 +141,34 @@ def test_positions_out_of_range_are_not_seen() -> None:
     assert torch.equal(got, expected)
 
 
-@pytest.mark.parametrize("kv_cache_dtype", list(MLA_FORMATS))
-def test_cache_update_writes_its_slots_alone(kv_cache_dtype: str) -> None:
-    config = config_of(kv_cache_dtype)
-    cache = torch.zeros(mla_cache_shape(config, 3), dtype=mla_cache_dtype(config))
-    cache.view(torch.uint8).fill_(0xAB)
-    expected = cache.clone()
+@pytest.mark.parametrize("backend", ["TORCH_MLA", "TRITON_MLA"])
+@pytest.mark.parametrize(
+    ("kv_cache_dtype", "dtype"),
+    [(name, name if name in MODEL_DTYPES else "float32") for name in MLA_FORMATS]
+    + [("fp8_ds_mla", "bfloat16"), ("nvfp4_ds_mla", "bfloat16")],
+)
+def test_cache_update_writes_its_slots_alone(kv_cache_dtype: str, dtype: str, backend: str, device: str) -> None:
+    if backend == "TRITON_MLA":
+        pytest.importorskip("triton")
+    latent = 3 * LATENTS.get(kv_cache_dtype, 20)
+    config = make_mla_config(kv_cache_dtype=kv_cache_dtype, dtype=dtype, kv_lora_rank=latent, backend=backend)
+    expected = poisoned_empty(mla_cache_shape(config, 3), mla_cache_dtype(config))
+    cache = expected.clone().to(device)
     scale = torch.tensor([0.02]) if config.kv_scale == "tensor" else None
-    kv_c, k_pe = torch.randn(6, config.kv_lora_rank), torch.randn(6, config.qk_rope_head_dim)
-    slots = torch.tensor([5, -1, 23, 24, 10**12, 0])
-    args = MLACacheUpdateArgs(kv_c, k_pe, cache, slots, scale, config.encode())
-    torch.ops.vattn.mla_kv_cache_update(*args)
-    mla_reference.mla_kv_cache_update(args._replace(kv_cache=expected), config)
-    assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))
-    torch.ops.vattn.mla_kv_cache_update(*args._replace(slot_mapping=torch.full((6,), -1)))
-    assert torch.equal(cache.view(torch.uint8), expected.view(torch.uint8))
+    wide = torch.randn(8, latent + 9) * (torch.logspace(-6, 3, 8)[:, None] if config.packed else 1.0)
+    wide[6, :latent] = 0.0
+    wide[7, 3] = torch.inf
+    kv_c, k_pe = wide.to(MODEL_DTYPES[dtype])[:, : latent + 6].split((latent, 6), 1)
+    slots = [5, -1, 23, 24, 10**12, 0, 7, 8]
+    rows = row_view(expected, config)
+    for token, slot in enumerate(slots):
+        if 0 <= slot < 24:
+            one = slice(token, token + 1)
+            stored = encode_rows(kv_c[one], k_pe[one], kv_cache_dtype, scale)[0]
+            rows[slot // 8, slot % 8] = stored
+    given = MLACacheUpdateArgs(kv_c, k_pe, cache, torch.tensor(slots), scale, config.encode())
+    torch.ops.vattn.mla_kv_cache_update(*(t.to(device) if isinstance(t, torch.Tensor) else t for t in given))
+    assert torch.equal(cache.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_row_bytes_of_packed_formats() -> None:
