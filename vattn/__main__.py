@@ -42,8 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.command == "demo":
         print("vattn: no installed package holds the demo. Run `make demo` in a checkout of vattn.", file=sys.stderr)
         return 2
-    if options.command == "bench":
-        return bench.main(options, rest)
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return COMMANDS[options.command][0].main(options)

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 import vattn
 from vattn.cache.allocation import KVCacheAllocation
-from vattn.calibration import bits_per_byte as quality
 from vattn.calibration.plant_outliers import plant_outliers
 from vattn.config.attention import CacheConfig
 from vattn.errors import ConfigError, DeviceError, UnsupportedRequestError, VattnError
@@ -25,7 +24,7 @@ from vattn.generation import Generator, Request, Sampling
 from vattn.layers import QuantConfig, clip_rates, observe_clipping
 from vattn.quantization.formats import MODEL_DTYPES, dtype_name
 
-from . import report
+from . import quality, report
 from .checkpoint import build_llama, read_checkpoint
 from .model import AttentionOptions, Llama, LlamaConfig
 

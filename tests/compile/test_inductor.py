@@ -73,15 +73,13 @@ def test_the_cache_is_updated_in_place() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("num_layers", [2, 12])
-def test_equal_regions_are_compiled_once(num_layers: int) -> None:
-    model = make_model(num_layers)
-    reference = make_model(num_layers)
+def test_equal_regions_are_compiled_once() -> None:
+    model, reference = make_model(3), make_model(3)
     vattn.compile_regions(model)
     ids, step = make_step(make_builder(model), [3, 4])
     with vattn.forward_context(step):
         got, want = model(ids), reference(ids)
-    torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=TOLERANCE * num_layers)
+    torch.testing.assert_close(got, want, rtol=TOLERANCE, atol=TOLERANCE * 3)
     counters = torch._dynamo.utils.counters["inductor"]
     assert counters["fxgraph_cache_miss"] + counters["fxgraph_cache_hit"] == 1
     assert counters["fxgraph_cache_bypass"] == 0

@@ -229,8 +229,6 @@ def test_a_layer_without_a_prefix_is_called_so() -> None:
 
 REFUSED_AT_ONCE: dict[str, tuple[Callable[[], object], type[VattnError], str]] = {
     "no callable": (lambda: vattn.compile(3), ConfigError, "compile with int"),
-    "no layers": (lambda: vattn.compile_regions(3), ConfigError, "compile_regions of int"),
-    "layers that are none": (lambda: vattn.compile_regions(["layer"]), ConfigError, "compile_regions of str"),
     "no path": (lambda: vattn.read_encoder_scales(None), ScaleError, "scale file None"),
     "mode and options": (
         lambda: vattn.compile(abs, mode="max-autotune", options=vattn.options()),
@@ -255,7 +253,6 @@ REFUSED_AT_ONCE: dict[str, tuple[Callable[[], object], type[VattnError], str]] =
     ),
     "shortest over longest": (lambda: vattn.PromptLookup(longest=2, shortest=9), ConfigError, "longest=2, shortest=9"),
     "no format": (lambda: vattn.register_kv_format(3), ConfigError, "a KV format of type int"),
-    "a builder of None": (lambda: vattn.warmup(nn.Identity(), None), ConfigError, "builder of type NoneType"),
     "clips of no model": (lambda: vattn.observe_clipping(3).__enter__(), ConfigError, "observe_clipping of int"),
     "rates of no model": (lambda: vattn.clip_rates(3), ConfigError, "clip_rates of int"),
 }

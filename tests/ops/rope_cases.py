@@ -22,7 +22,7 @@ def make_call(
     config: AttentionConfig,
     rope: RopeConfig,
     *,
-    num_tokens: int = 19,
+    num_tokens: int = 9,
     full_tables: bool = False,
     table_dtype: torch.dtype = torch.float32,
     positions: torch.dtype | None = torch.int64,

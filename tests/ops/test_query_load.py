@@ -88,14 +88,15 @@ def test_a_division_and_a_multiplication_differ_at_ties() -> None:
     assert torch.equal(load_query(query, scale, 2, "divide"), codes[0].view(E4M3).float() * scale)
 
 
-@pytest.mark.parametrize("load", ["divide", "multiply"])
-@pytest.mark.parametrize("cache", [{}, {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head"}], ids=["plain", "fp8"])
+@pytest.mark.parametrize(
+    ("cache", "load"), [({}, "multiply"), ({"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head"}, "divide")], ids=str
+)
 @pytest.mark.usefixtures("interpreted")
 def test_fast_decode(cache: dict[str, Any], load: str) -> None:
     from vattn.kernels.hopper.decode import launch as decode_fast
 
     asked = {"query_format": "fp8_e4m3", "query_scale": "head" if load == "divide" else "tensor", **cache}
-    before, loading = pair(decode_batch([1, 300, 47, 129], padding=1, **asked), load)
+    before, loading = pair(decode_batch([1, 47, 129], padding=1, **asked), load)
     # The interpreter has no e4m3 to load: what it is given is what the codes stand for, without the scale.
     before.args = before.args._replace(query=before.args.query.to(torch.float16))
     for batch in (before, loading):

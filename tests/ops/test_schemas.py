@@ -140,8 +140,9 @@ def test_opcheck_of_attention(name: str) -> None:
     config = make_config(block_size=8, backend="TORCH_SDPA", **ATTENTION[name])
     batch = random_paged_batch(config, [3, 0, 1], [9, 0, 5], poison=False, num_padding_tokens=1, num_padding_reqs=1)
     check("attention", zero_outputs(batch.args))
-    packed = random_packed_batch(config.replace(block_size=0), [3, 0, 1], [9, 0, 5], poison=False)
-    check("varlen_attention", zero_outputs(packed.args))
+    if name in ("plain", "lse_sinks_flags", "fp8"):
+        packed = random_packed_batch(config.replace(block_size=0), [3, 0, 1], [9, 0, 5], poison=False)
+        check("varlen_attention", zero_outputs(packed.args))
 
 
 def zero_outputs(args: Any) -> Any:
@@ -167,7 +168,6 @@ def rope_args(**changes: Any) -> RopeUpdateArgs:
 
 
 def test_opcheck_of_rope_kv_cache_update() -> None:
-    check("rope_kv_cache_update", rope_args())
     check("rope_kv_cache_update", rope_args(kv_cache_dtype="fp8_e4m3", query_format="fp8_e4m3", query_scale="head"))
     check("rope_kv_cache_update", rope_args(head_size=24, head_size_v=8, kv_cache_layout="HND"))
 

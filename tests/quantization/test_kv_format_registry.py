@@ -20,7 +20,7 @@ PICKED_UP = """
 import random, runpy, torch
 runpy.run_path("examples/12_a_kv_format_of_your_own.py")
 import vattn
-from vattn.cli import support_table
+from tools.support_table import support_table
 from vattn.quantization.formats import KV_FORMATS
 from tests.conformance import cases, compare, requests, rows
 
@@ -36,7 +36,7 @@ print("stored bit for bit:", compare.compare_cache_update(cases.make_cache_updat
 rng = random.Random(1)
 drawn = {requests.draw_request(rng, "TORCH_SDPA").config.kv_cache_dtype for _ in range(300)}
 print("drawn by the fuzz:", "two_bits" in drawn)
-print("in the support table:", "KV cache `two_bits` | yes | interpreter" in support_table.support_table())
+print("in the support table:", "KV cache `two_bits` | yes | interpreter" in support_table())
 """
 
 

@@ -77,26 +77,6 @@ def test_the_error_is_that_of_the_step(name: str, of_values: bool) -> None:
     assert error_of(name, of_values) / SLACK < error < error_of(name, of_values) * SLACK
 
 
-@pytest.mark.parametrize("of_values", [False, True], ids=["keys", "values"])
-@pytest.mark.parametrize("name", PACKED)
-def test_scales_or_codes_in_another_order_fail_the_bound(name: str, of_values: bool) -> None:
-    """What a wrong layout would read misses the bound by three times at least."""
-    x = normal(64, 2, 128) * torch.linspace(0.05, 1, 64)[:, None, None]
-    codes, scales = encode_rows(x, name, of_values, given(name))
-    bound = error_of(name, of_values) * SLACK
-
-    def error(codes: torch.Tensor, scales: torch.Tensor | None) -> float:
-        return relative_l2(decode_rows(codes, scales, name, of_values, 128, given(name)), x)
-
-    assert error(codes, scales) < bound
-    if scales is not None:
-        assert error(codes, scales.flip(0)) > 3 * bound
-    assert error(codes.flip(1), scales) > 3 * bound
-    assert error(codes.roll(1, -1), scales) > 3 * bound
-    if KV_FORMATS[name].parts[of_values].bits == 4:
-        assert error((codes >> 4) | (codes << 4), scales) > 3 * bound
-
-
 @pytest.mark.parametrize("bits", [3, 4, 8])
 def test_codes_are_packed_from_the_lowest_bit(bits: int) -> None:
     codes = torch.randint(1 << bits, (3, 24), generator=torch.Generator().manual_seed(bits))
@@ -262,19 +242,6 @@ def attend(model: vattn.Attention, query: Any, key: Any, value: Any) -> torch.Te
     step = builder.build(query_lens=[37], seq_lens=[37], block_tables=[[3, 1, 5]])
     with torch.no_grad(), vattn.forward_context(step):
         return model(query, key, value)
-
-
-@pytest.mark.parametrize("name", PACKED)
-def test_a_layer_attends_within_the_formats_error(name: str) -> None:
-    query, key, value = normal(37, 4 * 64), normal(37, 2 * 64, seed=1), normal(37, 2 * 64, seed=2)
-    results = []
-    for cache in ("auto", name):
-        model = layer(cache=cache) if cache != "auto" else vattn.Attention(4, 64, 0.125, 2)
-        vattn.allocate_kv_cache(model, num_blocks=8, dtype=torch.float32)
-        results.append(attend(model, query, key, value))
-    # Values err by their step; errors of scores, as large as those of keys, move weights by as much.
-    bound = math.hypot(error_of(name, True), error_of(name, False)) * SLACK
-    assert relative_l2(results[1], results[0]) < bound
 
 
 def test_mixed_formats_under_one_allocator() -> None:
@@ -490,28 +457,6 @@ def test_rotated_keys_are_stored_as_by_two_calls(name: str, backend: str) -> Non
     scales = (args.k_scale, args.v_scale)
     torch.ops.vattn.kv_cache_update(*rows, stored, slots[inside], *scales, config.encode())
     assert torch.equal(args.kv_cache, stored)
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("size", [8, 48])
-@pytest.mark.parametrize("name", PACKED)
-def test_kernels_store_the_bytes_of_the_reference(name: str, size: int) -> None:
-    """Sizes below and between the tiles' widths: columns of padding have codes, which must not count."""
-    shape = {"head_size": size, "num_kv_heads": 2, "num_heads": 2, "block_size": 8, "kv_cache_dtype": name}
-    config = make_config(**shape, backend="TRITON_ATTN")
-    problem = vattn.explain(config, "cpu").refusals["TRITON_ATTN"]
-    if problem:
-        pytest.skip(problem[0])
-    key, value = normal(19, 2, size, seed=size), normal(19, 2, size, seed=size + 1)
-    slots = torch.randperm(4 * 8, generator=torch.Generator().manual_seed(0))[:19]
-    caches = []
-    for backend in ("TRITON_ATTN", "TORCH_SDPA"):
-        one = config.replace(backend=backend)
-        storage = torch.full(kv_cache_shape(one, 4), 0xA5, dtype=torch.uint8)
-        scales = (SCALE, SCALE) if KV_FORMATS[name].quantised else (None, None)
-        torch.ops.vattn.kv_cache_update(key, value, storage, slots, *scales, one.encode())
-        caches.append(storage)
-    assert torch.equal(*caches)
 
 
 def test_the_benchmark_runs_small(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -82,11 +82,10 @@ def test_tables_of_sampling_and_the_generator_name_every_default() -> None:
 
 
 def test_support_table_is_up_to_date() -> None:
-    from vattn.cli import support_table
+    from tools.support_table import support_table
 
-    assert (ROOT / "docs" / "support.md").read_text() == support_table.support_table(), (
-        "run: python -m vattn doctor --support-table > docs/support.md"
-    )
+    page = (ROOT / "docs" / "support.md").read_text()
+    assert page == support_table(), "run: python -m tools.support_table > docs/support.md"
 
 
 def anchors(page: Path) -> set[str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vattn.calibration.calibrate import Calibration, as_calibration, check_switches, iterable
+from vattn.calibration.calibrate import Calibration, as_calibration
 from vattn.calibration.result_files import check_output, check_picture, figures
 from vattn.calibration.step_runner import StepRunner, cached_layers, checked_text
 from vattn.errors import ConfigError
@@ -134,8 +134,8 @@ def audit(
             or an FP8 output projection would.
 
     Raises:
-        ConfigError: a quantised cache, which would round twice; a format or text that cannot be used; a calibration or
-            `per_head` that nothing is made of; a model that has no cache, is not on vattn or in training mode.
+        ConfigError: a quantised cache, which would round twice; a format or text that cannot be used; a calibration
+            that nothing is made of; a model that has no cache, is not on vattn or in training mode.
 
     It writes to the model's cache, so that a generator made on it refuses further steps.
 
@@ -151,13 +151,9 @@ def audit(
     """
     runner = StepRunner(model)
     layers = cached_layers(model)
-    check_switches(per_head=per_head)
-    is_list = iterable(texts) and not isinstance(texts, (str, bytes))
-    texts = list(texts) if is_list else texts
-    if not is_list or not texts:
-        what = "no text" if is_list or not texts else repr(texts)[:40]
-        raise ConfigError(f"an audit of {what}", "at least one text, a list of token ids", "pass some text")
     checked = [checked_text(text, f"texts[{number}]") for number, text in enumerate(texts)]
+    if not checked:
+        raise ConfigError("an audit of no text", "at least one text, a list of token ids", "pass some text")
     found = None if isinstance(calibration, str) and calibration == "unit" else as_calibration(calibration)
     if output_format not in ("none", "fp8_static"):
         raise ConfigError(f"output_format={output_format!r} of an audit", "none, fp8_static", "choose one of these")

@@ -90,10 +90,9 @@ class Calibration:
             query_format, output_format: as in `QuantConfig`, to get their static scales too.
 
         Raises:
-            ConfigError: an unknown format, or a `per_head` that is neither `True` nor `False`.
+            ConfigError: an unknown format.
             ScaleError: a layer that was not seen, or that showed nothing but zeros; a margin that is not above 0.
         """
-        check_switches(per_head=per_head)
         if prefix not in self.layers:
             raise ScaleError(f"no calibration of layer {prefix!r}", ", ".join(self.layers), "calibrate this model")
         fmt = KV_FORMATS[resolve_kv_cache_dtype(cache_dtype, torch.bfloat16)]
@@ -117,10 +116,8 @@ class Calibration:
         """Write a JSON file, such as `vattn_scales.json` beside a checkpoint; an old one is replaced at once.
 
         Raises:
-            ConfigError: no path, or a file that cannot be written; nothing has changed.
+            ConfigError: a file that cannot be written; nothing has changed.
         """
-        if not isinstance(path, (str, os.PathLike)) or not Path(path).name:
-            raise ConfigError(f"save({path!r:.80})", "the path of a file", "save('vattn_scales.json')")
         target = Path(path)
         check_output("save to", target, replaced=True)
         content = {"format": FILE_FORMAT, "tokens": self.tokens, "layers": self.layers, "inputs": self.inputs}
@@ -179,15 +176,6 @@ def check_switches(**switches: object) -> None:
     for name, value in switches.items():
         if not isinstance(value, bool):
             raise ConfigError(f"{name}={value!r:.60}", "True or False", f"{name}=True switches it on")
-
-
-def iterable(given: object) -> bool:
-    """Return whether something can be iterated over; tensors and arrays of no dimensions only claim so."""
-    try:
-        iter(given)  # type: ignore[call-overload]
-    except TypeError:
-        return False
-    return True
 
 
 def as_calibration(source: Any) -> Calibration:
@@ -305,8 +293,7 @@ def calibrate(
 
     Raises:
         ConfigError: no layer with a cache, a cache of groups, latent attention, batches that are nested otherwise, an
-            empty text, one that the cache cannot hold, a model in training mode, or a switch that is neither `True` nor
-            `False`.
+            empty text, one that the cache cannot hold, or a model in training mode.
         ScaleError: nothing was seen.
 
     Example:
@@ -319,9 +306,6 @@ def calibrate(
         >>> found.tokens, len(found.layers)
         (6, 2)
     """
-    check_switches(linears=linears, progress=progress)
-    if isinstance(batches, (str, bytes)) or not iterable(batches):
-        raise ConfigError(f"batches={batches!r:.60}", "a list of batches", NESTING)
     runner, tokens = StepRunner(model), 0
     with observing(model) as seen, observing_inputs(linears_of(model) if linears else {}) as inputs:
         for number, batch in enumerate(_shown(batches, progress)):

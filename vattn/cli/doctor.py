@@ -13,7 +13,6 @@ import torch
 
 from vattn.backends import selector
 from vattn.backends.base import Backend
-from vattn.cli.support_table import support_table
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
 from vattn.quantization.formats import KV_FORMATS
@@ -33,14 +32,10 @@ OPTIONAL_PACKAGES: dict[str, str] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the command's options."""
     parser.add_argument("--check", action="store_true", help="also run a small step on every usable backend")
-    parser.add_argument("--support-table", action="store_true", help="print docs/support.md instead")
 
 
 def main(options: argparse.Namespace) -> int:
     """Run the command; return 1 if a backend fails its small step, else 0."""
-    if options.support_table:
-        print(support_table(), end="")
-        return 0
     print(report())
     rows = check_backends() if options.check else []
     if rows:

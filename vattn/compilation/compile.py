@@ -202,17 +202,11 @@ def compile_regions(model: nn.Module | Iterable[nn.Module], *, fullgraph: bool =
         How many layers were compiled.
 
     Raises:
-        ConfigError: no model and no layers, no layer with attention in a model, or `mode` and `options` together.
+        ConfigError: no layer with attention in a model, or `mode` and `options` together.
         UnknownOptionError: as `compile`.
     """
     _check_options("vattn.compile_regions", options)
-    given = _repeated(model) if isinstance(model, nn.Module) else model
-    layers = list(given) if isinstance(given, Iterable) else [given]
-    other = next((layer for layer in layers if not isinstance(layer, nn.Module)), None)
-    if other is not None or not isinstance(given, Iterable):
-        raise ConfigError(
-            f"compile_regions of {type(other).__name__}", "a model, or a list of layers", "pass the modules themselves"
-        )
+    layers = _repeated(model) if isinstance(model, nn.Module) else list(model)
     if not layers:
         raise ConfigError(
             f"compile_regions found no nn.ModuleList of layers with attention in {type(model).__name__}",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -147,8 +147,6 @@ class CUDAGraphRunner:
     ) -> None:
         if output_rows not in (None, "tokens", "requests"):
             raise ConfigError(f"output_rows={output_rows!r}", "'tokens', 'requests' or None", "leave it out")
-        if not isinstance(batch_sizes, Sequence):
-            raise ConfigError(f"batch_sizes={batch_sizes!r:.60}", "a list of sizes", "batch_sizes=[8]")
         read_count("tokens_per_request", tokens_per_request, 1, "leave it out for decodes")
         self.function, self.builder = function, builder
         self._make_inputs, self._output_rows = make_inputs, output_rows
@@ -248,14 +246,7 @@ class CUDAGraphRunner:
     def _static_inputs(self, metadata: AttentionMetadata) -> tuple[Tensor, ...]:
         """Return buffers for a step's inputs: views of buffers of the largest size, or the builder's own tensors."""
         own = {tensor.data_ptr() for tensor in metadata.tensors().values()}
-        made = self._make_inputs(metadata)
-        listed = isinstance(made, Iterable) and not isinstance(made, Tensor)
-        made = list(made) if listed else made
-        if not listed or not all(isinstance(sample, Tensor) for sample in made):
-            raise ConfigError(
-                f"make_inputs returned {made!r:.60}", "a list of tensors", "return the function's arguments in order"
-            )
-        samples = [sample.to(self.builder.device) for sample in made]
+        samples = [sample.to(self.builder.device) for sample in self._make_inputs(metadata)]
         if not self._buffers:
             self._buffers = [sample if sample.data_ptr() in own else sample.clone() for sample in samples]
         inputs = []

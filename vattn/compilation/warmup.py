@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,8 +64,8 @@ def warmup(
         How long every step took.
 
     Raises:
-        ConfigError: no model, another kind of builder, no list of sizes, no layer to warm, a size beyond the builder's
-            capacity, or only one of `function` and `make_inputs`.
+        ConfigError: another kind of builder, no list of sizes, no layer to warm, a size beyond the builder's capacity,
+            or only one of `function` and `make_inputs`.
         CacheNotBoundError: a layer without a cache.
 
     Nothing is written to a cache and no KV scale is taken: all slots are -1. Reads go to block 0. Waits for the device
@@ -82,9 +82,7 @@ def warmup(
     """
     if not hasattr(builder, "build") or not hasattr(builder, "max_num_reqs"):
         raise ConfigError(
-            f"warmup with a builder of type {type(builder).__name__}",
-            "vattn.AttentionMetadataBuilder(..., layers=model)",
-            "pass what builds the steps",
+            f"warmup with a {type(builder).__name__}", "a vattn.AttentionMetadataBuilder", "pass what builds the steps"
         )
     if (function is None) != (make_inputs is None):
         raise ConfigError("function or make_inputs alone", "both or neither", "pass both")
@@ -156,7 +154,9 @@ def _runs(
         return [("function", call)], ()
     found: dict[str, tuple[str, Callable[[AttentionMetadata], None]]] = {}
     left_out = []
-    for layer in _layers(model):
+    for layer in model.modules():
+        if not isinstance(layer, BoundCache):
+            continue
         if type(layer).forward is not Attention.forward or layer.kv_sharing_target_layer_name is not None:
             if layer.kv_sharing_target_layer_name is None:
                 left_out.append(layer.prefix or type(layer).__name__)
@@ -171,12 +171,6 @@ def _runs(
             "pass function= and make_inputs= for other layers",
         )
     return list(found.values()), tuple(left_out)
-
-
-def _layers(model: nn.Module) -> Iterator[Any]:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model of type {type(model).__name__}", "a torch.nn.Module", "nn.ModuleList holds layers")
-    return (layer for layer in model.modules() if isinstance(layer, BoundCache))
 
 
 def _dtype_of(layer: Any) -> torch.dtype:

@@ -27,6 +27,7 @@ from vattn.quantization.formats import (
     SCALE_KINDS,
     kv_cache_dtypes,
 )
+from vattn.quantization.mla_formats import MLA_PACKED_DTYPES
 
 CONFIG_VERSION = 1
 
@@ -207,9 +208,7 @@ class AttentionConfig:
             "alibi": ALIBI_KINDS,
             "mm_prefix": MM_PREFIX_KINDS,
         }
-        for name, allowed in choices.items():
-            value = getattr(self, name)
-            _check(value in allowed, f"{name}={value!r}", ", ".join(allowed), "choose one of these names")
+        encoding.check_names(self, choices)
         quantised = KV_FORMATS[self.kv_cache_dtype].quantised
         _check(
             (self.kv_scale != "none") == quantised,
@@ -400,12 +399,6 @@ class CacheConfig:
     exact_prefill: bool = False
 
     def __post_init__(self) -> None:
-        _check(
-            isinstance(self.exact_prefill, bool),
-            f"exact_prefill={self.exact_prefill!r}",
-            "True or False",
-            "exact_prefill=True",
-        )
         skip = self.kv_cache_dtype_skip_layers
         _check(
             isinstance(skip, (tuple, list)),
@@ -420,21 +413,8 @@ class CacheConfig:
             "a multiple of 8 from 8 to 256",
             "block_size=16",
         )
-        from vattn.quantization.mla_formats import MLA_PACKED_DTYPES
-
-        known = (*kv_cache_dtypes(), *MLA_PACKED_DTYPES)
-        _check(
-            self.cache_dtype in known,
-            f"cache_dtype={self.cache_dtype!r}",
-            ", ".join(known),
-            "choose one of these names",
-        )
-        _check(
-            self.kv_cache_layout in KV_CACHE_LAYOUTS,
-            f"kv_cache_layout={self.kv_cache_layout!r}",
-            ", ".join(KV_CACHE_LAYOUTS),
-            "kv_cache_layout='NHD'",
-        )
+        choices = {"cache_dtype": (*kv_cache_dtypes(), *MLA_PACKED_DTYPES), "kv_cache_layout": KV_CACHE_LAYOUTS}
+        encoding.check_names(self, choices)
         check_window(self.sliding_window)
         for entry in self.kv_cache_dtype_skip_layers:
             _check(

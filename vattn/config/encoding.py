@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
+from collections.abc import Collection
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -23,6 +24,13 @@ def check(condition: bool, got: str, allowed: str, fix: str) -> None:
     """Raise ConfigError unless a condition holds."""
     if not condition:
         raise ConfigError(got, allowed, fix)
+
+
+def check_names(settings: Any, choices: dict[str, Collection[str]]) -> None:
+    """Raise ConfigError unless each of these fields has one of its names."""
+    for name, allowed in choices.items():
+        value = getattr(settings, name)
+        check(value in allowed, f"{name}={value!r}", ", ".join(allowed), "choose one of these names")
 
 
 def make_canonical(settings: Any) -> None:

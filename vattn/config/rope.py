@@ -55,9 +55,8 @@ class RopeConfig:
             "an even number from 2 up",
             "give the number of rotated columns, not of pairs",
         )
-        for name, allowed in (("style", ROPE_STYLES), ("norm", ROPE_NORMS), ("query_arithmetic", OUTPUT_ARITHMETICS)):
-            value = getattr(self, name)
-            check(value in allowed, f"{name}={value!r}", ", ".join(allowed), "choose one of these names")
+        choices = {"style": ROPE_STYLES, "norm": ROPE_NORMS, "query_arithmetic": OUTPUT_ARITHMETICS}
+        encoding.check_names(self, choices)
         check(
             self.norm_eps >= 0 and (self.norm != "none" or self.norm_eps == 0),
             f"norm_eps={self.norm_eps} with norm={self.norm!r}",

@@ -1,44 +1,26 @@
-"""The subcommand `bench` of `python -m vattn`."""
+"""The subcommand `bench attention` of `python -m vattn`."""
 
 from __future__ import annotations
 
 import argparse
 import datetime
 import importlib.metadata
-import importlib.util
-import json
 import os
 import platform
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from vattn.calibration.result_files import check_output
 from vattn.errors import ConfigError, DeviceError, VattnError
 
-SCRIPTS: dict[str, str] = {
-    "cache-update": "attention.cache_update",
-    "fused-steps": "models.fused_steps",
-    "compile-time": "compile.compile_time",
-}
-"""Benchmarks that lie beside the package in a checkout, under `benchmarks/`, and in no wheel."""
-
-TAKEN: dict[str, frozenset[str]] = {
-    "attention --from": frozenset({"source", "markdown", "plot"}),
-    "cache-update": frozenset({"json", "markdown", "plot", "peers"}),
-    "fused-steps": frozenset({"json", "plot", "peers", "device"}),
-    "compile-time": frozenset({"json"}),
-}
-"""What each kind of run but a whole one of `bench attention` reads of the command's options; others are refused."""
-
 PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn-4", "flash-attn")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the subcommand's arguments."""
-    parser.add_argument("what", choices=("attention", *SCRIPTS), help="what is measured")
+    parser.add_argument("what", choices=("attention",), help="what is measured")
     parser.add_argument("--peers", default="all", help="peers by commas, all or none (default: all that are found)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all numbers")
     parser.add_argument("--markdown", type=Path, metavar="FILE", help="write a page with the table")
@@ -69,17 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="show results of an earlier --json")
 
 
-def main(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Run the subcommand and return the exit status: 0, 1 where vattn failed in a cell, 2 for a mistake.
-
-    Args:
-        rest: further arguments, for the benchmarks of a checkout.
-    """
+def main(options: argparse.Namespace) -> int:
+    """Run the subcommand and return the exit status: 0, 1 where vattn failed in a cell, 2 for a mistake."""
     try:
-        if options.what != "attention":
-            return _script(options, rest)
-        if rest:
-            raise ConfigError(f"arguments {' '.join(rest)}", "those of bench --help", "correct them")
         return _attention(options)
     except VattnError as error:
         print(f"vattn: {error}", file=sys.stderr)
@@ -93,8 +67,11 @@ def _attention(options: argparse.Namespace) -> int:
         _list()
         return 0
     if options.source:
-        _refuse_ignored("attention --from", options)
-    _check_files(options)
+        _refuse_ignored(options)
+    for name in ("json", "markdown", "plot"):
+        check_output(f"--{name}", getattr(options, name))
+    if options.plot:
+        report.check_plotting(options.plot)
     result = report.read_result(options.source) if options.source else _measure(options)
     report.print_table(result)
     if options.markdown:
@@ -104,34 +81,14 @@ def _attention(options: argparse.Namespace) -> int:
     return 1 if report.failures(result["rows"]) else 0
 
 
-def _refuse_ignored(run: str, options: argparse.Namespace) -> None:
-    """Raise for options that were given and that a kind of run, named as in `TAKEN`, does not read."""
+def _refuse_ignored(options: argparse.Namespace) -> None:
+    """Refuse options that only a measurement reads, given with `--from`."""
     parser = argparse.ArgumentParser()
     add_arguments(parser)
-    named = {action.dest: action for action in parser._actions if action.option_strings and action.dest != "help"}
-    for name, action in named.items():
-        if name not in TAKEN[run] and getattr(options, name) != action.default:
-            own = ", ".join(named[taken].option_strings[0] for taken in sorted(TAKEN[run]))
-            raise ConfigError(
-                f"{action.option_strings[0]} for bench {run}",
-                own + (" and those of its script" if run in SCRIPTS else ""),
-                f"leave {action.option_strings[0]} out",
-            )
-
-
-def _check_files(options: argparse.Namespace) -> None:
-    """Refuse files that could not be written, before anything is measured.
-
-    Raises:
-        ConfigError: a folder that does not exist, or a kind of picture that matplotlib does not draw.
-        MissingPackageError: a picture without matplotlib.
-    """
-    from vattn.cli.bench import report
-
-    for name in ("json", "markdown", "plot"):
-        check_output(f"--{name}", getattr(options, name))
-    if options.plot:
-        report.check_plotting(options.plot)
+    for name, value in vars(options).items():
+        if name not in ("command", "what", "source", "markdown", "plot") and value != parser.get_default(name):
+            option = "--" + name.replace("_", "-")
+            raise ConfigError(f"{option} with --from", "--markdown and --plot", f"leave {option} out")
 
 
 def _list() -> None:
@@ -153,7 +110,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     from vattn.cli.bench import attention, ceilings, peers, report, shapes
 
     cpu = options.device == "cpu"
-    if not cpu and not _has_gpu():
+    if not cpu and not torch.cuda.is_available():
         raise DeviceError(
             "a benchmark on a machine without a usable GPU",
             "a CUDA GPU, or --device cpu, which runs tiny cells to try the command",
@@ -223,12 +180,6 @@ def forbid_builds(allowed: bool) -> None:
         os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
 
 
-def _has_gpu() -> bool:
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def _versions() -> dict[str, str]:
     found = {}
     for name in PACKAGES:
@@ -237,51 +188,3 @@ def _versions() -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return found
-
-
-def _script(options: argparse.Namespace, rest: Sequence[str]) -> int:
-    """Run a benchmark of the checkout that the package lies in."""
-    name = SCRIPTS[options.what]
-    folder = Path(__file__).resolve().parents[3]
-    if not (folder / "benchmarks").is_dir():
-        raise ConfigError(
-            f"bench {options.what} from an installed package",
-            "a checkout of the repository: no wheel holds benchmarks/",
-            "clone the repository and run it there; bench attention needs no checkout",
-        )
-    from vattn.cli.bench import report
-
-    if options.source:
-        raise ConfigError(f"--from for bench {options.what}", "bench attention", "run it again with --plot")
-    if options.plot and (options.what == "compile-time" or options.json is None):
-        raise ConfigError(
-            f"--plot for bench {options.what}" + ("" if options.json else " without --json"),
-            "bench attention, or cache-update and fused-steps with --json",
-            "add --json FILE, or leave --plot out: compile-time gives three numbers",
-        )
-    _refuse_ignored(options.what, options)
-    _check_files(options)
-    if options.peers not in ("all", "none"):
-        raise ConfigError(
-            f"--peers {options.peers} for bench {options.what}", "all, none", "name peers in bench attention"
-        )
-    if options.what == "cache-update" and not _has_gpu():
-        raise DeviceError("bench cache-update on a machine without a usable GPU", "a CUDA GPU", "run it on one")
-    arguments = [] if options.json is None else ["--json", str(options.json)]
-    everything = options.peers == "all"
-    if options.what == "cache-update":
-        arguments += ["--markdown", str(options.markdown)] if options.markdown else []
-        arguments += ["--flashinfer"] if everything and importlib.util.find_spec("flashinfer") else []
-    elif options.what == "fused-steps":
-        arguments += ["--transformers", "1", "32"] if everything and importlib.util.find_spec("transformers") else []
-        arguments += ["--device", options.device]
-    sys.path.insert(0, str(folder))
-    before = sys.argv
-    sys.argv = [name, *arguments, *rest]
-    try:
-        importlib.import_module(f"benchmarks.{name}").main()
-    finally:
-        sys.argv = before
-    if options.plot:
-        report.plot_bars(json.loads(options.json.read_text()), options.plot)
-    return 0

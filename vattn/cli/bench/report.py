@@ -225,29 +225,6 @@ def _ratios(axes: Any, result: dict[str, Any]) -> None:
     axes.set_xlabel("time of the best peer / time of vattn")
 
 
-def plot_bars(result: dict[str, Any], path: Path) -> None:
-    """Draw the times of `cache-update` or `fused-steps`, a group of bars per size."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    unit = "us" if any("us" in row for row in result["rows"]) else "ms"
-    size = "tokens" if unit == "us" else "batch"
-    groups = [row for row in result["rows"] if row.get(unit)]
-    names = list(dict.fromkeys(name for row in groups for name in row[unit]))
-    figure, axes = pyplot.subplots(figsize=(12, 6))
-    width = 0.8 / max(1, len(names))
-    for index, name in enumerate(names):
-        places = [at + index * width for at, row in enumerate(groups) if name in row[unit]]
-        axes.bar(places, [row[unit][name] for row in groups if name in row[unit]], width=width, label=name)
-    axes.set_xticks([at + 0.4 for at in range(len(groups))], [f"{row[size]} {size}" for row in groups])
-    axes.set(yscale="log", ylabel=unit, title=f"{result.get('gpu') or result.get('device')}, {result['date']}")
-    axes.legend(fontsize=8)
-    figure.savefig(path, dpi=110)
-    pyplot.close(figure)
-
-
 def failures(rows: Sequence[dict[str, Any]]) -> int:
     """Return how many cells vattn itself failed in or was wrong."""
     return sum(any("vattn" in note.split(": ", 1)[1] for note in notes_of(row)) or "failed" in row for row in rows)

@@ -183,36 +183,26 @@ def choose_rows(
     """Return the rows of a table, a cell and a cache each, in the order in which they run.
 
     Args:
-        cells, caches: what there is.
+        cells, caches: those to choose among.
         only: `MODEL/WORK/CACHE`, each part the beginning of a name or empty for all; earlier ones run first. None
             given: every row, in the order of the cells.
 
     Raises:
         UnknownOptionError: a name that picks nothing.
     """
-    rows = [(layer, work, cache) for layer, work in cells for cache in caches]
-    if not only:
-        return rows
-    names = [(layer.name, work.name, cache) for layer, work, cache in rows]
-    picked: dict[int, None] = {}
+    rows = {(layer.name, work.name, cache): (layer, work, cache) for layer, work in cells for cache in caches}
+    picked = dict.fromkeys(() if only else rows)
     for name in only:
         parts = [part.strip() for part in name.split("/")]
-        found = [i for i in range(len(rows)) if len(parts) <= 3 and _begins(names[i], parts, names)]
-        if not found:
+        names = [list(dict.fromkeys(column)) for column in zip(*rows, strict=True)]
+        chosen = [_picked("--only", [part], known) for part, known in zip([*parts, "", ""], names, strict=False)]
+        found = [row for row in rows if all(part in among for part, among in zip(row, chosen, strict=True))]
+        if not found or len(parts) > 3:
             raise UnknownOptionError(
                 f"--only {name!r}", "MODEL/WORK/CACHE of a row that is run", "see bench attention --list for names"
             )
         picked.update(dict.fromkeys(found))
-    return [rows[index] for index in picked]
-
-
-def _begins(row: tuple[str, str, str], parts: Sequence[str], rows: Sequence[tuple[str, str, str]]) -> bool:
-    for index, part in enumerate(parts):
-        # An exact name picks only itself.
-        whole = any(other[index] == part for other in rows)
-        if row[index] != part if whole else not row[index].startswith(part):
-            return False
-    return True
+    return [rows[row] for row in picked]
 
 
 def tiny(layer: LayerShape, work: Work) -> tuple[LayerShape, Work]:

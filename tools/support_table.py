@@ -1,4 +1,7 @@
-"""docs/support.md: what every backend accepts and where that was seen to run, from capabilities and recorded runs."""
+"""docs/support.md: what every backend accepts and where that was seen to run, from capabilities and recorded runs.
+
+Run `python -m tools.support_table > docs/support.md`.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +23,8 @@ from vattn.quantization.mla_formats import MLA_FORMATS
 INTRODUCTION = """\
 # What each backend accepts
 
-Generated from the backends' capabilities and from recorded runs by `python -m vattn doctor --support-table`;
-a test compares. A request outside it is refused with the reason; `vattn.explain(...)` answers for one.
+Generated from the backends' capabilities and from recorded runs by `python -m tools.support_table`; a test compares.
+A request outside it is refused with the reason; `vattn.explain(...)` answers for one.
 
 `yes`: accepted, and right in a recorded run on a GPU, or on a CPU with every change. `interpreter`: right in
 Triton's interpreter with every change, no recorded run on a GPU. `untested`: accepted, but it never ran.
@@ -163,3 +166,7 @@ def _sm(capability: tuple[int, int]) -> str:
 
 def _requirement(package: Package) -> str:
     return f"{package.distribution} >= {'.'.join(map(str, package.minimum))}"
+
+
+if __name__ == "__main__":
+    print(support_table(), end="")
