@@ -301,9 +301,6 @@ def test_files_that_cannot_be_written_are_refused_by_their_names(found: vattn.Ca
         with pytest.raises(errors.ConfigError, match="which cannot be written") as told:
             found.save(place)
         assert str(place) in str(told.value) and ".tmp" not in str(told.value)
-    for odd in (5, None, ""):
-        with pytest.raises(errors.ConfigError, match="the path of a file"):
-            found.save(odd)  # type: ignore[arg-type]
     assert [path.name for path in tmp_path.iterdir()] == ["kept.json"]
     pytest.importorskip("matplotlib")
     row = AuditRow("layers.0", 0.0, 0.0, 0.0, 0.1, 0.1, 1.0)

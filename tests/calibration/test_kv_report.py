@@ -17,7 +17,7 @@ pytest.importorskip("safetensors")
 from vattn.__main__ import main
 from vattn.cli.kv_report import Row, relative_change
 
-QUICK = ["kv-report", "--device", "cpu", "--max-bytes", "150", "--dtype", "float32"]
+QUICK = ["kv-report", "--device", "cpu", "--max-bytes", "96", "--dtype", "float32"]
 
 
 def test_rows(capsys: Any, tmp_path: Path) -> None:

@@ -69,7 +69,13 @@ MISTAKES: dict[str, tuple[type[VattnError], str, Any]] = {
 
 @pytest.mark.parametrize(
     ("compiled", "mistake"),
-    [(vattn.compile, "no cache"), (regions, "dtype"), (function, "shape"), (regions, "tables"), (vattn.compile, "gradient")],
+    [
+        (vattn.compile, "no cache"),
+        (regions, "dtype"),
+        (function, "shape"),
+        (regions, "tables"),
+        (vattn.compile, "gradient"),
+    ],
 )
 def test_mistakes_found_while_tracing(compiled: Any, mistake: str) -> None:
     kind, text, make = MISTAKES[mistake]

@@ -164,7 +164,7 @@ def _like(name: str, **changes: Any) -> Any:
 
 
 REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
-    "query of other heads": (_like("query", shape=(19, 3, 16)), errors.ShapeError, "num_heads"),
+    "query of other heads": (_like("query", shape=(9, 3, 16)), errors.ShapeError, "num_heads"),
     "key of other tokens": (_like("key", shape=(18, 2, 16)), errors.ShapeError, r"key has shape \(18"),
     "query of another dtype": (_like("query", dtype=torch.float32), errors.DtypeError, "query has dtype float32"),
     "key in FP8": (_like("key", dtype=torch.float8_e4m3fn), errors.DtypeError, "key has dtype float8_e4m3fn"),
@@ -189,7 +189,7 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "output over an input": (None, errors.StrideError, "overlaps"),
     "a strided output": (
-        lambda a: a._replace(query_out=torch.zeros(19, 4, 32).to(torch.float8_e4m3fn)[..., :16]),
+        lambda a: a._replace(query_out=torch.zeros(9, 4, 32).to(torch.float8_e4m3fn)[..., :16]),
         errors.StrideError, "query_out has strides",
     ),
     "another version": (lambda a: a._replace(rope="rope9 rotary_dim=16"), errors.ConfigError, "rope9"),
@@ -203,9 +203,9 @@ def test_mistakes_are_refused_and_nothing_is_written(mistake: str) -> None:
     config = make_config(backend="TORCH_SDPA", **QUANTISED)
     args = make_call(config, NORMED, seed=1)
     if mistake == "output over an input":
-        flat = torch.zeros(19 * 4 * 16 * 2, dtype=torch.uint8)
-        query = flat.view(torch.bfloat16).view(19, 4, 16)
-        args = args._replace(query=query, query_out=flat[: 19 * 64].view(torch.float8_e4m3fn).view(19, 4, 16))
+        flat = torch.zeros(9 * 4 * 16 * 2, dtype=torch.uint8)
+        query = flat.view(torch.bfloat16).view(9, 4, 16)
+        args = args._replace(query=query, query_out=flat[: 9 * 64].view(torch.float8_e4m3fn).view(9, 4, 16))
     else:
         args = edit(args)
     before = args.kv_cache.clone(), as_bytes(args.query_out).clone() if not args.query_out.is_meta else None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -26,7 +26,7 @@ def check(condition: bool, got: str, allowed: str, fix: str) -> None:
         raise ConfigError(got, allowed, fix)
 
 
-def check_names(settings: Any, choices: dict[str, Collection[str]]) -> None:
+def check_names(settings: Any, choices: Mapping[str, Collection[str]]) -> None:
     """Raise ConfigError unless each of these fields has one of its names."""
     for name, allowed in choices.items():
         value = getattr(settings, name)
