@@ -1,20 +1,18 @@
-"""TORCH_SDPA against the reference: hand-picked requests over poisoned caches, through `torch.ops.vattn`."""
+"""TORCH_SDPA: chunks, outputs, autocast and updates; `tests/conformance` compares its features with the reference."""
 
 import pytest
 import torch
 
 import vattn.ops.schemas  # noqa: F401  registers the ops
-from tests.support import make_config, poisoned_empty, random_packed_batch, random_paged_batch, relative_l2
+from tests.support import make_config, poisoned_empty, random_paged_batch, relative_l2
 from vattn.backends.torch_sdpa import backend as torch_sdpa
 from vattn.backends.torch_sdpa import chunked as written_out
 from vattn.cache.layout import key_value_views, kv_cache_dtype, kv_cache_shape
-from vattn.config.device import DeviceInfo
-from vattn.config.features import requested_features
-from vattn.errors import DtypeError, GraphContractError, VattnError
+from vattn.errors import GraphContractError
 from vattn.ops.arguments import CacheUpdateArgs
 from vattn.ops.reference import attention as reference
 from vattn.quantization.codecs import encode_kv, quantise_output
-from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
 
 BACKEND = torch_sdpa.TorchSDPABackend()
 
@@ -24,7 +22,6 @@ TOLERANCE = {"float32": 2e-6, "bfloat16": 3e-3, "float16": 5e-4}
 
 MIXED = ([1, 3, 0, 17, 1, 5, 1], [20, 3, 0, 30, 1, 2, 41])
 DECODES = ([1, 1, 1, 1, 1], [20, 1, 33, 7, 64])
-UNEVEN_DECODES = ([1, 1, 1, 1, 1, 1], [300, 3, 1, 2, 9, 0])
 LONG = ([70, 37], [70, 130])
 
 FEATURES = {
@@ -69,32 +66,6 @@ FEATURES = {
     },
 }
 
-SHAPES = {
-    "mqa": {"num_heads": 5, "num_kv_heads": 1},
-    "gqa_3": {"num_heads": 6, "num_kv_heads": 2},
-    "mha": {"num_heads": 3, "num_kv_heads": 3},
-    "head_8": {"head_size": 8},
-    "head_72": {"head_size": 72},
-    "head_512": {"head_size": 512, "num_heads": 2, "num_kv_heads": 1},
-    "head_1024": {"head_size": 1024, "num_heads": 1, "num_kv_heads": 1},
-    "wide_value": {"head_size": 16, "head_size_v": 40},
-    "narrow_value": {"head_size": 40, "head_size_v": 8},
-    "narrow_value_hnd": {"head_size": 40, "head_size_v": 8, "kv_cache_layout": "HND", "dtype": "bfloat16"},
-    "hnd": {"kv_cache_layout": "HND"},
-    "dcp": {
-        "context_parallel": True,
-        "context_rank": 1,
-        "context_world": 2,
-        "context_interleave": 3,
-        "sliding_window": 20,
-    },
-    "block_8": {"block_size": 8},
-    "block_24": {"block_size": 24, "kv_cache_layout": "HND"},
-    "block_256": {"block_size": 256},
-    "negative_scale": {"scale": -0.3},
-    "zero_scale": {"scale": 0.0},
-}
-
 
 def check(batch):
     """Run a batch on TORCH_SDPA and compare everything it writes with the reference."""
@@ -108,19 +79,6 @@ def check(batch):
         assert torch.equal(lse.isinf(), expected_lse.isinf())
         assert relative_l2(lse, expected_lse) < TOLERANCE["float32"]
         assert bool((lse[batch.num_tokens :] == -torch.inf).all())
-
-
-@pytest.mark.parametrize("lens", [MIXED, DECODES, UNEVEN_DECODES, LONG], ids=["mixed", "decodes", "uneven", "long"])
-@pytest.mark.parametrize("feature", FEATURES)
-def test_features(feature, lens):
-    config = make_config(num_heads=6, num_kv_heads=2, **FEATURES[feature])
-    check(random_paged_batch(config, *lens, num_padding_tokens=3, num_padding_reqs=2))
-
-
-@pytest.mark.parametrize("lens", [MIXED, DECODES], ids=["mixed", "decodes"])
-@pytest.mark.parametrize("shape", SHAPES)
-def test_shapes(shape, lens):
-    check(random_paged_batch(make_config(**SHAPES[shape]), *lens, num_padding_tokens=1))
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -137,25 +95,6 @@ def test_chunks_stay_within_their_budget():
     chunks = list(written_out.chunks(request, config, plain=False))
     assert [c.first_row for c in chunks] == [0, *(c.end_row for c in chunks[:-1])] and chunks[-1].end_row == 3000
     assert max((c.end_row - c.first_row) * (c.end_key - c.first_key) * 8 for c in chunks) <= 1 << 22
-
-
-@pytest.mark.parametrize("dtype", MODEL_DTYPES)
-@pytest.mark.parametrize("kv_cache_dtype", KV_FORMATS)
-@pytest.mark.parametrize("lens", [MIXED, DECODES], ids=["mixed", "decodes"])
-def test_kv_formats(dtype, kv_cache_dtype, lens):
-    for feature in ({}, {"lse": True}, {"head_size_v": 32}):
-        check(random_paged_batch(make_config(dtype=dtype, kv_cache_dtype=kv_cache_dtype, **feature), *lens))
-        if KV_FORMATS[kv_cache_dtype].quantised:
-            config = make_config(dtype=dtype, kv_cache_dtype=kv_cache_dtype, kv_scale="head", **feature)
-            check(random_paged_batch(config, *lens))
-
-
-@pytest.mark.parametrize("query_scale", ["tensor", "head"])
-@pytest.mark.parametrize("lens", [MIXED, DECODES], ids=["mixed", "decodes"])
-def test_fp8_query(query_scale, lens):
-    for feature in ({}, {"sinks": True}, {"kv_cache_dtype": "fp8_e4m3"}):
-        config = make_config(num_heads=6, dtype="bfloat16", query_format="fp8_e4m3", query_scale=query_scale, **feature)
-        check(random_paged_batch(config, *lens, num_padding_tokens=2))
 
 
 @pytest.mark.parametrize("output_format", OUTPUT_FORMATS)
@@ -177,30 +116,6 @@ def test_output_formats_quantise_the_rounded_result(output_format, dtype):
     assert relative_l2(output, batch.expected()[0]) < (0.2 if "nvfp4" in output_format else 0.04)
 
 
-@pytest.mark.parametrize("feature", ["plain", "window", "lse", "bidirectional", "sinks_lse_window", "mm_full"])
-@pytest.mark.parametrize("lens", [MIXED, DECODES], ids=["mixed", "decodes"])
-@pytest.mark.parametrize("bad", [-1, -(2**31), 2**31 - 1, "num_blocks"])
-def test_keys_of_blocks_outside_the_cache_are_not_seen(feature, lens, bad):
-    batch = random_paged_batch(make_config(**FEATURES[feature]), *lens)
-    table, width = batch.args.block_table, batch.args.block_table.shape[1]
-    entry = batch.args.kv_cache.shape[1] if bad == "num_blocks" else bad
-    table[0, 0] = table[3, min(1, width - 1)] = table[1, :] = entry
-    check(batch)
-
-
-@pytest.mark.parametrize("feature", ["plain", "window", "window_bidirectional", "lse", "bidirectional", "alibi"])
-@pytest.mark.parametrize("lens", [MIXED, DECODES], ids=["mixed", "decodes"])
-def test_a_narrow_block_table_hides_the_rest(feature, lens):
-    check(random_paged_batch(make_config(**FEATURES[feature]), *lens, table_width=1))
-
-
-@pytest.mark.parametrize("trees", [[5, -7, 2, 0, 1, 2**31 - 1, -1]])
-def test_tree_ids_out_of_range_mean_no_tree(trees):
-    batch = random_paged_batch(make_config(tree_bias=True, lse=True), *MIXED)
-    batch.args.tree_id.copy_(torch.tensor(trees))
-    check(batch)
-
-
 @pytest.mark.parametrize("shape", [{}, {"output_format": "fp8_per_token"}, {"lse": True, "sinks": True}])
 @pytest.mark.parametrize("lens", [([0], [0]), ([0, 0], [5, 0]), ([2], [0]), ([3, 1], [1, 0])])
 def test_empty_requests(shape, lens):
@@ -213,14 +128,6 @@ def test_empty_requests(shape, lens):
         assert relative_l2(lse, expected_lse) < 2e-6
 
 
-def test_strided_queries_are_read_where_they_are():
-    batch = random_paged_batch(make_config(), *MIXED)
-    packed = poisoned_empty((batch.num_tokens, 9, 16), torch.float32)
-    packed[:, 2:6] = batch.args.query
-    batch.args = batch.args._replace(query=packed[:, 2:6])
-    check(batch)
-
-
 @pytest.mark.parametrize("feature", ["plain", "lse"])
 @pytest.mark.parametrize("lens", [MIXED, DECODES], ids=["mixed", "decodes"])
 def test_autocast_does_not_narrow_the_math(feature, lens):
@@ -229,47 +136,6 @@ def test_autocast_does_not_narrow_the_math(feature, lens):
         batch.run()
     expected, _ = batch.expected()
     assert relative_l2(batch.args.output, expected) < TOLERANCE["float32"]
-
-
-@pytest.mark.parametrize("feature", FEATURES)
-def test_packed_keys(feature):
-    changes = {name: value for name, value in FEATURES[feature].items() if name != "kv_cache_layout"}
-    config = make_config(block_size=0, **changes)
-    query_lens, seq_lens = MIXED
-    check(random_packed_batch(config, query_lens, seq_lens, num_padding_tokens=3, num_padding_reqs=1))
-    check(random_packed_batch(config, seq_lens, seq_lens))
-
-
-@pytest.mark.parametrize("attn_type", ["encoder", "encoder_only"])
-def test_encoder_types_run_packed(attn_type):
-    config = make_config(block_size=0, attn_type=attn_type, causality="bidirectional", sliding_window=5)
-    check(random_packed_batch(config, [7, 1, 33], [7, 1, 33]))
-
-
-@pytest.mark.parametrize("block_size", [0, 8])
-def test_cross_attention_rows_have_no_position(block_size):
-    """Every row sees all keys, however many rows there are."""
-    config = make_config(block_size=block_size, attn_type="encoder_decoder", causality="bidirectional", lse=True)
-    make = random_paged_batch if block_size else random_packed_batch
-    check(make(config, [7, 1, 3, 33], [2, 40, 0, 33], num_padding_tokens=2, num_padding_reqs=1))
-
-
-def test_capabilities_refuse_what_is_not_implemented():
-    cpu = DeviceInfo("cpu")
-    for changes, reason in (
-        ({"batch_invariant": True}, "batch_invariant"),
-        ({"head_size": 12}, "head_size 12"),
-        ({"block_size": 512}, "block_size 512"),
-    ):
-        (found,) = BACKEND.reasons(make_config(**changes), cpu)
-        assert reason in found
-
-
-def test_every_claimed_feature_is_compared_with_the_reference():
-    configs = [make_config(**changes) for changes in (*FEATURES.values(), *SHAPES.values())]
-    tested = set().union(*(requested_features(config) for config in configs))
-    elsewhere = {"query_scale_per_head", "contiguous_kv", "head_pairs"}
-    assert tested | elsewhere == BACKEND.capabilities.features
 
 
 CACHES = {
@@ -325,14 +191,6 @@ def test_update_writes_the_slots_and_nothing_else(cache, slots):
     assert torch.equal(stored_bytes(args.kv_cache), stored_bytes(expected.kv_cache))
 
 
-def test_update_can_write_the_slot_that_dropped_tokens_would_fall_on():
-    config = make_config(backend="TORCH_SDPA")
-    args = update_args(config, [-1, 0, -1, 79, 80])
-    torch.ops.vattn.kv_cache_update(*args)
-    key_cache, value_cache = key_value_views(args.kv_cache, config)
-    assert torch.equal(key_cache[0, 0], args.key[1]) and torch.equal(value_cache[4, 15], args.value[3])
-
-
 @pytest.mark.parametrize("cache", ["fp8", "unequal_hnd_fp8"])
 def test_update_stores_fp8_rows_as_they_are(cache):
     config = make_config(backend="TORCH_SDPA", **CACHES[cache])
@@ -348,46 +206,6 @@ def test_update_of_one_slot_twice_stores_one_of_the_tokens():
     torch.ops.vattn.kv_cache_update(*args)
     stored = key_value_views(args.kv_cache, config)[0][0, 9]
     assert any(torch.equal(stored, row) for row in args.key)
-
-
-@pytest.mark.parametrize("wrong", ["key", "slot_mapping", "k_scale"])
-def test_refused_update_leaves_the_cache_alone(wrong):
-    config = make_config(backend="TORCH_SDPA", kv_cache_dtype="fp8_e4m3")
-    args = update_args(config, [17, 3])
-    before = stored_bytes(args.kv_cache)
-    replacement = {"key": args.key.double(), "slot_mapping": args.slot_mapping.int(), "k_scale": None}[wrong]
-    with pytest.raises(VattnError, match=wrong):
-        torch.ops.vattn.kv_cache_update(*args._replace(**{wrong: replacement}))
-    assert torch.equal(stored_bytes(args.kv_cache), before)
-
-
-def test_refused_attention_writes_nothing():
-    batch = random_paged_batch(make_config(lse=True), *MIXED).with_backend("TORCH_SDPA")
-    batch.args = batch.args._replace(seq_lens=batch.args.seq_lens.long())
-    with pytest.raises(DtypeError, match="seq_lens"):
-        batch.run()
-    assert bool(batch.args.output.isnan().all()) and bool(batch.args.lse.isnan().all())
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_features_on_cuda(feature, dtype):
-    config = make_config(num_heads=6, num_kv_heads=2, dtype=dtype, **FEATURES[feature])
-    for lens in (MIXED, DECODES):
-        check(random_paged_batch(config, *lens, num_padding_tokens=3, num_padding_reqs=2, device="cuda"))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("cache", CACHES)
-def test_update_on_cuda(cache):
-    config = make_config(backend="TORCH_SDPA", **CACHES[cache])
-    args = update_args(config, [-1, 17, 80, 3, -(2**40), 0, -1])
-    expected = args._replace(kv_cache=args.kv_cache.clone())
-    reference.kv_cache_update(expected, config)
-    moved = CacheUpdateArgs(*(x.cuda() if isinstance(x, torch.Tensor) else x for x in args))
-    torch.ops.vattn.kv_cache_update(*moved)
-    assert torch.equal(stored_bytes(moved.kv_cache).cpu(), stored_bytes(expected.kv_cache))
 
 
 @pytest.mark.gpu

@@ -9,6 +9,7 @@ import itertools
 import random
 from collections.abc import Callable, Container, Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -339,8 +340,18 @@ DEVICES: dict[str, DeviceInfo] = {
 
 def acceptance(backend: str, accepts: Callable[[AttentionConfig], bool]) -> dict[str, dict[str, str]]:
     """Return which requests of a grid are accepted, as section -> line -> names."""
+    return {
+        section: {
+            line: " ".join(name for name, config in row.items() if accepts(config)) for line, row in lines.items()
+        }
+        for section, lines in _grids(backend).items()
+    }
+
+
+@lru_cache(maxsize=1)
+def _grids(backend: str) -> dict[str, dict[str, dict[str, AttentionConfig]]]:
     base = PLAIN.replace(backend=backend)
-    grids: dict[str, dict[str, dict[str, AttentionConfig]]] = {
+    return {
         "features": {"alone": {name: config_with(frozenset({name}), base) for name in FEATURES}},
         "pairs": {
             first: {b: config_with(frozenset({a, b}), base) for a, b in PAIRS if a == first}
@@ -377,12 +388,6 @@ def acceptance(backend: str, accepts: Callable[[AttentionConfig], bool]) -> dict
             for kind in ("tensor", "head")
         },
         "outputs": _format_grid(base),
-    }
-    return {
-        section: {
-            line: " ".join(name for name, config in row.items() if accepts(config)) for line, row in lines.items()
-        }
-        for section, lines in grids.items()
     }
 
 

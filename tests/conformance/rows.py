@@ -59,6 +59,7 @@ _SINGLE: dict[str, Row] = {
     "plain-no-padding": Row({}, MIXED, padding=(0, 0)),
     "plain-decodes": Row({}, DECODES, padding=(0, 2)),
     "plain-long": Row({}, LONG),
+    "uneven-decodes": Row({}, ((1, 300), (1, 3), (1, 1), (1, 2), (1, 0))),
     "plain-all-padding": Row({}, ((0, 0), (0, 5)), padding=(4, 1)),
     "narrow-table": Row({}, ((2, 30), (1, 9), (20, 40)), table="narrow"),
     "narrow-table-decodes": Row({}, DECODES, table="narrow"),
@@ -169,7 +170,7 @@ _SIZES: dict[str, Row] = {
         f"heads{h}-kv{k}": Row({"num_heads": h, "num_kv_heads": k}, MIXED)
         for h, k in ((1, 1), (3, 3), (7, 1), (6, 2), (10, 2), (33, 1))
     },
-    **{f"head-size{d}": Row({"head_size": d}, ((1, 18), (4, 11))) for d in (8, 24, 80, 96, 128, 256, 512)},
+    **{f"head-size{d}": Row({"head_size": d}, ((1, 18), (4, 11))) for d in (8, 24, 80, 96, 128, 256, 512, 1024)},
     **{
         f"head-size{d}-value{v}": Row({"head_size": d, "head_size_v": v}, ((1, 18), (4, 11)))
         for d, v in ((16, 8), (24, 56), (192, 128), (8, 16))

@@ -181,7 +181,6 @@ def careless(monkeypatch):
 
 @pytest.mark.parametrize("mistake", ["window", "off by one", "padding", "slot"])
 def test_the_fuzz_finds_a_careless_backend(careless, mistake):
-    run_fuzz("CARELESS", "cpu", 50)
     careless.mistake = mistake
     with pytest.raises(AssertionError, match=r"python -m tests\.conformance\.fuzz --device cpu"):
         run_fuzz("CARELESS", "cpu", 300, attempts=10)
@@ -219,7 +218,7 @@ def test_drawn_features_never_contradict_each_other():
 
 def test_simpler_requests_are_all_runnable(careless):
     rng = random.Random(3)
-    for _ in range(20):
+    for _ in range(6):
         request = draw_request(rng, "CARELESS", ("sinks", "lse"), SMALL)
         for candidate in simpler(request):
             assert candidate != request

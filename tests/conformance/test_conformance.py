@@ -17,38 +17,57 @@ from tests.conformance.rows import FORMATS, ROWS
 from tests.support import make_config
 from vattn.backends import selector
 from vattn.config.attention import AttentionConfig
+from vattn.config.device import DeviceInfo
 from vattn.config.features import FEATURES, requested_features
 from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
 
 BACKENDS = selector.backend_names()
-KEPT = ("plain", "plain-decodes")
+PLAIN = ("plain", "plain-decodes")
 
 
-def sampled_rows() -> Iterator[Any]:
-    """Every backend with every row; on backends that a CPU interprets, a push takes a third of the many formats."""
-    for backend, row in itertools.product(BACKENDS, ROWS):
-        marks = []
-        if "cpu" not in selector.get_backend(backend).capabilities.devices:
-            draw = zlib.crc32(f"{fuzz_seed()} {row}".encode())
-            if row in FORMATS:
-                marks = [pytest.mark.long] if draw % 3 else [pytest.mark.slow] if draw % 9 else []
-            elif row not in KEPT and draw % 2:
-                marks = [pytest.mark.slow]
-        # The kernels of TRITON_ATTN under another name: rows with trees, and two without.
-        if backend == "TREE_ATTN" and "tree" not in row and row not in KEPT:
-            marks = [pytest.mark.long]
-        yield pytest.param(backend, row, id=f"{backend}-{row}", marks=marks)
+def places() -> Iterator[tuple[str, str, list[Any]]]:
+    """Yield every device with the backends that run on it, and the device's marks."""
+    interpreted = {"interpreter"} if DeviceInfo.of("cpu").triton_interpreter else set()
+    for device, kinds in (("cpu", {"cpu"} | interpreted), ("cuda", {"cuda"})):
+        for name in BACKENDS:
+            if kinds & set(selector.get_backend(name).capabilities.devices):
+                yield device, name, [pytest.mark.gpu] if device == "cuda" else []
 
 
-def repeated(name: str) -> Any:
-    """Return a backend as a parameter; one that runs the kernels of TRITON_ATTN under another name is slow."""
-    return pytest.param(name, marks=[pytest.mark.long] if name == "TREE_ATTN" else [])
+def attention_cases() -> Iterator[Any]:
+    """Every row on a GPU and by torch; the other backends take fewer on a CPU."""
+    for (device, name, marks), row in itertools.product(places(), ROWS):
+        yield pytest.param(device, name, row, id=f"{device}-{name}-{row}", marks=marks or cpu_marks(name, row))
 
 
-@pytest.fixture(params=[repeated(name) for name in BACKENDS])
-def backend(request: pytest.FixtureRequest) -> str:
-    """Name of a backend that can be used in this process."""
-    return usable(request.param)
+def cpu_marks(name: str, row: str) -> list[Any]:
+    """Backends that run another's code take the rows about what they add; an interpreted one draws from all rows."""
+    if name in ADDED and row not in PLAIN and ADDED[name] not in row:
+        return [pytest.mark.long]
+    if "cpu" in selector.get_backend(name).capabilities.devices or row in PLAIN:
+        return []
+    draw = zlib.crc32(f"{fuzz_seed()} {row}".encode())
+    if row in FORMATS:
+        return [pytest.mark.long] if draw % 3 else [pytest.mark.slow] if draw % 9 else []
+    return [pytest.mark.slow] if draw % 2 else []
+
+
+DIFFERENTIAL = "DIFFERENTIAL_FLASH_ATTN"
+ADDED = {"TREE_ATTN": "tree", DIFFERENTIAL: "pairs"}
+
+
+PLACES = {
+    (name, device): pytest.param(
+        (name, device), id=f"{name}-{device}", marks=marks or ([pytest.mark.long] if name in ADDED else [])
+    )
+    for device, name, marks in places()
+}
+
+
+@pytest.fixture(params=PLACES.values())
+def place(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """Name of a backend that can be used in this process, and a device."""
+    return usable(request.param[0]), request.param[1]
 
 
 def usable(name: str) -> str:
@@ -69,30 +88,36 @@ def test_rows_name_every_feature_alone_and_every_pair_of_formats() -> None:
     assert formats >= set(itertools.product(plain, OUTPUT_FORMATS)) | {(name, "none") for name in KV_FORMATS}
 
 
-@pytest.mark.parametrize(("name", "row"), list(sampled_rows()))
+@pytest.mark.parametrize(("device", "name", "row"), list(attention_cases()))
 def test_attention(name: str, row: str, device: str) -> None:
     run_and_compare(batch_of_row(ROWS[row], usable(name), device=device, seed=len(row)))
 
 
 @pytest.mark.parametrize("row", ["plain", "lse", "window5", "tree", "fp8-heads+hnd+window"])
-def test_attention_with_a_plan(backend: str, row: str, device: str) -> None:
+def test_attention_with_a_plan(place: tuple[str, str], row: str) -> None:
+    backend, device = place
     batch = batch_of_row(ROWS[row], backend, device=device, seed=7)
     tokens, table = batch.args.query.shape[0], batch.args.block_table
     shape = selector.get_backend(backend).plan_shape(batch.config, tokens, *table.shape)
-    planned = shape and not selector.get_backend(backend).host_plan_size(batch.config)
-    if planned and not refusal(batch.config, device):
-        schedule = torch.full(shape, -1, dtype=torch.int32, device=device)
-        torch.ops.vattn.plan(batch.args.query_start_loc, batch.args.seq_lens, schedule, batch.args.config)
-        batch.args = batch.args._replace(plan=[schedule])
+    if not shape or selector.get_backend(backend).host_plan_size(batch.config) or refusal(batch.config, device):
+        pytest.skip("takes no schedule here, so it would repeat test_attention")
+    schedule = torch.full(shape, -1, dtype=torch.int32, device=device)
+    torch.ops.vattn.plan(batch.args.query_start_loc, batch.args.seq_lens, schedule, batch.args.config)
+    batch.args = batch.args._replace(plan=[schedule])
     run_and_compare(batch)
 
 
-@pytest.mark.sample(5, "TRITON_ATTN")
-@pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("width", [(16, 16), (24, 8)], ids=["equal", "unequal"])
+# TORCH_SDPA calls the reference, so that on a CPU this would compare it with itself.
+WRITERS = [param for place, param in PLACES.items() if place not in {("TORCH_SDPA", "cpu"), (DIFFERENTIAL, "cpu")}]
+
+
+@pytest.mark.sample(3, "TRITON_ATTN")
+@pytest.mark.parametrize("place", WRITERS, indirect=True)
+@pytest.mark.parametrize(("layout", "width"), [("NHD", (16, 16)), ("HND", (24, 8))], ids=["NHD-equal", "HND-unequal"])
 @pytest.mark.parametrize("kv", KV_FORMATS)
 @pytest.mark.parametrize("dtype", MODEL_DTYPES)
-def test_cache_update(backend: str, dtype: str, kv: str, width: tuple[int, int], layout: str, device: str) -> None:
+def test_cache_update(place: tuple[str, str], dtype: str, kv: str, width: tuple[int, int], layout: str) -> None:
+    backend, device = place
     kinds = ("tensor", "head") if KV_FORMATS[kv].quantised else ("none",)
     sizes = fitted({"head_size": width[0], "head_size_v": width[1], "block_size": 8, "backend": backend}, ("dtype",))
     for seed, kind in enumerate(kinds):
@@ -104,8 +129,9 @@ def test_cache_update(backend: str, dtype: str, kv: str, width: tuple[int, int],
         assert accepted or refusal(config, device)
 
 
-def test_cache_update_of_stored_values(backend: str, device: str) -> None:
+def test_cache_update_of_stored_values(place: tuple[str, str]) -> None:
     """Keys that are FP8 already go into an FP8 cache as they are, whatever the scale."""
+    backend, device = place
     can = selector.get_backend(backend).capabilities
     for kv in ("fp8_e4m3", "fp8_e5m2"):
         sizes = fitted({"head_size": 16, "head_size_v": 16, "block_size": 8, "backend": backend}, ("dtype",))
@@ -120,8 +146,9 @@ def test_cache_update_of_stored_values(backend: str, device: str) -> None:
         assert accepted == (kv in can.kv_cache_dtypes and not can.required_features)
 
 
-def test_a_query_with_strides_of_its_own(backend: str, device: str) -> None:
+def test_a_query_with_strides_of_its_own(place: tuple[str, str]) -> None:
     """The query may be a slice of what one projection gave for query, key and value."""
+    backend, device = place
     batch = batch_of_row(ROWS["plain"], backend, device=device, seed=5)
     tokens, heads, width = batch.args.query.shape
     fused = torch.full((tokens, heads + 5, width), torch.nan, device=device, dtype=batch.args.query.dtype)
@@ -130,8 +157,9 @@ def test_a_query_with_strides_of_its_own(backend: str, device: str) -> None:
     assert run_and_compare(batch)
 
 
-def test_requests_that_share_blocks(backend: str, device: str) -> None:
+def test_requests_that_share_blocks(place: tuple[str, str]) -> None:
     """A prefix in common lies in the cache once, and both tables name its blocks."""
+    backend, device = place
     batch = batch_of_row(ROWS["plain-long"], backend, device=device, seed=6)
     table = batch.args.block_table
     table[1, :5] = table[0, :5]
