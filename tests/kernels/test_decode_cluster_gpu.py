@@ -12,7 +12,7 @@ from tests.kernels.test_decode_fast_gpu import FP8, LSE_TOLERANCE, TOLERANCE, de
 from tests.support import Batch, poisoned_empty, relative_l2
 from vattn.cache.layout import key_value_views
 from vattn.quantization.codecs import quantise_output
-from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.quantization.formats import MODEL_DTYPES
 
 pytestmark = pytest.mark.gpu(capability=(9, 0))
 
@@ -105,7 +105,7 @@ def test_quantised_output(name: str, arithmetic: str, head_size: int, cache: dic
 def check_codes(batch: Batch) -> None:
     """Check that codes and scales are those of the kernel's own plain output; of approximate quotients as plain Triton
     divides."""
-    from vattn.kernels.triton.attention.launch import _launch_finish
+    from vattn.kernels.triton.attention.launch import finish
 
     run(batch)
     plain = batch.config.replace(output_format="none", output_arithmetic="divide")
@@ -117,7 +117,7 @@ def check_codes(batch: Batch) -> None:
     expected_scales = None if scales is None else torch.empty_like(scales)
     if batch.config.output_arithmetic == "approximate_divide":
         args = batch.args._replace(output=expected, output_block_scale=expected_scales)
-        _launch_finish(args, batch.config, 3, 1, output, None, OUTPUT_FORMATS[batch.config.output_format])
+        finish(args, batch.config, 3, output)
     else:
         quantise_output(
             output, batch.config.output_format, expected, expected_scales, batch.args.output_scale,

@@ -199,8 +199,7 @@ def test_quantised_output(name: str, slots: int, cache: dict[str, Any], lengths:
 def test_approximate_quotients_are_those_of_plain_triton(name: str, slots: int, cache: dict[str, Any]) -> None:
     """Which divides as code that Inductor generates does, here the kernel's own plain output."""
     from vattn.kernels.hopper.decode import launch as decode_fast
-    from vattn.kernels.triton.attention.launch import _launch_finish
-    from vattn.quantization.formats import OUTPUT_FORMATS
+    from vattn.kernels.triton.attention.launch import finish
 
     tuning = decode_fast.Tuning(2, 2, 1, slots=slots, overlap=True)
     arithmetic = "approximate_divide"
@@ -215,7 +214,7 @@ def test_approximate_quotients_are_those_of_plain_triton(name: str, slots: int, 
     expected = batch.args._replace(
         output=torch.empty_like(batch.args.output), output_block_scale=torch.empty_like(batch.args.output_block_scale)
     )
-    _launch_finish(expected, batch.config, 6, 1, output, None, OUTPUT_FORMATS[name])
+    finish(expected, batch.config, 6, output)
     assert torch.equal(batch.args.output.view(torch.uint8), expected.output.view(torch.uint8))
     assert torch.equal(batch.args.output_block_scale.float(), expected.output_block_scale.float())
 

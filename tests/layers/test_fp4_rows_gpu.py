@@ -39,7 +39,7 @@ def rows(tokens: int, columns: int, dtype: torch.dtype) -> Tensor:
 )
 def test_bytes(heads: int, head_size: int, dtype: str, fmt: str, arithmetic: str, scale: float) -> None:
     from vattn.kernels.hopper import fp4_rows
-    from vattn.kernels.triton.attention.launch import _launch_finish
+    from vattn.kernels.triton.attention.launch import finish
 
     config = AttentionConfig(
         heads, 1, head_size, head_size, 0.1, dtype, kv_cache_dtype=dtype, output_format=fmt,
@@ -60,7 +60,7 @@ def test_bytes(heads: int, head_size: int, dtype: str, fmt: str, arithmetic: str
 
     args, plain = arguments(), arguments()
     fp4_rows.launch(args, config, values)
-    _launch_finish(plain, config, 1, 1, values, None, OUTPUT_FORMATS[fmt])
+    finish(plain, config, 1, values)
     assert args.output_block_scale is not None and plain.output_block_scale is not None
     scales, wanted = (x.float().nan_to_num(500.0) for x in (args.output_block_scale, plain.output_block_scale))
     assert torch.equal(scales, wanted)

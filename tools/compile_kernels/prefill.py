@@ -13,6 +13,7 @@ import triton
 from tools.compile_kernels.launches import HOPPER, Launch, integers, meta, paged_arguments, record
 from vattn.config.attention import AttentionConfig
 from vattn.kernels.hopper import fp4_rows
+from vattn.kernels.hopper.availability import DTYPES
 from vattn.kernels.hopper.linear import small_m
 from vattn.kernels.hopper.linear.launch import streamed_linear
 from vattn.kernels.hopper.prefill import launch
@@ -65,7 +66,7 @@ def _prefill(config: AttentionConfig, tiles: TileConfig, early: bool = False) ->
 
 def _prompts() -> Iterator[Launch]:
     blocks, sizes = launch.BLOCK_SIZES.values, launch.HEAD_SIZES.values
-    for dtype, layout, block_size in itertools.product(launch.DTYPES, ("NHD", "HND"), blocks):
+    for dtype, layout, block_size in itertools.product(DTYPES, ("NHD", "HND"), blocks):
         for size, cache, features in itertools.product(sizes, CACHES, FEATURES):
             config = _layer(32, size, dtype, block_size=block_size, kv_cache_layout=layout, **cache, **features)
             for groups in sorted({launch.warpgroups(config, rows) for rows in (64, 8192)}):
@@ -99,7 +100,7 @@ def _narrow_windows() -> Iterator[Launch]:
 def _fp4_rows() -> Iterator[Launch]:
     """Yield what quantises the rows of other kernels to NVFP4."""
     formats, arithmetics = ("nvfp4", "nvfp4_swizzled"), ("divide", "approximate_divide")
-    for dtype, fmt, arithmetic, heads in itertools.product(launch.DTYPES, formats, arithmetics, (3, 32, 128)):
+    for dtype, fmt, arithmetic, heads in itertools.product(DTYPES, formats, arithmetics, (3, 32, 128)):
         size = 80 if heads == 3 else 128
         config = AttentionConfig(
             heads, 1, size, size, 0.1, dtype, kv_cache_dtype=dtype, output_format=fmt, output_arithmetic=arithmetic
@@ -111,12 +112,12 @@ def _fp4_rows() -> Iterator[Launch]:
 
 def _linears() -> Iterator[Launch]:
     """Yield products of few rows: by either kernel, of values and of codes, with each kind of scales."""
-    for rows, features, dtype in itertools.product((16, 32), (512, small_m.HEAD), launch.DTYPES):
+    for rows, features, dtype in itertools.product((16, 32), (512, small_m.HEAD), DTYPES):
         x, weight = (meta(count, 4096, dtype=MODEL_DTYPES[dtype]) for count in (rows, features))
         call = partial(small_m.small_m_linear, LinearArgs(x, weight, None, None, dtype))
         yield from record(f"{dtype} {rows}", "sm_90", call)
     # Many features, long rows, and one tile whose only chunk is not whole.
-    for dtype, (features, columns) in itertools.product(launch.DTYPES, ((6144, 4096), (4096, 14336), (16, 192))):
+    for dtype, (features, columns) in itertools.product(DTYPES, ((6144, 4096), (4096, 14336), (16, 192))):
         x, weight = (meta(count, columns, dtype=MODEL_DTYPES[dtype]) for count in (2, features))
         call = partial(streamed_linear, LinearArgs(x, weight, None, None, dtype))
         yield from record(f"{dtype} {features} x {columns}", "sm_90", call, SPILLS)

@@ -1,4 +1,4 @@
-"""What every launch made for Hopper checks first: the GPU, and the dtype of the model."""
+"""What every launch made for Hopper checks first: the GPU, the dtype of the model, and what paged layers share."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ from functools import lru_cache
 
 import torch
 
-from vattn.config.device import DeviceInfo
+from vattn.config.attention import AttentionConfig
+from vattn.config.device import DeviceInfo, Sizes
+from vattn.config.features import requested_features
 
 CAPABILITY = (9, 0)
+DTYPES = ("float16", "bfloat16")
+FEATURES = frozenset({"sliding_window", "logits_soft_cap", "sinks", "kv_scale_per_head", "lse", "hnd_layout"})
+"""Of paged attention, in every kernel made for Hopper."""
 
 
 def refusals(device: DeviceInfo, dtype: str, dtypes: Collection[str]) -> list[str]:
@@ -20,6 +25,22 @@ def refusals(device: DeviceInfo, dtype: str, dtypes: Collection[str]) -> list[st
     if dtype not in dtypes:
         found.append(f"dtype {dtype} (runs {', '.join(dtypes)})")
     return found
+
+
+def layer_refusals(
+    config: AttentionConfig, device: DeviceInfo, head_sizes: Sizes, block_sizes: Sizes, features: Collection[str] = ()
+) -> list[str]:
+    """Return why paged attention of a layer cannot run; `features`: those that a kernel has besides `FEATURES`."""
+    found = refusals(device, config.dtype, DTYPES)
+    if config.head_size not in head_sizes:
+        found.append(f"head_size {config.head_size} (runs {head_sizes})")
+    if config.block_size not in block_sizes:
+        found.append(f"block_size {config.block_size} (runs {block_sizes})")
+    if config.attn_type != "decoder":
+        found.append(f"attn_type {config.attn_type} (runs decoder)")
+    return found + [
+        f"{name} is not implemented" for name in sorted(requested_features(config) - FEATURES - {*features})
+    ]
 
 
 @lru_cache(maxsize=64)

@@ -16,6 +16,7 @@ from triton.experimental.gluon import language as gl
 from vattn.config.attention import AttentionConfig
 from vattn.kernels.hopper.epilogue import group_codes, group_maximum, group_scales
 from vattn.kernels.hopper.fp4 import fp4_code, fp4_scale, inverse_of, is_usual, quick_reciprocal
+from vattn.kernels.triton.attention import launch as attention_launch
 from vattn.kernels.triton.common.epilogue import group_constants
 from vattn.ops.arguments import AttentionArgs, VarlenAttentionArgs
 from vattn.quantization.formats import NVFP4_GROUP_SIZE, OUTPUT_FORMATS
@@ -124,13 +125,11 @@ def fp4_rows_kernel(
 
 def finish(args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, num_reqs: int, values: Tensor) -> None:
     """Quantise rows `[T, H, V]` of the model dtype into the output of an op whose scales span heads or tiles."""
-    from vattn.kernels.triton.attention.launch import _launch_finish
-
     fmt = OUTPUT_FORMATS[config.output_format]
     if fmt.group_size == NVFP4_GROUP_SIZE and args.output.is_contiguous() and args.output.data_ptr() % 4 == 0:
         launch(args, config, values)
     else:
-        _launch_finish(args, config, num_reqs, 1, values, None, fmt)
+        attention_launch.finish(args, config, num_reqs, values)
 
 
 def launch(args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, values: Tensor) -> None:

@@ -24,8 +24,8 @@ from vattn.kernels.hopper.decode.launch import Tuning
 from vattn.kernels.hopper.prefill import launch as prefill_launch
 from vattn.kernels.hopper.prefill.launch import TileConfig, packs, padded_pack, products_of
 from vattn.kernels.hopper.prefill.load import GROUP_ROWS
+from vattn.kernels.triton.attention.launch import rows_to_write
 from vattn.ops.arguments import AttentionArgs
-from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
 
 LEAST_TILES_PER_PROCESSOR = 1
 """Row tiles of a KV head that there must be on average; fewer leave multiprocessors without work."""
@@ -127,23 +127,14 @@ def attend(args: AttentionArgs, config: AttentionConfig, route: str = "") -> Non
     """Run `vattn::attention` for a call that `accepts` took; `route` overrides what the shapes choose."""
     num_tokens, num_reqs, device = args.query.shape[0], args.seq_lens.shape[0], args.query.device
     route = route or route_of(config, num_tokens, num_reqs, device)
-    shape = decode_fast.plan_shape(config, num_tokens, num_reqs, device)
-    schedule = next((s for s in args.plan if tuple(s.shape) == shape), None)
-    if schedule is None:
-        schedule = torch.empty(shape, dtype=torch.int32, device=device)
+    schedule, is_new = decode_fast.schedule_of(args, config)
+    if is_new:
         plan(args.query_start_loc, args.seq_lens, schedule, num_tokens, config, route)
-    tiles, fmt, rows = (
-        choose_tiles(config, num_tokens, num_reqs),
-        OUTPUT_FORMATS[config.output_format],
-        rows_at_once(config),
-    )
-    tuning = tuning_of(config, num_reqs)
-    finished = not fmt.group_size or prefill_launch.computes_scales(config)
-    if route != "packed_gqa" and fmt.group_size:
+    tiles, rows, tuning = choose_tiles(config, num_tokens, num_reqs), rows_at_once(config), tuning_of(config, num_reqs)
+    finished = prefill_launch.finishes(config)
+    if route != "packed_gqa":
         finished = finished and decode_fast.computes_scales(config, num_reqs, tuning, rows)
-    output = args.output
-    if not finished:
-        output = torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=device)
+    output = rows_to_write(args, config, finished)
     if route == "packed_gqa":
         prefill_launch.launch(args, config, schedule, output, devices.multiprocessors(device), tiles)
     else:

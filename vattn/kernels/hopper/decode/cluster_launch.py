@@ -16,9 +16,10 @@ from vattn.config.attention import AttentionConfig
 from vattn.kernels.hopper import fp4_rows
 from vattn.kernels.hopper.decode import launch as decode_fast
 from vattn.kernels.hopper.decode.cluster_kernel import decode_cluster_kernel
+from vattn.kernels.triton.attention.launch import rows_to_write
 from vattn.kernels.triton.common.epilogue import groups_fit_heads
 from vattn.ops.arguments import AttentionArgs
-from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.quantization.formats import OUTPUT_FORMATS
 
 HEAD_SIZES = decode_fast.SPECULATIVE_HEAD_SIZES
 MAX_GROUP_SIZE = 8
@@ -70,11 +71,8 @@ def cluster_size(config: AttentionConfig, num_reqs: int) -> int:
 
 def decode(args: AttentionArgs, config: AttentionConfig, size: int = 0) -> None:
     """Run `vattn::attention` for a step that `takes` took, in clusters of `size` CTAs, 0 for as many as are best."""
-    fmt = OUTPUT_FORMATS[config.output_format]
-    output, written, finished = args.output, config, not fmt.group_size or groups_fit_heads(config)
-    if not finished:
-        output = torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=args.query.device)
-        written = config.with_plain_output()
+    finished = not OUTPUT_FORMATS[config.output_format].group_size or groups_fit_heads(config)
+    output, written = rows_to_write(args, config, finished), config if finished else config.with_plain_output()
     size = size or cluster_size(config, args.seq_lens.shape[0])
     arguments = kernel_arguments(args, written, output, size)
     grid = (args.seq_lens.shape[0] * config.num_kv_heads,)
@@ -110,23 +108,16 @@ def kernel_arguments(args: AttentionArgs, config: AttentionConfig, output: Tenso
     quantised = config.kv_cache_dtype in decode_fast.QUANTISED_CACHES
     tuning = decode_fast.Tuning(1, stages(config))
     key, value = key_value_views(args.kv_cache, config)
-    num_blocks = key.shape[0]
     if quantised:
         key, value = key.view(torch.int16), value.view(torch.int16)
-    common = decode_fast._common_arguments(args, config, output)
-    score_scale, soft_cap = decode_fast.score_scales(config)
     constants = decode_fast.decode_constants(config, tuning)
     return {
-        **common, **{name: constants[name] for name in _CONSTANTS}, "query": args.query, "key_cache": key,
-        "value_cache": value, "block_table": args.block_table, "query_start_loc": args.query_start_loc,
-        "seq_lens": args.seq_lens, "q_scale": args.q_scale, "k_scale": args.k_scale,
-        "query_stride": args.query.stride(0), "query_head_stride": args.query.stride(1),
+        **decode_fast.common_arguments(args, config, output), **decode_fast.step_arguments(args, config),
+        **{name: constants[name] for name in _CONSTANTS}, "key_cache": key, "value_cache": value,
+        "query_start_loc": args.query_start_loc, "seq_lens": args.seq_lens, "num_blocks": key.shape[0],
         "block_stride": key.stride(0), "token_stride": key.stride(1), "head_stride": key.stride(2),
-        "table_stride": args.block_table.stride(0), "table_width": args.block_table.shape[1],
-        "num_blocks": num_blocks, "num_reqs": args.seq_lens.shape[0], "score_scale": score_scale,
-        "soft_cap": soft_cap, "CLUSTER": size, "SLOTS": SLOTS, "STAGES": tuning.stages,
-        "num_warps": SLOTS, "launch_pdl": True,
+        "num_reqs": args.seq_lens.shape[0], "CLUSTER": size, "SLOTS": SLOTS, "num_warps": SLOTS, "launch_pdl": True,
     }  # fmt: skip
 
 
-_CONSTANTS = ("BLOCK_SIZE", "WINDOW", "FP8", "QUERY_SCALE", "SOFT_CAP", "DTYPE")
+_CONSTANTS = ("BLOCK_SIZE", "WINDOW", "FP8", "QUERY_SCALE", "SOFT_CAP", "DTYPE", "STAGES")

@@ -23,7 +23,6 @@ from vattn.cache.layout import key_value_views
 from vattn.config import device as devices
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo, Sizes
-from vattn.config.features import requested_features
 from vattn.errors import ShapeError
 from vattn.kernels.hopper import availability as hopper
 from vattn.kernels.hopper.decode.schedule import plan_kernel
@@ -36,9 +35,10 @@ from vattn.kernels.hopper.decode.triton_kernel import (
     reduce_kernel,
 )
 from vattn.kernels.hopper.schedule import FIELDS, WAVES
+from vattn.kernels.triton.attention.launch import as_bytes, finish, rows_to_write
 from vattn.kernels.triton.common.epilogue import group_constants, groups_fit_heads, row_output
 from vattn.ops.arguments import AttentionArgs
-from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.quantization.formats import KV_FORMATS, OUTPUT_FORMATS
 
 HEAD_SIZES = Sizes(values=(64, 128, 256))
 SPECULATIVE_HEAD_SIZES = Sizes(values=(64, 128))
@@ -61,14 +61,10 @@ HOPPER_MULTIPROCESSORS, MANY_WAVES = 132, 3.5
 MOST_DRAFTS_PER_PROCESSOR = 1 / 2
 """KV heads of drafting requests below which their rows go in chunks: two chunks each are less than a wave of CTAs."""
 
-DTYPES = ("float16", "bfloat16")
 QUANTISED_CACHES = ("fp8_e4m3",)
-FEATURES = frozenset(
-    {"sliding_window", "logits_soft_cap", "sinks", "kv_scale_per_head", "query_scale_per_head", "lse", "hnd_layout"}
-)
 
-_TRITON_DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16}
-_SCALE_KINDS = {"none": 0, "tensor": 1, "head": 2}
+DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16}
+SCALE_KINDS = {"none": 0, "tensor": 1, "head": 2}
 
 
 @dataclass(frozen=True)
@@ -176,18 +172,11 @@ def heads_per_cta(num_kv_heads: int, most: int) -> int:
 
 def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
     """Return why the fast path cannot run a layer, empty if it can. The general kernel runs what this one refuses."""
-    found = hopper.refusals(device, config.dtype, DTYPES)
+    found = hopper.layer_refusals(config, device, HEAD_SIZES, BLOCK_SIZES, {"query_scale_per_head"})
     if config.kv_cache_dtype not in (config.dtype, *QUANTISED_CACHES):
         found.append(f"kv_cache_dtype {config.kv_cache_dtype} (runs the model dtype and {', '.join(QUANTISED_CACHES)})")
-    if config.head_size not in HEAD_SIZES:
-        found.append(f"head_size {config.head_size} (runs {HEAD_SIZES})")
-    if config.block_size not in BLOCK_SIZES:
-        found.append(f"block_size {config.block_size} (runs {BLOCK_SIZES})")
     if config.group_size > MAX_GROUP_SIZE:
         found.append(f"{config.group_size} query heads per KV head (runs up to {MAX_GROUP_SIZE})")
-    if config.attn_type != "decoder":
-        found.append(f"attn_type {config.attn_type} (runs decoder)")
-    found += [f"{name} is not implemented" for name in sorted(requested_features(config) - FEATURES)]
     return found
 
 
@@ -357,23 +346,24 @@ def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None =
     tuning = tuning or whole_tuning(args, config)
     tuning = tuning or choose_tuning(config, num_reqs, tokens, num_tokens > tokens * num_reqs)
     sizes = sizing(config, num_reqs, tuning, device, tokens, num_tokens)
-    shape = plan_shape(config, num_tokens, num_reqs, device)
     schedule = None
-    for plan_of_step in args.plan:
-        if plan_of_step.shape == shape:
-            schedule = plan_of_step
-    if schedule is None and not tuning.whole:
-        schedule = torch.empty(shape, dtype=torch.int32, device=device)
-        plan(args.query_start_loc, args.seq_lens, schedule, config, tuning, tokens, num_tokens=num_tokens)
-    fmt = OUTPUT_FORMATS[config.output_format]
-    output, finished = args.output, not fmt.group_size or computes_scales(config, num_reqs, tuning, tokens)
-    if not finished:
-        output = torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=device)
+    if not tuning.whole:
+        schedule, is_new = schedule_of(args, config)
+        if is_new:
+            plan(args.query_start_loc, args.seq_lens, schedule, config, tuning, tokens, num_tokens=num_tokens)
+    output = rows_to_write(args, config, finished=computes_scales(config, num_reqs, tuning, tokens))
     launch(args, config, schedule, output, tuning, sizes, tokens)
-    if not finished:
-        from vattn.kernels.triton.attention.launch import _launch_finish
+    if output is not args.output:
+        finish(args, config, num_reqs, output)
 
-        _launch_finish(args, config, num_reqs, 1, output, None, fmt)
+
+def schedule_of(args: AttentionArgs, config: AttentionConfig) -> tuple[Tensor, bool]:
+    """Return the schedule that a step was given, or room for one, and whether that is still to be filled."""
+    shape = plan_shape(config, args.query.shape[0], args.seq_lens.shape[0], args.query.device)
+    for schedule in args.plan:
+        if schedule.shape == shape:
+            return schedule, False
+    return torch.empty(shape, dtype=torch.int32, device=args.query.device), True
 
 
 @dataclass(frozen=True)
@@ -405,7 +395,9 @@ def choose_reduction(config: AttentionConfig, num_reqs: int) -> Reduction:
 
 
 def computes_scales(config: AttentionConfig, num_reqs: int, tuning: Tuning, tokens: int) -> bool:
-    """Return whether the kernels compute the scales of the output format themselves."""
+    """Return whether the kernels compute the scales of the output format themselves, or it has none."""
+    if not OUTPUT_FORMATS[config.output_format].group_size:
+        return True
     sixteen_rows = tuning.slots > 0 and (tokens > 1 or config.group_size > QUERY_ROWS.value)
     # Programs share the heads of few requests. A group of a whole head is made afterwards where they start late.
     wide = (
@@ -431,62 +423,109 @@ def launch(
         schedule: unused where requests stay whole.
         tokens: rows of a request that are attended at a time.
     """
-    num_reqs, device = args.seq_lens.shape[0], args.query.device
-    finished = output is args.output
+    written = config if output is args.output else config.with_plain_output()
+    common = common_arguments(args, written, output)
+    groups = -(-config.num_kv_heads // tuning.heads)
+    kernel, warps, grid = decode_kernel, tuning.heads, sizes.ctas * groups
+    partial: dict[str, Tensor | None] = {"schedule": None, "partial_output": None, "partial_stats": None}
+    lengths: dict[str, Tensor | None] = {}
+    if tuning.slots:
+        from vattn.kernels.hopper.decode.gluon_kernel import decode_kernel as kernel
+
+        warps *= tuning.slots
+        lengths = {"query_start_loc": None, "seq_lens": None}
     if tuning.whole:
-        common = _common_arguments(args, config if finished else config.with_plain_output(), output)
-        _launch_decode(args, config, tuning, sizes, None, None, None, tokens, common)
-        return
-    partial_output, partial_stats = _scratch(args.workspace, config, sizes.max_items * tokens, device)
-    written = config.with_plain_output()
-    common = _common_arguments(args, config if finished else written, output)
-    _launch_decode(args, config, tuning, sizes, schedule, partial_output, partial_stats, tokens, common)
-    way = choose_reduction(config if finished else written, num_reqs)
-    most = 6 if tuning.max_registers else 8  # Of a multiprocessor: what there is room for beside the main kernel.
-    programs = min(num_reqs * tokens * config.num_heads * way.parts, most * devices.multiprocessors(device))
-    reduce_kernel[(programs,)](
-        schedule=schedule, partial_output=partial_output, partial_stats=partial_stats, max_items=sizes.max_items,
-        num_tokens=args.query.shape[0], TOKENS=tokens, COLUMNS=config.head_size // way.parts, SPLITS=way.splits,
-        OVERLAP=tuning.overlap is True, num_warps=way.warps, launch_pdl=True, **common,
+        lengths = {"query_start_loc": args.query_start_loc, "seq_lens": args.seq_lens}
+        grid = args.seq_lens.shape[0] * groups
+    else:
+        partial = {"schedule": schedule, **scratch(args, config, sizes.max_items * tokens)}
+    key, value = key_value_views(args.kv_cache, config)
+    kernel[(grid,)](
+        key_boxes=_boxes(key, tuning), value_boxes=_boxes(value, tuning), num_blocks=key.shape[0],
+        num_warps=warps, launch_pdl=bool(tuning.overlap), maxnreg=tuning.max_registers, **partial, **common, **lengths,
+        **step_arguments(args, config), **decode_constants(config, tuning, tokens),
+    )  # fmt: skip
+    if not tuning.whole:
+        most = 6 if tuning.max_registers else 8
+        launch_reduction(args, written, partial, common, sizes, most, tokens, tuning.overlap is True)
+
+
+def launch_reduction(
+    args: AttentionArgs,
+    config: AttentionConfig,
+    partial: dict[str, Any],
+    common: dict[str, Any],
+    sizes: Sizing,
+    most: int,
+    tokens: int = 1,
+    overlap: bool = False,
+) -> None:
+    """Launch the reduction of what the main kernel left in `partial`, in programs of `tokens` rows.
+
+    Args:
+        config: with the output format that the reduction writes.
+        most: programs of a multiprocessor: what there is room for beside the main kernel.
+        overlap: whether the main kernel may start before the one ahead of it has ended.
+    """
+    num_reqs = args.seq_lens.shape[0]
+    way = choose_reduction(config, num_reqs)
+    most *= devices.multiprocessors(args.query.device)
+    reduce_kernel[(min(num_reqs * tokens * config.num_heads * way.parts, most),)](
+        max_items=sizes.max_items, num_tokens=args.query.shape[0], TOKENS=tokens,
+        COLUMNS=config.head_size // way.parts, SPLITS=way.splits, OVERLAP=overlap, num_warps=way.warps,
+        launch_pdl=True, **partial, **common,
     )  # fmt: skip
 
 
-def _scratch(
-    workspace: Tensor | None, config: AttentionConfig, slots: int, device: torch.device
-) -> tuple[Tensor, Tensor]:
+def scratch(args: AttentionArgs, config: AttentionConfig, slots: int) -> dict[str, Tensor]:
     """Return fp32 room for partial results `[slots, H, D]` and their maxima and sums `[slots, H, 2]`."""
     values, stats = slots * config.num_heads * config.head_size, slots * config.num_heads * 2
-    need = 4 * (values + stats)
+    need, workspace = 4 * (values + stats), args.workspace
     if workspace is None or workspace.numel() * workspace.itemsize < need or workspace.data_ptr() % 16:
-        workspace = torch.empty(need, dtype=torch.uint8, device=device)
+        workspace = torch.empty(need, dtype=torch.uint8, device=args.query.device)
     room = workspace.view(-1).view(torch.uint8)[:need].view(torch.float32)
-    return room[:values], room[values:]
+    return {"partial_output": room[:values], "partial_stats": room[values:]}
 
 
-def _common_arguments(args: AttentionArgs, config: AttentionConfig, output: Tensor) -> dict[str, Any]:
+def common_arguments(args: AttentionArgs, config: AttentionConfig, output: Tensor) -> dict[str, Any]:
     """Return what the main kernel and the reduction both take."""
     groups, scales = group_constants(config), args.output_block_scale
     strides = scales.stride() if groups[0] and scales is not None else (0, 0)
-    if scales is not None and scales.dtype == torch.float8_e4m3fn:
-        scales = scales.view(torch.uint8)
     return {
         "sinks": args.sinks, "v_scale": args.v_scale, "output_scale": args.output_scale,
-        "output": output.view(torch.uint8) if output.dtype == torch.float8_e4m3fn else output, "lse": args.lse,
-        "block_scale": scales if groups[0] else None, "GROUPS": groups,
+        "output": as_bytes(output), "lse": args.lse,
+        "block_scale": as_bytes(scales) if groups[0] and scales is not None else None, "GROUPS": groups,
         "output_stride": output.stride(0), "scale_stride": strides[0], "group_stride": strides[1],
         "NUM_HEADS": config.num_heads, "NUM_KV_HEADS": config.num_kv_heads,
-        "HEAD_SIZE": config.head_size, "KV_SCALE": _SCALE_KINDS[config.kv_scale],
-        "MODEL": _TRITON_DTYPES[config.dtype],
-        "OUTPUT": row_output(config),
+        "HEAD_SIZE": config.head_size, "KV_SCALE": SCALE_KINDS[config.kv_scale],
+        "MODEL": DTYPES[config.dtype], "OUTPUT": row_output(config),
     }  # fmt: skip
 
 
-def _boxes(cache: Tensor, tuning: Tuning, quantised: bool) -> Any:
+def step_arguments(args: AttentionArgs, config: AttentionConfig) -> dict[str, Any]:
+    """Return what a main kernel takes of a query, the block tables and scales, and what it multiplies scores by."""
+    shrink = FP16_QUERY_SHRINK.value if config.kv_cache_dtype in QUANTISED_CACHES else 1.0
+    score_scale, soft_cap = score_scales(config, shrink)
+    return {
+        "query": args.query, "query_stride": args.query.stride(0), "query_head_stride": args.query.stride(1),
+        "block_table": args.block_table, "table_stride": args.block_table.stride(0),
+        "table_width": args.block_table.shape[1], "q_scale": args.q_scale, "k_scale": args.k_scale,
+        "score_scale": score_scale, "soft_cap": soft_cap,
+    }  # fmt: skip
+
+
+def score_scales(config: AttentionConfig, shrink: float = 1.0) -> tuple[float, float]:
+    """Return what products of a shrunk query and a key are multiplied by, and the soft cap, in units of log2 e."""
+    scale, cap = config.scale * LOG2E.value, config.logits_soft_cap
+    return (scale / shrink, 1.0) if cap is None else (2.0 * scale / cap / shrink, cap * LOG2E.value)
+
+
+def _boxes(cache: Tensor, tuning: Tuning) -> Any:
     """Return a tensor map over keys or values `[blocks, block_size, K, D]`; a box is a tile of the heads of one CTA.
 
     An FP8 cache is seen as int16 pairs of columns.
     """
-    if quantised:
+    if cache.itemsize == 1:
         cache = cache.view(torch.int16)
     blocks, block_size, num_heads, width = cache.shape
     by_block, by_token, by_head, _ = cache.stride()
@@ -506,67 +545,10 @@ def decode_constants(config: AttentionConfig, tuning: Tuning, tokens: int = 1) -
     quantised = config.kv_cache_dtype in QUANTISED_CACHES
     constants = {
         "HEADS": tuning.heads, "BLOCK_SIZE": config.block_size, "WINDOW": config.sliding_window or 0,
-        "FP8": quantised, "QUERY_SCALE": _SCALE_KINDS[config.query_scale],
+        "FP8": quantised, "QUERY_SCALE": SCALE_KINDS[config.query_scale],
         "QUERY_LOAD": config.query_load,
         "SOFT_CAP": config.logits_soft_cap is not None,
-        "DTYPE": tl.float16 if quantised else _TRITON_DTYPES[config.dtype], "STAGES": tuning.stages,
+        "DTYPE": tl.float16 if quantised else DTYPES[config.dtype], "STAGES": tuning.stages,
         "OVERLAP": tuning.overlap,
     }  # fmt: skip
     return constants | ({"SLOTS": tuning.slots, "TOKENS": tokens} if tuning.slots else {"ASSEMBLY": True})
-
-
-def _launch_decode(
-    args: AttentionArgs,
-    config: AttentionConfig,
-    tuning: Tuning,
-    sizes: Sizing,
-    schedule: Tensor | None,
-    partial_output: Tensor | None,
-    partial_stats: Tensor | None,
-    tokens: int,
-    common: dict[str, Any],
-) -> None:
-    kernel, warps, grid = decode_kernel, tuning.heads, grid_of(config, tuning, sizes)
-    lengths: dict[str, Tensor | None] = {}
-    if tuning.slots:
-        from vattn.kernels.hopper.decode.gluon_kernel import decode_kernel as kernel
-
-        warps *= tuning.slots
-        lengths = {"query_start_loc": None, "seq_lens": None}
-    if tuning.whole:
-        lengths = {"query_start_loc": args.query_start_loc, "seq_lens": args.seq_lens}
-        grid = (args.seq_lens.shape[0] * -(-config.num_kv_heads // tuning.heads),)
-    kernel[grid](
-        query=args.query, schedule=schedule, partial_output=partial_output, partial_stats=partial_stats,
-        query_stride=args.query.stride(0), query_head_stride=args.query.stride(1), num_warps=warps,
-        launch_pdl=bool(tuning.overlap), maxnreg=tuning.max_registers, **common, **lengths,
-        **cache_arguments(args, config, tuning), **decode_constants(config, tuning, tokens),
-    )  # fmt: skip
-
-
-def grid_of(config: AttentionConfig, tuning: Tuning, sizes: Sizing) -> tuple[int]:
-    """Return the grid of the main kernel."""
-    return (sizes.ctas * -(-config.num_kv_heads // tuning.heads),)
-
-
-def score_scales(config: AttentionConfig) -> tuple[float, float]:
-    """Return what products of a query and a key are multiplied by, and the soft cap, in units of log2 e."""
-    scale, soft_cap = config.scale * LOG2E.value, 1.0
-    if config.logits_soft_cap is not None:
-        scale, soft_cap = 2.0 * scale / config.logits_soft_cap, config.logits_soft_cap * LOG2E.value
-    if config.kv_cache_dtype in QUANTISED_CACHES:
-        scale /= FP16_QUERY_SHRINK.value
-    return scale, soft_cap
-
-
-def cache_arguments(args: AttentionArgs, config: AttentionConfig, tuning: Tuning) -> dict[str, Any]:
-    """Return what a main kernel takes of the cache, its tables and scales, and what it multiplies scores by."""
-    key, value = key_value_views(args.kv_cache, config)
-    quantised = config.kv_cache_dtype in QUANTISED_CACHES
-    score_scale, soft_cap = score_scales(config)
-    return {
-        "key_boxes": _boxes(key, tuning, quantised), "value_boxes": _boxes(value, tuning, quantised),
-        "block_table": args.block_table, "table_stride": args.block_table.stride(0),
-        "table_width": args.block_table.shape[1], "num_blocks": key.shape[0], "q_scale": args.q_scale,
-        "k_scale": args.k_scale, "score_scale": score_scale, "soft_cap": soft_cap,
-    }  # fmt: skip

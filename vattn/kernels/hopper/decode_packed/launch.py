@@ -18,14 +18,14 @@ from vattn.cache.layout import packed_views
 from vattn.config import device as devices
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo, Sizes
-from vattn.config.features import requested_features
 from vattn.kernels.hopper import availability as hopper
 from vattn.kernels.hopper.decode import launch as decode_fast
 from vattn.kernels.hopper.decode.launch import Tuning
-from vattn.kernels.hopper.decode.triton_kernel import LOG2E, QUERY_ROWS, TILE_TOKENS, reduce_kernel
+from vattn.kernels.hopper.decode.triton_kernel import QUERY_ROWS, TILE_TOKENS
 from vattn.kernels.hopper.decode_packed.kernel import decode_packed_kernel
+from vattn.kernels.triton.attention.launch import finish, rows_to_write
 from vattn.ops.arguments import AttentionArgs
-from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.quantization.formats import KV_FORMATS, OUTPUT_FORMATS
 from vattn.quantization.packed import query_factor
 from vattn.quantization.packed.hadamard import block_width, row_shift
 
@@ -57,25 +57,18 @@ HEAD_SIZES = Sizes(values=(64, 128))
 SHORT_HEAD_SIZES = Sizes(values=(128,))
 """With codes of three bits: tensor maps want heads multiples of 16 bytes apart, and 64 columns take 24."""
 
-FEATURES = frozenset({"sliding_window", "logits_soft_cap", "sinks", "lse", "hnd_layout", "kv_scale_per_head"})
-
 
 def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
     """Return why this path cannot run a layer, empty if it can. The general kernel runs what this one refuses."""
-    fmt, found = KV_FORMATS[config.kv_cache_dtype], hopper.refusals(device, config.dtype, decode_fast.DTYPES)
+    fmt = KV_FORMATS[config.kv_cache_dtype]
+    sizes = SHORT_HEAD_SIZES if fmt.packed and any(part.bits == 3 for part in fmt.parts) else HEAD_SIZES
+    found = hopper.layer_refusals(config, device, sizes, decode_fast.BLOCK_SIZES)
     if not fmt.packed or not _is_unpacked(config):
         found.append(f"kv_cache_dtype {fmt.name}")
-    short = fmt.packed and any(part.bits == 3 for part in fmt.parts)
-    sizes = SHORT_HEAD_SIZES if short else HEAD_SIZES
-    if config.head_size not in sizes or config.head_size != config.head_size_v:
-        found.append(f"head sizes {config.head_size} and {config.head_size_v} (runs equal ones of {sizes})")
-    if config.block_size not in decode_fast.BLOCK_SIZES:
-        found.append(f"block_size {config.block_size} (runs {decode_fast.BLOCK_SIZES})")
     if config.group_size > QUERY_ROWS.value:
         found.append(f"{config.group_size} query heads per KV head (runs up to {QUERY_ROWS.value})")
-    if config.attn_type != "decoder" or config.query_format != "none":
-        found.append(f"attn_type {config.attn_type}, query_format {config.query_format} (runs decoder, none)")
-    found += [f"{name} is not implemented" for name in sorted(requested_features(config) - FEATURES)]
+    if config.query_format != "none":
+        found.append(f"query_format {config.query_format} (runs none)")
     return found
 
 
@@ -116,31 +109,17 @@ def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None =
     num_reqs, device = args.seq_lens.shape[0], args.query.device
     tuning = tuning or choose_tuning(config, num_reqs, device)
     sizes = decode_fast.sizing(config, num_reqs, tuning, device)
-    shape = decode_fast.plan_shape(config, num_reqs, num_reqs, device)
-    schedule = next((s for s in args.plan if tuple(s.shape) == shape), None)
-    if schedule is None:
-        schedule = torch.empty(shape, dtype=torch.int32, device=device)
+    schedule, is_new = decode_fast.schedule_of(args, config)
+    if is_new:
         decode_fast.plan(args.query_start_loc, args.seq_lens, schedule, config, tuning)
-    fmt = OUTPUT_FORMATS[config.output_format]
-    output, written = args.output, config
-    if fmt.group_size:
-        output = torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=device)
-        written = config.with_plain_output()
-    partial_output, partial_stats = decode_fast._scratch(args.workspace, config, sizes.max_items, device)
-    common = decode_fast._common_arguments(args, written, output)
-    _launch(args, config, tuning, sizes, schedule, partial_output, partial_stats, common)
-    few = num_reqs <= 4
-    parts = 4 if few else 1
-    programs = min(num_reqs * config.num_heads * parts, 8 * devices.multiprocessors(device))
-    reduce_kernel[(programs,)](
-        schedule=schedule, partial_output=partial_output, partial_stats=partial_stats, max_items=sizes.max_items,
-        num_tokens=num_reqs, TOKENS=1, COLUMNS=config.head_size // parts, SPLITS=128 if few else 16, OVERLAP=False,
-        num_warps=16 // parts if few else 1, launch_pdl=True, **common,
-    )  # fmt: skip
-    if fmt.group_size:
-        from vattn.kernels.triton.attention.launch import _launch_finish
-
-        _launch_finish(args, config, num_reqs, 1, output, None, fmt)
+    finished = not OUTPUT_FORMATS[config.output_format].group_size
+    output, written = rows_to_write(args, config, finished), config if finished else config.with_plain_output()
+    partial = {"schedule": schedule, **decode_fast.scratch(args, config, sizes.max_items)}
+    common = decode_fast.common_arguments(args, written, output)
+    _launch(args, config, tuning, sizes, partial, common)
+    decode_fast.launch_reduction(args, written, partial, common, sizes, most=8)
+    if not finished:
+        finish(args, config, num_reqs, output)
 
 
 def _boxes(codes: Tensor, tuning: Tuning) -> TensorDescriptor:
@@ -182,29 +161,19 @@ def _launch(
     config: AttentionConfig,
     tuning: Tuning,
     sizes: decode_fast.Sizing,
-    schedule: Tensor,
-    partial_output: Tensor,
-    partial_stats: Tensor,
+    partial: dict[str, Tensor],
     common: dict[str, Any],
 ) -> None:
     key, value = packed_views(args.kv_cache, config)
-    log2_e = LOG2E.value
-    score_scale, soft_cap = config.scale * log2_e, 1.0
-    if config.logits_soft_cap is not None:
-        score_scale, soft_cap = 2.0 * score_scale / config.logits_soft_cap, config.logits_soft_cap * log2_e
     short = KV_FORMATS[config.kv_cache_dtype].parts[0].bits == 3
-    names = ("sinks", "output_scale", "output", "lse", "output_stride", "NUM_HEADS", "NUM_KV_HEADS", "HEAD_SIZE")
+    others = {"block_scale", "scale_stride", "group_stride", "GROUPS", "q_scale"}
+    shared = common | decode_fast.step_arguments(args, config)
     decode_packed_kernel[(sizes.ctas * -(-config.num_kv_heads // tuning.heads),)](
-        query=args.query, key_codes=key.codes if short else None, key_boxes=_boxes(key.codes, tuning),
-        value_boxes=_boxes(value.codes, tuning),
-        key_scales=key.scales, value_scales=value.scales, block_table=args.block_table, schedule=schedule,
-        partial_output=partial_output, partial_stats=partial_stats, query_stride=args.query.stride(0),
-        query_head_stride=args.query.stride(1), table_stride=args.block_table.stride(0),
-        table_width=args.block_table.shape[1], num_blocks=key.codes.shape[0],
-        score_scale=score_scale, soft_cap=soft_cap, num_warps=tuning.heads,
-        maxnreg=tuning.max_registers, KEY_STRIDES=_byte_strides(key.scales), VALUE_STRIDES=_byte_strides(value.scales),
+        key_codes=key.codes if short else None, key_boxes=_boxes(key.codes, tuning),
+        value_boxes=_boxes(value.codes, tuning), key_scales=key.scales, value_scales=value.scales,
+        num_blocks=key.codes.shape[0], num_warps=tuning.heads, maxnreg=tuning.max_registers,
+        KEY_STRIDES=_byte_strides(key.scales), VALUE_STRIDES=_byte_strides(value.scales),
         CODE_STRIDES=_byte_strides(key.codes if short else None),
-        k_scale=args.k_scale, v_scale=args.v_scale, MODEL=common["MODEL"], OUTPUT=common["OUTPUT"],
-        KV_SCALE=common["KV_SCALE"], **{name: common[name] for name in names},
+        **{name: value for name, value in shared.items() if name not in others}, **partial,
         **decode_constants(config, tuning),
     )  # fmt: skip

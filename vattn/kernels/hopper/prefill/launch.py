@@ -27,7 +27,6 @@ from vattn.cache.layout import key_value_views
 from vattn.config import device as devices
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo, Sizes
-from vattn.config.features import requested_features
 from vattn.kernels.hopper import availability as hopper
 from vattn.kernels.hopper import fp4_rows
 from vattn.kernels.hopper.decode import launch as decode_fast
@@ -36,18 +35,13 @@ from vattn.kernels.hopper.prefill.load import GROUP_ROWS
 from vattn.kernels.hopper.prefill.schedule import RECORD_WORDS, max_row_tiles, prefill_plan_kernel
 from vattn.kernels.hopper.prefill.shape import Shape
 from vattn.kernels.hopper.prefill.softmax import WIDENED_SHRINK
-from vattn.kernels.triton.attention.launch import as_bytes
+from vattn.kernels.triton.attention.launch import as_bytes, rows_to_write
 from vattn.kernels.triton.common.epilogue import group_constants, groups_fit_heads, row_output
-from vattn.kernels.triton.common.mask import LOG2E
 from vattn.ops.arguments import AttentionArgs
-from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.quantization.formats import OUTPUT_FORMATS
 
-DTYPES = ("float16", "bfloat16")
 HEAD_SIZES = Sizes(values=(64, 128, 256))
 BLOCK_SIZES = Sizes(values=(16, 32, 64, 128, 256))
-FEATURES = frozenset(
-    {"sliding_window", "logits_soft_cap", "sinks", "lse", "hnd_layout", "kv_scale_per_head", "query_scale_per_head"}
-)
 MIN_ROWS_PER_REQUEST = 64
 """On average; below, row tiles of 128 are mostly empty."""
 
@@ -69,9 +63,6 @@ MOST_SOFT_CAP = 1e6
 LEAST_TOGETHER, MOST_TOGETHER = 4096, 8192
 """Query rows per request, on average, of prompts whose row tiles of eight KV heads run side by side: enough that heads
 one after the other leave multiprocessors idle at their ends, and few enough that L2 holds the keys of all."""
-
-_GLUON_DTYPES = {"float16": gl.float16, "bfloat16": gl.bfloat16}
-_SCALE_KINDS = {"none": 0, "tensor": 1, "head": 2}
 
 
 @dataclass(frozen=True)
@@ -162,7 +153,7 @@ def items_of(config: AttentionConfig, num_tokens: int, num_reqs: int, tiles: Til
 
 def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
     """Return why the kernel cannot run a layer, empty if it can. The general kernel runs what this one refuses."""
-    found = hopper.refusals(device, config.dtype, DTYPES)
+    found = hopper.layer_refusals(config, device, HEAD_SIZES, BLOCK_SIZES, {"query_scale_per_head"})
     if config.kv_cache_dtype not in (config.dtype, "fp8_e4m3"):
         found.append(f"kv_cache_dtype {config.kv_cache_dtype} (runs the model dtype and fp8_e4m3)")
     is_fp8 = config.kv_cache_dtype == "fp8_e4m3"
@@ -170,17 +161,10 @@ def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
         found.append(f"query_format {config.query_format} (runs none, and fp8_e4m3 on an fp8_e4m3 cache)")
     if config.query_load != "plain":
         found.append(f"query_load {config.query_load} (runs plain)")
-    if config.head_size not in HEAD_SIZES:
-        found.append(f"head_size {config.head_size} (runs {HEAD_SIZES})")
-    if config.block_size not in BLOCK_SIZES:
-        found.append(f"block_size {config.block_size} (runs {BLOCK_SIZES})")
-    if config.attn_type != "decoder":
-        found.append(f"attn_type {config.attn_type} (runs decoder)")
     if config.scale <= 0:
         found.append(f"scale {config.scale} (runs scales above 0)")
     if (config.logits_soft_cap or 0.0) > MOST_SOFT_CAP:
         found.append(f"logits_soft_cap {config.logits_soft_cap} (runs up to {MOST_SOFT_CAP:g})")
-    found += [f"{name} is not implemented" for name in sorted(requested_features(config) - FEATURES)]
     return found
 
 
@@ -239,18 +223,20 @@ def prefill(args: AttentionArgs, config: AttentionConfig, tiles: TileConfig | No
         return
     tiles = tiles or choose_tiles(config, num_tokens, num_reqs, devices.multiprocessors(args.query.device))
     shape = decode_fast.plan_shape(config, num_tokens, num_reqs, args.query.device)
-    schedule = next((s for s in args.plan if tuple(s.shape) == shape), None)
+    schedule = next((s for s in args.plan if s.shape == shape), None)
     if schedule is None:
         shape = plan_rows(num_tokens, num_reqs, tiles), RECORD_WORDS
         schedule = torch.empty(shape, dtype=torch.int32, device=args.query.device)
         plan(args.query_start_loc, args.seq_lens, schedule, num_tokens, config, tiles)
-    fmt = OUTPUT_FORMATS[config.output_format]
-    output, finished = args.output, not fmt.group_size or computes_scales(config)
-    if not finished:
-        output = torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=output.device)
+    output = rows_to_write(args, config, finishes(config))
     launch(args, config, schedule, output, devices.multiprocessors(args.query.device), tiles)
-    if not finished:
+    if output is not args.output:
         fp4_rows.finish(args, config, num_reqs, output)
+
+
+def finishes(config: AttentionConfig) -> bool:
+    """Return whether the kernel stores what the output format asks for; else another one quantises its rows."""
+    return not OUTPUT_FORMATS[config.output_format].group_size or computes_scales(config)
 
 
 def computes_scales(config: AttentionConfig) -> bool:
@@ -288,11 +274,8 @@ def launch(
     aligned = 16 // query.itemsize
     if query.data_ptr() % 16 or query.stride(0) % aligned or query.stride(1) % aligned or query.stride(2) != 1:
         query = query.contiguous()
-    scale, soft_cap = config.scale * LOG2E.value, 1.0
-    if config.logits_soft_cap is not None:
-        scale, soft_cap = 2.0 * scale / config.logits_soft_cap, config.logits_soft_cap * LOG2E.value
-    if cache == "widened" and config.dtype == "bfloat16":
-        scale /= WIDENED_SHRINK.value
+    shrunk = cache == "widened" and config.dtype == "bfloat16"
+    scale, soft_cap = decode_fast.score_scales(config, WIDENED_SHRINK.value if shrunk else 1.0)
     scales, strides = None, (0, 0)
     if computes_scales(config) and args.output_block_scale is not None:
         scales = args.output_block_scale
@@ -371,9 +354,9 @@ def shape_of(config: AttentionConfig, tiles: TileConfig, late: bool) -> Shape:
         # Tiles of 64 keys, queries of 256 columns and loads want all that shared memory can give.
         HELD=128 if wide and cache == "plain" else 0,
         HALVES=tiles.halves,
-        QUERY_SCALE=_SCALE_KINDS[config.query_scale],
-        KV_SCALE=_SCALE_KINDS[config.kv_scale],
-        MODEL=_GLUON_DTYPES[config.dtype],
+        QUERY_SCALE=decode_fast.SCALE_KINDS[config.query_scale],
+        KV_SCALE=decode_fast.SCALE_KINDS[config.kv_scale],
+        MODEL=decode_fast.DTYPES[config.dtype],
         LATE=late,
         OUTPUT=row_output(config),
         OUTPUT_GROUPS=group_constants(config) if computes_scales(config) else (0, False, False, -1.0, "divide"),

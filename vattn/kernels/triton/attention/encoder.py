@@ -22,7 +22,7 @@ import triton.language as tl
 from vattn.config.attention import AttentionConfig
 from vattn.config.features import requested_features
 from vattn.kernels.triton.attention.kernel import find_request
-from vattn.kernels.triton.attention.launch import TRITON_DTYPES, _launch_finish, as_bytes
+from vattn.kernels.triton.attention.launch import TRITON_DTYPES, as_bytes, finish, rows_to_write
 from vattn.kernels.triton.common.codec import cast, decode, dot
 from vattn.kernels.triton.common.epilogue import load_scale, row_output, store_rows
 from vattn.kernels.triton.common.mask import LOG2E
@@ -196,10 +196,8 @@ def attend(args: VarlenAttentionArgs, config: AttentionConfig, limits: Limits | 
         if fmt.swizzled and args.output_block_scale is not None:
             args.output_block_scale.view(torch.uint8).zero_()
         return
-    output = as_bytes(args.output)
-    if fmt.group_size:
-        # Write the model dtype first: no program has the whole groups that scales need.
-        output = torch.empty(query.shape, dtype=MODEL_DTYPES[config.dtype], device=query.device)
+    # No program has the whole groups that scales need.
+    output = as_bytes(rows_to_write(args, config, finished=not fmt.group_size))
     grid = (num_tokens // constants["BLOCK_M"] + num_reqs + 1, config.num_heads)
     encoder_kernel[grid](
         query=query, key=key, value=value, query_start_loc=args.query_start_loc, kv_start_loc=args.kv_start_loc,
@@ -211,7 +209,7 @@ def attend(args: VarlenAttentionArgs, config: AttentionConfig, limits: Limits | 
         enable_fp_fusion=True, **constants, **options,
     )  # fmt: skip
     if fmt.group_size:
-        _launch_finish(args, config, num_reqs, 1, output, None, fmt)
+        finish(args, config, num_reqs, output)
 
 
 def padded_width(size: int) -> int:

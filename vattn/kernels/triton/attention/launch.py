@@ -27,7 +27,7 @@ from vattn.kernels.triton.common.tiles import (
     padded_widths,
 )
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, VarlenAttentionArgs
-from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, OutputFormat, PackedPart
+from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, PackedPart
 from vattn.quantization.packed import query_factor
 
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -102,7 +102,7 @@ def _attend(
         target_lse = partial_lse if split else args.lse
     _launch_attention(args, config, sources, num_reqs, tiles, limits, target, target_lse)
     if split or later:
-        _launch_finish(args, config, num_reqs, tiles.num_splits, target, target_lse, fmt, limits)
+        finish(args, config, num_reqs, target, tiles.num_splits, target_lse, limits)
 
 
 def _scratch(
@@ -217,16 +217,24 @@ def scale_strides(rows: PackedRows) -> tuple[int, ...]:
     return (0, 0, 0) if rows.scales is None else tuple(rows.scales.stride()[:3])
 
 
-def _launch_finish(
+def rows_to_write(args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, finished: bool) -> Tensor:
+    """Return the output if a kernel stores it finished, else room in the model dtype for what another kernel takes."""
+    if finished:
+        return args.output
+    return torch.empty(args.query.shape, dtype=MODEL_DTYPES[config.dtype], device=args.query.device)
+
+
+def finish(
     args: AttentionArgs | VarlenAttentionArgs,
     config: AttentionConfig,
     num_reqs: int,
-    num_splits: int,
     source: Tensor,
-    source_lse: Tensor | None,
-    fmt: OutputFormat,
+    num_splits: int = 1,
+    source_lse: Tensor | None = None,
     limits: Limits | None = None,
 ) -> None:
+    """Merge splits and quantise rows `[T, H, splits, V]` of the model dtype, or fp32 if split, into the output."""
+    fmt = OUTPUT_FORMATS[config.output_format]
     num_tokens, columns = args.query.shape[0], config.num_heads * config.head_size_v
     constants = finish_constants(config, num_splits > 1, (limits or Limits.of(args.query.device)).native_fp8)
     rows, scale_columns, blocks = num_tokens, 0, 1
