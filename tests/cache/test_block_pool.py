@@ -213,7 +213,7 @@ class PoolTraffic(RuleBasedStateMachine):
 
 
 TestPoolTraffic = PoolTraffic.TestCase
-TestPoolTraffic.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPoolTraffic.settings = settings(max_examples=30, stateful_step_count=30, deadline=None)
 
 
 def test_published_blocks_are_found_taken_and_evicted_last():
@@ -314,4 +314,4 @@ class ContentTraffic(RuleBasedStateMachine):
 
 
 TestContentTraffic = ContentTraffic.TestCase
-TestContentTraffic.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestContentTraffic.settings = settings(max_examples=30, stateful_step_count=25, deadline=None)

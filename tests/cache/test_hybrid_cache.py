@@ -222,7 +222,7 @@ def test_outputs_equal_those_of_one_table_for_all_layers(changes):
     hybrid = Hybrid(**changes)
     rng = random.Random(0)
     requests = [hybrid.request() for _ in range(3)]
-    for _ in range(14):
+    for _ in range(8):
         chosen = [request for request in requests if rng.random() < 0.8] or requests[:1]
         hybrid.compare(chosen, [rng.choice([1, 1, 2, 5, 9]) for _ in chosen])
     for table, _ in requests:
@@ -243,7 +243,7 @@ def test_compiled_models_take_steps_with_groups_in_one_graph():
     hybrid = Hybrid(kinds=Stack.KINDS[:4])
     hybrid.forward = vattn.compile(hybrid.model, backend=backend)
     requests = [hybrid.request() for _ in range(2)]
-    for counts in ([30, 3], [1, 1], [7, 20], [2, 2]):
+    for counts in ([30, 3], [1, 1], [7, 20]):
         hybrid.compare(requests, counts)
     assert len(graphs) == 1
 

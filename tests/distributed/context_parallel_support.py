@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.support import poisoned_empty
+from tests.support import poisoned_empty, relative_l2
 from vattn.cache.layout import row_view
 from vattn.cache.stored_rows import stored_views
 from vattn.config.attention import AttentionConfig
 from vattn.config.dcp import DCPShard
 from vattn.config.mla import MLAConfig
+from vattn.distributed.combine import combine_parts
 from vattn.ops.arguments import AttentionArgs
 
 
@@ -71,6 +72,40 @@ def share(args: Any, config: Any, shard: DCPShard, seed: int = 0, **changes: Any
         config=own.encode(),
         **taken_out,
     )
+
+
+def combined_parts(
+    full: Any,
+    config: Any,
+    shards: Sequence[DCPShard],
+    exact: Callable[..., tuple[Tensor, Tensor]],
+    backend: str,
+    most: tuple[float, float],
+    device: str = "cpu",
+    seed: int = 0,
+) -> tuple[Tensor, Tensor]:
+    """Compare every rank's part of a batch with `exact`, and return what all of them are together.
+
+    Args:
+        most: relative errors of outputs and of log-sum-exps.
+    """
+    name = "mla_attention" if isinstance(config, MLAConfig) else "attention"
+    outputs, logs = [], []
+    for shard in shards:
+        own, args = sharded(config, shard), share(full, config, shard, seed)
+        part, lse = exact(args, own)
+        args = args._replace(config=own.replace(backend=backend).encode())
+        moved = {key: value.to(device) for key, value in args._asdict().items() if isinstance(value, Tensor)}
+        args = args._replace(**moved)
+        getattr(torch.ops.vattn, name)(*args)
+        empty = args.lse == -torch.inf
+        assert torch.equal(empty.cpu(), lse == -torch.inf)
+        assert not args.output[empty].any(), "rows without a key of this rank are zero"
+        assert relative_l2(args.output, part) < most[0]
+        assert relative_l2(args.lse[~empty], lse.to(device, torch.float32)[~empty]) < most[1]
+        outputs.append(args.output)
+        logs.append(args.lse)
+    return combine_parts(outputs, torch.stack(logs), getattr(full, "sinks", None))
 
 
 def _rows(cache: Tensor, config: Any) -> Sequence[Tensor]:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import vattn
-from tests.distributed.context_parallel_support import ranks, sharded, share
+from tests.distributed.context_parallel_support import combined_parts, ranks
 from tests.layers.mla_support import exact, make_mla_config, random_mla_batch
 from tests.support import make_config, random_paged_batch, relative_l2
 from vattn.distributed import ContextParallel, DCPShard
@@ -66,7 +66,7 @@ MASKS = {
 }
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(st.data(), WORLDS, INTERLEAVES, st.sampled_from(list(MASKS)), st.integers(0, 1 << 16))
 def test_parts_combined_are_one_rank(data: st.DataObject, world: int, interleave: int, mask: str, seed: int) -> None:
     """Every rank's part by the reference and by TORCH_SDPA; together, what one rank computes of the whole cache."""
@@ -75,24 +75,15 @@ def test_parts_combined_are_one_rank(data: st.DataObject, world: int, interleave
     config = make_config(block_size=8, lse=True, **MASKS[mask])
     full = random_paged_batch(config, queries, lengths, seed=seed, num_padding_tokens=1, num_padding_reqs=1)
     expected, expected_lse = reference.paged_attention(full.args, config)
-    outputs, logs = [], []
-    for shard in ranks(world, interleave):
-        own = sharded(config, shard)
-        args = share(full.args, config, shard, seed)
-        part, lse = reference.paged_attention(args, own)
-        torch.ops.vattn.attention(*args._replace(config=own.replace(backend="TORCH_SDPA").encode()))
-        assert relative_l2(args.output, part) < 1e-5 and torch.allclose(args.lse, lse, atol=1e-5)
-        assert torch.equal(args.lse == -torch.inf, lse == -torch.inf)
-        assert not args.output[lse == -torch.inf].any(), "rows without a key of this rank are zero"
-        outputs.append(args.output)
-        logs.append(args.lse)
-    got, got_lse = combine_parts(outputs, torch.stack(logs), full.args.sinks)
+    got, got_lse = combined_parts(
+        full.args, config, ranks(world, interleave), reference.paged_attention, "TORCH_SDPA", (1e-5, 1e-5), seed=seed
+    )
     real = sum(queries)
     assert relative_l2(got[:real], expected[:real]) < 1e-5
     assert torch.allclose(got_lse[:real], expected_lse[:real], atol=1e-5)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.data(), WORLDS, INTERLEAVES, st.booleans(), st.integers(0, 1 << 16))
 def test_latent_parts_combined_are_one_rank(
     data: st.DataObject, world: int, interleave: int, sparse: bool, seed: int
@@ -103,15 +94,7 @@ def test_latent_parts_combined_are_one_rank(
     config = make_mla_config(lse=True, sparse=sparse)
     full = random_mla_batch(config, queries, lengths, seed=seed, padding_tokens=1, padding_reqs=1, topk=5)
     expected, expected_lse = exact(full, config)
-    outputs, logs = [], []
-    for shard in ranks(world, interleave):
-        own, args = sharded(config, shard), share(full, config, shard, seed)
-        part, lse = exact(args, own)
-        torch.ops.vattn.mla_attention(*args._replace(config=own.replace(backend="TORCH_MLA").encode()))
-        assert relative_l2(args.output, part) < 1e-5 and torch.allclose(args.lse.double(), lse, atol=1e-5)
-        outputs.append(args.output)
-        logs.append(args.lse)
-    got, got_lse = combine_parts(outputs, torch.stack(logs))
+    got, got_lse = combined_parts(full, config, ranks(world, interleave), exact, "TORCH_MLA", (1e-5, 1e-5), seed=seed)
     assert relative_l2(got, expected) < 1e-5
     assert torch.allclose(got_lse.double(), expected_lse, atol=1e-5)
 
@@ -131,6 +114,7 @@ def test_combine_of_empty_and_extreme_parts() -> None:
     assert torch.allclose(joint_lse(logs), torch.logsumexp(logs, 0), atol=1e-6)
 
 
+@settings(max_examples=20)
 @given(st.data(), WORLDS, INTERLEAVES)
 def test_builders_of_all_ranks_share_the_tokens(data: st.DataObject, world: int, interleave: int) -> None:
     """Each token has one slot on one rank, where its shard says; lengths add up; metadata passes its own check."""

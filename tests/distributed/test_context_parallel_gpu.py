@@ -16,11 +16,10 @@ import torch.multiprocessing as multiprocessing
 from torch import Tensor, nn
 
 import vattn
-from tests.distributed.context_parallel_support import ranks, sharded, share
+from tests.distributed.context_parallel_support import combined_parts, ranks
 from tests.layers.mla_support import exact, make_mla_config, random_mla_batch
 from tests.support import make_config, random_paged_batch, relative_l2
 from vattn.distributed import ContextParallel, DCPShard
-from vattn.distributed.combine import combine_parts
 from vattn.ops.reference import attention as reference
 
 pytestmark = pytest.mark.gpu
@@ -42,10 +41,6 @@ MASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def to_gpu(args: Any) -> Any:
-    return args._replace(**{name: value.cuda() for name, value in args._asdict().items() if isinstance(value, Tensor)})
-
-
 @pytest.mark.parametrize("queries", [DECODE, SEVERAL, PROMPTS], ids=["decode", "several", "prompts"])
 @pytest.mark.parametrize("mask", list(MASKS))
 @pytest.mark.parametrize(("world", "interleave"), [(2, 1), (3, 16)])
@@ -56,16 +51,9 @@ def test_parts_of_attention(queries: list[int], mask: str, world: int, interleav
     )
     full = random_paged_batch(config, queries, LENGTHS, num_padding_tokens=sum(queries) % 2)
     expected, expected_lse = reference.paged_attention(full.args, config)
-    outputs, logs = [], []
-    for shard in ranks(world, interleave):
-        own, args = sharded(config, shard, backend="TRITON_ATTN"), share(full.args, config, shard)
-        part, lse = reference.paged_attention(args, own)
-        args = to_gpu(args._replace(config=own.encode()))
-        torch.ops.vattn.attention(*args)
-        assert relative_l2(args.output, part) < ROUNDED and relative_l2(args.lse, lse) < 1e-3
-        outputs.append(args.output)
-        logs.append(args.lse)
-    got, got_lse = combine_parts(outputs, torch.stack(logs))
+    got, got_lse = combined_parts(
+        full.args, config, ranks(world, interleave), reference.paged_attention, "TRITON_ATTN", (ROUNDED, 1e-3), "cuda"
+    )
     assert relative_l2(got, expected) < ROUNDED and relative_l2(got_lse, expected_lse) < 1e-3
 
 
@@ -78,16 +66,7 @@ def test_parts_of_latent_attention(queries: list[int], latent: int, sparse: bool
     )  # fmt: skip
     full = random_mla_batch(config, queries, LENGTHS, topk=48)
     expected, _ = exact(full, config)
-    outputs, logs = [], []
-    for shard in ranks(2, 16):
-        own, args = sharded(config, shard, backend="TRITON_MLA"), share(full, config, shard)
-        part, lse = exact(args, own)
-        args = to_gpu(args._replace(config=own.encode()))
-        torch.ops.vattn.mla_attention(*args)
-        assert relative_l2(args.output, part) < 2 * ROUNDED and relative_l2(args.lse, lse.float()) < 1e-2
-        outputs.append(args.output)
-        logs.append(args.lse)
-    got, _ = combine_parts(outputs, torch.stack(logs))
+    got, _ = combined_parts(full, config, ranks(2, 16), exact, "TRITON_MLA", (2 * ROUNDED, 1e-2), "cuda")
     assert relative_l2(got, expected) < 2 * ROUNDED
 
 

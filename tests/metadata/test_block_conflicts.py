@@ -133,7 +133,7 @@ def test_what_is_refused_is_what_plain_python_refuses(window: int | None) -> Non
     rng = random.Random(1)
     builder = make(8, layers=[config(window)])
     seen = {True: 0, False: 0}
-    for _ in range(1500):
+    for _ in range(500):
         count = rng.randint(1, 4)
         lengths = [rng.randint(1, 48) for _ in range(count)]
         queries = [rng.choice([1, rng.randint(1, length)]) for length in lengths]
@@ -156,7 +156,7 @@ def test_what_is_refused_is_what_plain_python_refuses(window: int | None) -> Non
             assert wrong, (queries, lengths, tables)
         else:
             assert not wrong, (queries, lengths, tables)
-    assert min(seen.values()) > 300, seen
+    assert min(seen.values()) > 100, seen
 
 
 def test_blocks_behind_windows_are_nobodys() -> None:

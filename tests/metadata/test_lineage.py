@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import re
 from collections.abc import Callable
 from random import Random
 from typing import Any
@@ -121,24 +122,14 @@ def entrances() -> dict[str, Callable[[AttentionMetadata], object]]:
     }
 
 
-ENTRANCES = (
-    "paged_attention()",
-    "kept_rows()",
-    "fast_prefill()",
-    "build_for_drafting()",
-    "check()",
-    "inputs() of an exported step",
-)
-
-
-@pytest.mark.parametrize("name", ENTRANCES)
-def test_every_entrance_refuses_an_older_step(name: str) -> None:
-    enter, builder = entrances()[name], make_builder()
-    step = builder.build([2, 3], [2, 3], TABLES)
-    enter(step)
-    builder.build([3, 2], [3, 2], TABLES)
-    with refused(name.replace("(", r"\(").replace(")", r"\)")):
+def test_every_entrance_refuses_an_older_step() -> None:
+    for name, enter in entrances().items():
+        builder = make_builder()
+        step = builder.build([2, 3], [2, 3], TABLES)
         enter(step)
+        builder.build([3, 2], [3, 2], TABLES)
+        with refused(re.escape(name)):
+            enter(step)
 
 
 def layer_kinds() -> dict[str, tuple[Any, Callable[[int], Any], tuple[Tensor, ...] | list[Tensor]]]:
@@ -185,13 +176,13 @@ def layer_kinds() -> dict[str, tuple[Any, Callable[[int], Any], tuple[Tensor, ..
     "kind", ["Attention", "DifferentialAttention", "EncoderOnlyAttention", "MLAAttention", "CrossAttention"]
 )
 def test_compiled_layers_refuse_older_steps_and_compile_once(kind: str) -> None:
-    """Twenty steps of other numbers make one graph; an older one is refused with our own error, and breaks nothing."""
+    """Ten steps of other numbers make one graph; an older one is refused with our own error, and breaks nothing."""
     layer, build, inputs = layer_kinds()[kind]
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     run = vattn.compile(layer, fullgraph=True, backend="eager")
     with torch.no_grad():
-        for cached in range(2, 22):
+        for cached in range(2, 12):
             step = build(cached)
             with vattn.forward_context(step):
                 run(*inputs)
@@ -312,6 +303,9 @@ def test_steps_that_the_device_moves_on() -> None:
                 run(older)
     fresh, copied = step.decode_metadata, dataclasses.replace(step)
     step.advance_step(inputs, tokens, 16, 2, 2)
+    with refused(r"advance_step\(\)"):  # a copy shares the tensors, not the numbers on the host
+        copied.advance_step(inputs, tokens, 16, 2, 2)
+    assert step.seq_lens_tensor.tolist() == [8, 12] == step.seq_lens
     newest = builder.build([1, 1], [5, 9], [[9, 3], [22, 8]])
     # Also where nobody has asked a half, or a copy, for what layers take.
     for stale in (step, fresh, copied):
@@ -323,19 +317,6 @@ def test_steps_that_the_device_moves_on() -> None:
             run(stale.common)
     assert newest.seq_lens_tensor.tolist() == [5, 9]
     run(newest.common)
-
-
-def test_a_copy_of_a_step_that_was_moved_on_does_not_follow() -> None:
-    """It shares the tensors of the step, which hold the next one, but not its numbers on the host."""
-    builder = builder_for(Greedy("TORCH_SDPA", torch.float32, "cpu"))
-    step = builder.build([1, 1], [5, 9], [[9, 3], [22, 8]], num_lookahead_slots=3)
-    copied, tokens = dataclasses.replace(step), torch.zeros(2, dtype=torch.int64)
-    inputs = vattn.DecodeInput(tokens.clone(), tokens.clone())
-    step.advance_step(inputs, tokens, 16, 2, 2)
-    with refused(r"advance_step\(\)"):
-        copied.advance_step(inputs, tokens, 16, 2, 2)
-    assert step.seq_lens_tensor.tolist() == [6, 10] == step.seq_lens
-    step.advance_step(inputs, tokens, 16, 2, 2)
 
 
 @given(st.lists(st.sampled_from(["build", "advance", "refused", "copy"]), max_size=12), st.randoms())
@@ -396,26 +377,13 @@ def wrong_calls() -> dict[str, tuple[type[VattnError], Callable[[], object]]]:
     }  # fmt: skip
 
 
-WRONG_CALLS = (
-    "a block size that is a text",
-    "a block size of none",
-    "blocks that are a text",
-    "a builder's check of nothing",
-    "rows of a builder",
-    "rows that are a list",
-    "rows that are a number",
-    "a replay of nothing",
-    "a step of nothing",
-    "inputs that are one tensor",
-    "inputs that are a number",
-)
-
-
-@pytest.mark.parametrize("name", WRONG_CALLS)
-def test_what_is_no_step_is_refused(name: str) -> None:
-    error, call = wrong_calls()[name]
-    with pytest.raises(error):
-        call()
+def test_what_is_no_step_is_refused() -> None:
+    for name, (error, call) in wrong_calls().items():
+        try:
+            call()
+        except error:
+            continue
+        raise AssertionError(f"{name} is not refused")
 
 
 def test_a_layer_with_fewer_blocks_than_the_builder_is_for_is_refused() -> None:

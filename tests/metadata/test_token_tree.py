@@ -21,7 +21,7 @@ def test_the_bias_of_a_known_tree() -> None:
     assert SIX.depths == (0, 1, 1, 2, 2, 2, 2)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(tree=random_trees(20))
 def test_a_row_sees_itself_and_those_whose_path_begins_its_own(tree: TokenTree) -> None:
     bias = tree.bias()
@@ -176,7 +176,7 @@ def test_layers_with_tables_of_their_own_are_refused() -> None:
         vattn.move_slots(layers, torch.tensor([1]), torch.tensor([2]))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(paths=st.lists(st.lists(st.integers(-1, 2), max_size=3), max_size=5))
 def test_any_paths_are_refused_or_a_tree(paths: list[list[int]]) -> None:
     nodes = [tuple(path) for path in paths]
