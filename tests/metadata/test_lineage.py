@@ -23,7 +23,7 @@ from tests.layers.layer_support import BLOCK, HEADS, KV_HEADS, SIZE, make_builde
 from tests.metadata.flash_steps import Greedy, builder_for
 from tests.support import make_config
 from vattn.compilation.export import ExportedStep
-from vattn.errors import ConfigError, MetadataError, ShapeError, VattnError
+from vattn.errors import MetadataError, ShapeError, VattnError
 from vattn.metadata.attention_metadata import AttentionMetadata
 
 TABLES = [[3, 5, 6, 1], [2, 7, 4, 0]]
@@ -370,11 +370,7 @@ def wrong_calls() -> dict[str, tuple[type[VattnError], Callable[[], object]]]:
         "rows that are a number": (ShapeError, lambda: vattn.kept_rows(torch.tensor(1.0), step)),
         "a replay of nothing": (MetadataError, lambda: runner(*inputs(step), metadata=None)),  # type: ignore[arg-type]
         "a step of nothing": (MetadataError, lambda: runner.build(None, [1], [[1]])),  # type: ignore[arg-type]
-        "inputs that are one tensor": (
-            ConfigError, lambda: vattn.CUDAGraphRunner(layer, [2], builder, lambda step: inputs(step)[0])  # type: ignore[arg-type]
-        ),
-        "inputs that are a number": (ConfigError, lambda: vattn.CUDAGraphRunner(layer, [2], builder, lambda step: 3)),  # type: ignore[arg-type]
-    }  # fmt: skip
+    }
 
 
 def test_what_is_no_step_is_refused() -> None:

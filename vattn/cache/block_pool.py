@@ -141,8 +141,7 @@ class BlockPool:
         Raises:
             BlockError: the block is unknown or free, or has another key.
         """
-        if not self.references(block_id):
-            self._check_owned(Counter([block_id]), forking=True)
+        self._check_owned(Counter([block_id]), forking=True)
         if self._keys.get(block_id, key) != key:
             raise BlockError(
                 f"block {block_id} has key {self._keys[block_id]!r} and was given {key!r}",

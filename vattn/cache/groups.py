@@ -99,7 +99,6 @@ class Grouping:
         bytes_per_block: bytes that one block id takes over all storages, whichever group has it.
         request_bytes, used_bytes: of one request of `max_seq_len` tokens: what its blocks take, and what its layers use
             of that.
-        max_seq_len: the length that the grouping was chosen for.
     """
 
     groups: tuple[KVCacheGroup, ...]
@@ -107,7 +106,6 @@ class Grouping:
     bytes_per_block: int
     request_bytes: int
     used_bytes: int
-    max_seq_len: int
 
     @property
     def waste(self) -> float:
@@ -234,7 +232,6 @@ def _with_storages(specs: Mapping[str, KVCacheSpec], groups: Sequence[tuple[str,
         bytes_per_block=per_block,
         request_bytes=per_block * sum(blocks),
         used_bytes=sum(count * group.content_bytes for count, group in zip(blocks, placed, strict=True)),
-        max_seq_len=max_seq_len,
     )
 
 

@@ -205,7 +205,7 @@ def _conflict(block: int, writer: int, other: int, stride: int, name: Callable[[
         for place in (writer, other)
     )
     return MetadataError(
-        f"block {block} is written in this step by {first} and used by {second}",
+        f"block {block} is written by {first} and used by {second}",
         "requests may share blocks that they only read, or a prefix that one of them stores",
         "copy a shared block before writing to it (BlockTable.append), and put 0 for blocks that a window has left",
     )

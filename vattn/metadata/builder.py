@@ -83,8 +83,8 @@ class AttentionMetadataBuilder:
         (1, 1)
     """
 
-    _one_table = True
-    """Whether all layers read their blocks from the same table."""
+    _num_tables = 1
+    """Block tables of a step."""
 
     def __init__(
         self,
@@ -149,11 +149,12 @@ class AttentionMetadataBuilder:
             tree_size=max_tree_size,
             encoder_len=max_encoder_len,
             encoder_tokens=_capacity("max_encoder_tokens", max_encoder_tokens, 0),
+            tables=self._num_tables,
             dcp_shard=None if context_parallel is None else context_parallel.dcp_shard,
         )
         self.table_width = limits.table_width
         with telling_others(context_parallel):
-            found = find_layers(given, limits, self.device, context_parallel, self._one_table)
+            found = find_layers(given, limits, self.device, context_parallel)
         self.backends, self.num_blocks, self._sink_layers = found.backends, found.num_blocks, found.sink_layers
         reserved = max((layer.sink_len // block_size for layer in self._sink_layers), default=0)
         self._limits = dataclasses.replace(limits, num_blocks=self.num_blocks, reserved_blocks=reserved)

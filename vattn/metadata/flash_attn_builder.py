@@ -12,7 +12,7 @@ from vattn.config.arguments import integer, read_count
 from vattn.config.attention import AttentionConfig
 from vattn.errors import ConfigError, MetadataError
 from vattn.metadata.attention_metadata import AttentionMetadata, CaptureKey
-from vattn.metadata.block_conflicts import used_entries
+from vattn.metadata.block_conflicts import refuse_conflicts, used_entries
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.flash_attn import FlashAttentionMetadata
 from vattn.metadata.inputs import Lengths, check_count, is_decode, over_capacity, read_integers, read_table
@@ -197,21 +197,12 @@ class FlashAttentionMetadataBuilder:
 
     def _check_coming(self, table: Tensor, queries: Tensor, lengths: Tensor, lookahead: int) -> None:
         """Refuse blocks that the device will write in later steps and that another entry uses."""
-        size, columns = self._inner.block_size, torch.arange(table.shape[1]).unsqueeze(0)
+        size, columns, contexts = self._inner.block_size, torch.arange(table.shape[1]), lengths - queries
         now, then = (-(-count // size) for count in (lengths, lengths + lookahead))
-        used = used_entries(self._inner._conflicts.reaches, table.shape[1], then, lengths - queries, size)
+        used = used_entries(self._inner._conflicts.reaches, table.shape[1], then, contexts, size)
         coming = used & (columns >= now.unsqueeze(1))
-        blocks = table[coming]
-        if int((torch.isin(table, blocks) & used).sum()) == len(blocks):
-            return
-        place = next(place for place in coming.nonzero() if int(((table == table[tuple(place)]) & used).sum()) > 1)
-        row, column = place.tolist()
-        raise MetadataError(
-            f"request {row}: entry {column} of the block table, for tokens to come, is block {int(table[row, column])},"
-            " which another entry of the tables of this step names too",
-            "blocks of their own for tokens to come",
-            "check the block allocator",
-        )
+        places = coming.view(-1).nonzero().squeeze(1)
+        refuse_conflicts(table, used, places, table[coming] * size, contexts, size)
 
     def _offsets(self, common: AttentionMetadata) -> tuple[Tensor, Tensor]:
         """Write what follows from the lengths, on the device, in buffers that stay."""

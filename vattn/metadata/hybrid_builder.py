@@ -18,22 +18,7 @@ from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.checks import check_block_table, check_slots
 from vattn.metadata.hybrid import GroupedMetadata
 from vattn.metadata.inputs import Lengths, Masks, read_integers, read_step
-from vattn.metadata.staging import Staging, fill_table
 from vattn.metadata.step import Step, most_held
-
-
-class _TableBuffers:
-    """Block table and slots of one group, for a whole capacity: on the device, or pinned on the host for staging."""
-
-    def __init__(self, builder: GroupedMetadataBuilder, device: torch.device, pinned: bool) -> None:
-        shape = (builder.max_num_reqs, builder.table_width)
-        self.block_table = torch.zeros(shape, dtype=torch.int32, device=device, pin_memory=pinned)
-        self.slot_mapping = torch.zeros(builder.max_num_tokens, dtype=torch.int64, device=device, pin_memory=pinned)
-
-    def fill(self, step: Step, num_reqs: int, num_tokens: int) -> None:
-        fill_table(self.block_table, step.table, num_reqs)
-        self.slot_mapping[: step.slots.shape[0]] = step.slots
-        self.slot_mapping[step.slots.shape[0] : num_tokens] = -1
 
 
 class GroupedMetadataBuilder(AttentionMetadataBuilder):
@@ -61,26 +46,16 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         [[64], [112]]
     """
 
-    _one_table = False
-
     def __init__(self, *capacity: Any, layers: nn.Module | None = None, **options: Any) -> None:
         if not isinstance(layers, nn.Module):
             raise ConfigError(
                 f"layers of type {type(layers).__name__}", "the model: its layers know their groups", "layers=model"
             )
-        super().__init__(*capacity, layers=layers, **options)
         self.groups = _groups_of(layers)
         self._own = [group for group in self.groups if group.kind != "cross"]
+        self._num_tables = max(1, len(self._own))
+        super().__init__(*capacity, layers=layers, **options)
         self._clusters = _clusters(layers, self._own)
-        self._others: list[Step] = []
-        """The steps of the other groups, as they were read last."""
-        extra = max(0, len(self._own) - 1)
-        with torch.inference_mode(False):
-            self._tables = [_TableBuffers(self, self.device, pinned=False) for _ in range(extra)]
-            host = torch.device("cpu")
-            self._table_staging = Staging(
-                self._tables, lambda: [_TableBuffers(self, host, pinned=True) for _ in range(extra)], self.device
-            )
 
     def build(  # type: ignore[override]
         self,
@@ -120,14 +95,10 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
             options["capture_key"] = self._own_key(capture_key)
         first = super().build(query_lens, seq_lens, block_tables, slot_mapping=slot_mapping, **options)
         num_reqs, num_tokens = first.seq_lens.shape[0], first.slot_mapping.shape[0]
-        self._write_tables(num_reqs, num_tokens)
-        parts = {0: first}
-        for index, table in enumerate(self._tables, 1):
-            parts[index] = dataclasses.replace(
-                first,
-                block_table=table.block_table[:num_reqs].data,
-                slot_mapping=table.slot_mapping[:num_tokens].data,
-            )
+        parts = [first]
+        for table, slots in zip(self._buffers.block_tables[1:], self._buffers.slot_mappings[1:], strict=True):
+            part = dataclasses.replace(first, block_table=table[:num_reqs].data, slot_mapping=slots[:num_tokens].data)
+            parts.append(part)
         # Encoder states have tables of their own among the fields that all parts share.
         order = tuple(parts[group.index] if group.kind != "cross" else first for group in self.groups)
         fields = {field.name: getattr(first, field.name) for field in dataclasses.fields(AttentionMetadata)}
@@ -156,7 +127,7 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         elif self._own:
             held = torch.as_tensor(most_held(self._limits.dcp_shard, steps[0].seq_lens))
             check_block_table(steps[0].table, held, self.block_size, self.num_blocks)
-        self._others = steps[1:]
+        steps[0].others = steps[1:]
         return steps[0]
 
     def advance(self, metadata: AttentionMetadata, new_blocks: Sequence[Any] | Tensor) -> AttentionMetadata:
@@ -222,19 +193,11 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
 
     def _own_key(self, captured: CaptureKey) -> CaptureKey:
         """Return the first group's part of a key, after comparing the others'."""
-        own = tuple(tensor.data_ptr() for table in self._tables for tensor in (table.block_table, table.slot_mapping))
+        tables = zip(self._buffers.block_tables[1:], self._buffers.slot_mappings[1:], strict=True)
+        own = tuple(tensor.data_ptr() for pair in tables for tensor in pair)
         split = len(captured.buffers) - len(own)
         refuse_contradiction(captured, captured._replace(buffers=(*captured.buffers[:split], *own)))
         return captured._replace(buffers=captured.buffers[:split])
-
-    def _write_tables(self, num_reqs: int, num_tokens: int) -> None:
-        """Fill a staging set and enqueue its copies, as `AttentionMetadataBuilder` does for everything else."""
-        for source, target, step in zip(self._table_staging.next(), self._tables, self._others, strict=True):
-            source.fill(step, num_reqs, num_tokens)
-            if source is not target:
-                target.block_table[:num_reqs].copy_(source.block_table[:num_reqs], non_blocking=True)
-                target.slot_mapping[:num_tokens].copy_(source.slot_mapping[:num_tokens], non_blocking=True)
-        self._table_staging.copied()
 
 
 def _groups_of(model: nn.Module) -> tuple[CacheGroup, ...]:

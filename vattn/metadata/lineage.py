@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 from vattn.cache.bindings import CacheBindings
 from vattn.errors import CacheError, MetadataError
@@ -85,21 +85,14 @@ def called(layer: Any) -> str:
     return f"layer {layer.prefix!r}" if hasattr(layer, "prefix") else type(layer).__name__
 
 
-class OfBuilder(Protocol):
-    """Metadata that knows which step of its builder it is."""
-
-    _built: BuiltStep | None
-
-
-def is_rewritten(metadata: OfBuilder) -> bool:
+def is_rewritten(metadata: Any) -> bool:
     """Return whether its builder has written a later step over this one; reads nothing that varies by step."""
-    built = metadata._built
+    built: BuiltStep | None = metadata._built
     return built is not None and built.rewritten is not None
 
 
-def rewritten(metadata: OfBuilder, where: str) -> MetadataError:
+def rewritten(metadata: Any, where: str) -> MetadataError:
     """Return the error of `where`, which got such a step."""
-    assert metadata._built is not None
     return MetadataError(
         f"{where} got {metadata._built.rewritten}",
         "the newest step of a builder, all of whose steps share their tensors",

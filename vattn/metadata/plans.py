@@ -98,14 +98,12 @@ def find_layers(
     limits: Limits,
     device: torch.device,
     context_parallel: ContextParallel | None,
-    one_table: bool,
 ) -> FoundLayers:
     """Return what a builder must know of its layers, or refuse those that it cannot build for.
 
     Args:
         layers: what `all_layers` returned.
         limits: the capacity of a step; without a number of blocks, that of the layers is taken.
-        one_table: all layers read their blocks from the same table.
     """
     found = FoundLayers(limits.num_blocks)
     for layer in layers:
@@ -129,7 +127,7 @@ def find_layers(
         # The schedule of cross attention would need other lengths; no backend has one.
         planned = config.attn_type != "encoder_decoder" and not config.context_parallel
         # A plan made on the host holds the pages of one block table.
-        planned = planned and not (backend.host_plan_size(config) and (sink_len or not one_table))
+        planned = planned and not (backend.host_plan_size(config) and (sink_len or limits.tables > 1))
         if planned and backend.plan_shape(config, limits.num_tokens, limits.num_reqs, limits.table_width):
             key = plan_key(backend.plan_key(config), sink_len)
             found.sink_lens[key] = sink_len

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,9 +12,6 @@ from vattn.metadata.step import Limits, Step
 
 _ALIGNMENT = 64
 """Rows of the small buffers start on multiples of this many elements, so that kernels may assume aligned addresses."""
-
-
-Buffers = TypeVar("Buffers")
 
 
 class StepBuffers:
@@ -29,8 +25,10 @@ class StepBuffers:
         self.query_start_loc, self.seq_lens, self.causal_flags, self.tree_id, *rest = self.requests.unbind()
         self.encoder_seq_lens, self.new_encoder, self.logits_start_loc, self.local_seq_lens, *rest = rest
         self.prefix_lens, self.prefix_start_loc = rest
-        self.slot_mapping, self.positions = zeros(2, _round_up(limits.num_tokens), dtype=torch.int64).unbind()
-        self.block_table = zeros(limits.num_reqs, limits.table_width)
+        rows = zeros(1 + limits.tables, _round_up(limits.num_tokens), dtype=torch.int64)
+        self.positions, *self.slot_mappings = rows.unbind()
+        self.block_tables = [zeros(limits.num_reqs, limits.table_width) for _ in range(limits.tables)]
+        self.slot_mapping, self.block_table = self.slot_mappings[0], self.block_tables[0]
         self.entries = zeros(2 * limits.num_reqs, dtype=torch.int64)
         self.cross_block_table = zeros(limits.num_reqs, limits.cross_table_width)
         self.mm_ranges = zeros(limits.num_reqs, limits.mm_ranges, 2)
@@ -40,9 +38,10 @@ class StepBuffers:
         """Write a step and its padding; on the host."""
         _fill_offsets(self.query_start_loc, step.query_lens, num_reqs)
         _fill(self.seq_lens, step.seq_lens, num_reqs)
-        _fill(self.slot_mapping, step.slots, num_tokens, -1)
         _fill(self.positions, step.positions, num_tokens)
-        fill_table(self.block_table, step.table, num_reqs)
+        for slots, table, part in zip(self.slot_mappings, self.block_tables, (step, *step.others), strict=True):
+            _fill(slots, part.slots, num_tokens, -1)
+            _fill_table(table, part.table, num_reqs)
         if isinstance(step.causal, Tensor):
             _fill(self.causal_flags, step.causal, num_reqs, 1)
         if step.tree_bias is not None and step.tree_id is not None:
@@ -54,7 +53,7 @@ class StepBuffers:
         if step.cross is not None:
             _fill(self.encoder_seq_lens, step.cross.lengths, num_reqs)
             _fill(self.new_encoder, step.cross.new, num_reqs)
-            fill_table(self.cross_block_table, step.cross.table, num_reqs)
+            _fill_table(self.cross_block_table, step.cross.table, num_reqs)
         if step.held is not None:
             _fill(self.local_seq_lens, step.held, num_reqs)
         if step.num_logits is not None:
@@ -66,9 +65,11 @@ class StepBuffers:
     def pieces(self, to: StepBuffers, step: Step, num_reqs: int, num_tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the contiguous pieces of a step: staged here, and where they go."""
         yield self.requests, to.requests
-        yield self.slot_mapping[:num_tokens], to.slot_mapping[:num_tokens]
         yield self.positions[:num_tokens], to.positions[:num_tokens]
-        yield self.block_table[:num_reqs], to.block_table[:num_reqs]
+        for here, there in zip(self.slot_mappings, to.slot_mappings, strict=True):
+            yield here[:num_tokens], there[:num_tokens]
+        for here, there in zip(self.block_tables, to.block_tables, strict=True):
+            yield here[:num_reqs], there[:num_reqs]
         if step.mm_ranges is not None:
             yield self.mm_ranges[:num_reqs], to.mm_ranges[:num_reqs]
         if step.tree_bias is not None:
@@ -115,7 +116,7 @@ class StepBuffers:
         )
 
 
-class Staging(Generic[Buffers]):
+class Staging:
     """Where a step is written before it is copied to the device: two sets of host buffers in turn.
 
     The host fills one while the device may still be reading the other. Where the buffers themselves are the host's,
@@ -127,13 +128,13 @@ class Staging(Generic[Buffers]):
         device: of `buffers`.
     """
 
-    def __init__(self, buffers: Buffers, make: Callable[[], Buffers], device: torch.device) -> None:
+    def __init__(self, buffers: StepBuffers, make: Callable[[], StepBuffers], device: torch.device) -> None:
         apart = device.type == "cuda"
         self._sets = [make(), make()] if apart else [buffers]
         self._copied = [torch.cuda.Event() for _ in self._sets] if apart else []
         self._device, self._turn = device, 0
 
-    def next(self) -> Buffers:
+    def next(self) -> StepBuffers:
         """Return the set to fill, once the device has read what was copied out of it."""
         self._turn = (self._turn + 1) % len(self._sets)
         if self._copied:
@@ -166,7 +167,7 @@ def _fill(to: Tensor, values: Tensor, count: int, padding: int = 0) -> None:
         to[values.shape[0] : count] = padding
 
 
-def fill_table(to: Tensor, table: Tensor, num_reqs: int) -> None:
+def _fill_table(to: Tensor, table: Tensor, num_reqs: int) -> None:
     """Write a block table, padded with 0 to `num_reqs` rows and the width of `to`; wider columns are left out."""
     rows, columns = table.shape[0], min(table.shape[1], to.shape[1])
     to[:rows, :columns] = table[:, :columns]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -25,6 +26,8 @@ class Limits:
     encoder_tokens: int = 0
     reserved_blocks: int = 0
     """Blocks from block 1 on that hold sinks."""
+    tables: int = 1
+    """Block tables of a step, one for each group of layers."""
     dcp_shard: DCPShard | None = None
     """The share of each request's tokens that this rank's cache holds; `None`: all."""
 
@@ -66,6 +69,8 @@ class Step:
     num_tokens: int = 0
     max_query_len: int = 0
     max_seq_len: int = 0
+    others: Sequence[Step] = ()
+    """The same step in the tables of further groups."""
 
 
 def most_held(shard: DCPShard | None, length: Number) -> Number:
