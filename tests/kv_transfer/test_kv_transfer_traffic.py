@@ -202,7 +202,7 @@ class TransferTraffic(RuleBasedStateMachine):
 
 
 TestTransferTraffic = TransferTraffic.TestCase
-TestTransferTraffic.settings = settings(max_examples=50, stateful_step_count=15, deadline=None)
+TestTransferTraffic.settings = settings(max_examples=20, stateful_step_count=12, deadline=None)
 
 
 def test_traffic_through_files(tmp_path):
@@ -211,4 +211,4 @@ def test_traffic_through_files(tmp_path):
     class ThroughFiles(TransferTraffic):
         folder = tmp_path
 
-    run_state_machine_as_test(ThroughFiles, settings=settings(max_examples=6, stateful_step_count=8, deadline=None))
+    run_state_machine_as_test(ThroughFiles, settings=settings(max_examples=4, stateful_step_count=8, deadline=None))
