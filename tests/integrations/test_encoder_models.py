@@ -23,7 +23,6 @@ transformers = pytest.importorskip("transformers")
 TOLERANCE = 1e-4
 """Relative L2 in fp32. What is seen is 1e-6 (another order of sums); texts that see each other give 1e-1."""
 
-BACKENDS = ("TORCH_SDPA", "TRITON_ATTN")
 TEXTS = [13, 1, 30, 4, 22]
 VOCAB = 61
 
@@ -140,9 +139,9 @@ def compare_texts(theirs: Any, ours: Any) -> None:
 
 
 def cases() -> list[Any]:
-    """Every seed on torch; one on the interpreted kernels."""
-    marks = [[], [], [], [pytest.mark.slow]]
-    return [pytest.param(s, BACKENDS[s == 3], id=f"{s}-{BACKENDS[s == 3]}", marks=marks[s]) for s in range(4)]
+    """Two seeds on torch, one on the interpreted kernels."""
+    slow = pytest.param(3, "TRITON_ATTN", marks=pytest.mark.slow)
+    return [(0, "TORCH_SDPA"), (1, "TORCH_SDPA"), slow]
 
 
 @pytest.mark.parametrize(("seed", "backend"), cases())

@@ -34,7 +34,6 @@ from tests.integrations.fp8_checkpoints import (
 from tests.integrations.test_transformers import PROMPTS, Runner, eager_logits
 from vattn.integrations.transformers import disable, enable, load_fp8_linears
 from vattn.integrations.transformers.fp8_checkpoint_config import input_format as read_format
-from vattn.integrations.transformers.fp8_checkpoint_config import refuse_ignored
 
 FP8 = vattn.CacheConfig(cache_dtype="fp8")
 LINEARS = 14
@@ -179,29 +178,14 @@ def test_a_checkpoint_without_load_fp8_linears(tmp_path: Path) -> None:
     assert scales_of(given) == [0.5, 0.25] * 2
 
 
-def without_scales(folder: Path) -> None:
-    edit_tensors(folder, "k_scale")
-    edit_tensors(folder, "v_scale")
+def tensors(drop: str = "", **extra: Tensor) -> Any:
+    """A change of the tensors: those with some end dropped, and others added."""
+    return lambda folder: edit_tensors(folder, drop, **extra)
 
 
-def without_a_layer(folder: Path) -> None:
-    edit_tensors(folder, "layers.1.self_attn.k_scale")
-
-
-def of_another(folder: Path) -> None:
-    edit_tensors(folder, **{"model.vision.self_attn.k_scale": torch.ones(1)})
-
-
-def of_queries(folder: Path) -> None:
-    edit_tensors(folder, **{"model.layers.0.self_attn.q_scale": torch.ones(1)})
-
-
-def of_weights_of_values(folder: Path) -> None:
-    edit_tensors(folder, **{"model.layers.0.self_attn.prob_output_scale": torch.ones(1)})
-
-
-def zero_points(folder: Path) -> None:
-    edit_tensors(folder, **{"model.layers.0.self_attn.v_zero_point": torch.ones(1)})
+def of_first_layer(name: str, value: float = 1.0) -> Any:
+    """A change that gives the first attention layer a tensor of one value."""
+    return tensors(**{f"model.layers.0.self_attn.{name}": torch.tensor([value])})
 
 
 def of_a_cache(scheme: Any) -> Any:
@@ -217,30 +201,26 @@ def of_modelopt(folder: Path) -> None:
     (folder / "hf_quant_config.json").write_text(json.dumps(described))
 
 
-def negative(folder: Path) -> None:
-    edit_tensors(folder, **{"model.layers.0.self_attn.k_scale": torch.tensor([-1.0])})
-
-
 CACHE_FAULTS: dict[str, tuple[Any, str]] = {
-    "promised": (without_scales, "kv_cache_scheme.*calibrat"),
-    "one layer": (without_a_layer, r"no model\.layers\.1\.self_attn\.k_scale.*calibrat"),
-    "unknown": (of_another, "model.vision.self_attn.k_scale"),
-    "query": (of_queries, "q_scale in .*which the cache does not use"),
-    "softmax": (of_weights_of_values, "prob_output_scale in .*, which the cache does not use"),
-    "zero points": (zero_points, "v_zero_point in .*, which the cache does not use"),
+    "promised": (tensors("_scale"), "kv_cache_scheme.*calibrat"),
+    "one layer": (tensors("layers.1.self_attn.k_scale"), r"no model\.layers\.1\.self_attn\.k_scale.*calibrat"),
+    "unknown": (tensors(**{"model.vision.self_attn.k_scale": torch.ones(1)}), "model.vision.self_attn.k_scale"),
+    "query": (of_first_layer("q_scale"), "q_scale in .*which the cache does not use"),
+    "softmax": (of_first_layer("prob_output_scale"), "prob_output_scale in .*, which the cache does not use"),
+    "zero points": (of_first_layer("v_zero_point"), "v_zero_point in .*, which the cache does not use"),
     "4 bits": (of_a_cache({"type": "float", "num_bits": 4}), "'num_bits': 4.*calibrat"),
     "integers": (of_a_cache({"type": "int", "num_bits": 8}), "'int'.*calibrat"),
     "asymmetric": (of_a_cache({"symmetric": False}), "'symmetric': False.*zero points"),
     "a word": (of_a_cache("int8"), "kv_cache_scheme='int8'"),
     "ModelOpt": (of_modelopt, "kv_cache_quant_algo='NVFP4'"),
-    "negative": (negative, "positive"),
+    "negative": (of_first_layer("k_scale", -1.0), "positive"),
 }
 
 
 @pytest.mark.parametrize("fault", CACHE_FAULTS)
-def test_scales_of_the_cache_that_are_missing_or_would_be_ignored(fault: str, tmp_path: Path) -> None:
+def test_scales_of_the_cache_that_are_missing_or_would_be_ignored(fault: str, scaled: Path, tmp_path: Path) -> None:
     change, text = CACHE_FAULTS[fault]
-    write_compressed_tensors(tmp_path, make_llama())
+    shutil.copytree(scaled, tmp_path, dirs_exist_ok=True)
     change(tmp_path)
     model = plain(tmp_path)
     with pytest.raises(errors.ScaleError, match=text):
@@ -250,51 +230,13 @@ def test_scales_of_the_cache_that_are_missing_or_would_be_ignored(fault: str, tm
 
 
 @pytest.mark.parametrize("scheme", ["static", {"type": "float", "num_bits": 8, "dynamic": False}, {}, None])
-def test_scales_of_an_fp8_cache(scheme: Any, tmp_path: Path) -> None:
+def test_scales_of_an_fp8_cache(scheme: Any, scaled: Path, tmp_path: Path) -> None:
     """However the configuration says so, with zero points that are zeros."""
-    write_compressed_tensors(tmp_path, make_llama())
+    shutil.copytree(scaled, tmp_path, dirs_exist_ok=True)
     of_a_cache(scheme)(tmp_path)
-    edit_tensors(tmp_path, **{"model.layers.0.self_attn.v_zero_point": torch.zeros(1)})
+    of_first_layer("v_zero_point", 0.0)(tmp_path)
     packed = enable(plain(tmp_path), cache_config=FP8, num_blocks=17)
     assert scales_of(packed) == pytest.approx([0.03, 0.05, 0.06, 0.1])
-
-
-def expert(folder: Path) -> None:
-    edit_tensors(folder, **{"model.layers.0.mlp.experts.0.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)})
-
-
-def embeddings(folder: Path) -> None:
-    edit_tensors(folder, **{"model.embed_tokens.weight": torch.ones(256, 128).to(torch.float8_e4m3fn)})
-
-
-def no_weight_scale(folder: Path) -> None:
-    edit_tensors(folder, "layers.1.mlp.up_proj.weight_scale")
-
-
-def no_input_scale(folder: Path) -> None:
-    edit_tensors(folder, "layers.1.mlp.up_proj.input_scale")
-
-
-def negative_weight_scale(folder: Path) -> None:
-    edit_tensors(folder, **{"model.layers.1.mlp.up_proj.weight_scale": torch.tensor([-1.0])})
-
-
-def stray(folder: Path) -> None:
-    edit_tensors(folder, **{"lm_head.weight_scale": torch.ones(1)})
-
-
-def other_method(folder: Path) -> None:
-    edit_config(folder, quantization_config={"quant_method": "quark"})
-
-
-def weights_alone(folder: Path) -> None:
-    group = {"targets": ["Linear"], "weights": INPUTS, "input_activations": None}
-    edit_config(folder, quantization_config={"quant_method": "compressed-tensors", "config_groups": {"g": group}})
-
-
-def other_layers(folder: Path) -> None:
-    group = {"targets": ["re:.*self_attn.*"], "weights": {}, "input_activations": None}
-    edit_config(folder, quantization_config={"quant_method": "compressed-tensors", "config_groups": {"g": group}})
 
 
 UP = "model.layers.1.mlp.up_proj"
@@ -302,7 +244,13 @@ UP = "model.layers.1.mlp.up_proj"
 
 def beside(name: str, tensor: Tensor) -> Any:
     """A change that puts a tensor beside one weight."""
-    return lambda folder: edit_tensors(folder, **{f"{UP}.{name}": tensor})
+    return tensors(**{f"{UP}.{name}": tensor})
+
+
+def of_group(**group: Any) -> Any:
+    """A change to a configuration of compressed-tensors with one group."""
+    asked = {"quant_method": "compressed-tensors", "config_groups": {"g": group}}
+    return lambda folder: edit_config(folder, quantization_config=asked)
 
 
 def described(**changes: Any) -> Any:
@@ -322,8 +270,7 @@ def twice(folder: Path) -> None:
 
 
 def another_tower(folder: Path) -> None:
-    tensors = load_file(folder / "model.safetensors")
-    edit_tensors(folder, **{f"vision.{UP}.weight": tensors[f"{UP}.weight"]})
+    edit_tensors(folder, **{f"vision.{UP}.weight": load_file(folder / "model.safetensors")[f"{UP}.weight"]})
 
 
 def cut_short(folder: Path) -> None:
@@ -344,8 +291,11 @@ LINEAR_FAULTS: dict[str, tuple[Any, type[Exception], str]] = {
         errors.ScaleError,
         "input_scale in torch.float8_e4m3fn",
     ),
-    "left out": (described(ignore=["lm_head", UP]), errors.ConfigError, f"{UP}.weight in FP8, which ignore"),
-    "an FP8 table": (embeddings, errors.UnsupportedRequestError, "embeddings and merged experts"),
+    "an FP8 table": (
+        tensors(**{"model.embed_tokens.weight": torch.ones(256, 128).to(torch.float8_e4m3fn)}),
+        errors.UnsupportedRequestError,
+        "embeddings and merged experts",
+    ),
     "format": (described(format="pack-quantized"), errors.UnsupportedRequestError, "pack-quantized"),
     "two names": (beside("weight_scale_inv", torch.ones(1)), errors.ScaleError, "weight_scale and weight_scale_inv"),
     "bias": (beside("bias", torch.ones(256)), errors.ConfigError, "with a bias. Allowed: none"),
@@ -375,15 +325,39 @@ LINEAR_FAULTS: dict[str, tuple[Any, type[Exception], str]] = {
     "a word": (lambda folder: edit_config(folder, quantization_config="fp8"), errors.ConfigError, "a dictionary"),
     "no JSON": (lambda folder: (folder / "config.json").write_text("{"), errors.ConfigError, "config.json"),
     "cut short": (cut_short, errors.ConfigError, "model.safetensors"),
-    "experts": (expert, errors.UnsupportedRequestError, "experts"),
-    "weight scale": (no_weight_scale, errors.ScaleError, "without a scale"),
-    "input scale": (no_input_scale, errors.ScaleError, "without a scale of its input"),
-    "negative": (negative_weight_scale, errors.ScaleError, "positive and finite"),
-    "stray": (stray, errors.ScaleError, "lm_head.weight_scale"),
-    "method": (other_method, errors.UnsupportedRequestError, "quark"),
-    "weights alone": (weights_alone, errors.UnsupportedRequestError, "inputs that are not FP8"),
-    "no group": (other_layers, errors.UnsupportedRequestError, "inputs that are not FP8|no group"),
+    "experts": (
+        tensors(**{"model.layers.0.mlp.experts.0.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)}),
+        errors.UnsupportedRequestError,
+        "experts",
+    ),
+    "weight scale": (tensors("layers.1.mlp.up_proj.weight_scale"), errors.ScaleError, "without a scale"),
+    "input scale": (tensors("layers.1.mlp.up_proj.input_scale"), errors.ScaleError, "without a scale of its input"),
+    "negative": (beside("weight_scale", torch.tensor([-1.0])), errors.ScaleError, "positive and finite"),
+    "stray": (tensors(**{"lm_head.weight_scale": torch.ones(1)}), errors.ScaleError, "lm_head.weight_scale"),
+    "method": (
+        lambda folder: edit_config(folder, quantization_config={"quant_method": "quark"}),
+        errors.UnsupportedRequestError,
+        "quark",
+    ),
+    "weights alone": (
+        of_group(targets=["Linear"], weights=INPUTS, input_activations=None),
+        errors.UnsupportedRequestError,
+        "inputs that are not FP8",
+    ),
+    "no group": (
+        of_group(targets=["re:.*self_attn.*"], weights={}, input_activations=None),
+        errors.UnsupportedRequestError,
+        "inputs that are not FP8|no group",
+    ),
 }
+
+
+@pytest.fixture(scope="module")
+def scaled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint with scales of the cache."""
+    folder: Path = tmp_path_factory.mktemp("scaled")
+    write_compressed_tensors(folder, make_llama())
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -473,74 +447,40 @@ GROUP_FAULTS: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize("fault", range(len(GROUP_FAULTS)))
-def test_groups_that_mean_something_else(fault: int) -> None:
-    change, kind, text = GROUP_FAULTS[fault]
-    group = {"targets": ["Linear"], "weights": FP8_ARGS, "input_activations": FP8_ARGS}
-    asked = {"quant_method": "compressed-tensors", "config_groups": {"g": group}}
-    assert input_format(asked, UP) == "fp8_static"
-    with pytest.raises(kind, match=text):
-        input_format({**asked, "config_groups": {"g": group | change}}, UP)
+def grouped(**changes: Any) -> dict[str, Any]:
+    """A configuration of compressed-tensors with one group of static FP8, of which some entries are others."""
+    group = {"targets": ["Linear"], "weights": FP8_ARGS, "input_activations": FP8_ARGS, **changes}
+    return {"quant_method": "compressed-tensors", "config_groups": {"g": group}}
 
 
-@pytest.mark.parametrize(
-    ("asked", "kind", "text"),
-    [
-        ({"quant_method": "compressed-tensors", "sparsity_config": "x"}, *UNREADABLE),
-        ({"quant_method": "compressed-tensors"}, *UNREADABLE),
-        ({"quant_method": "fp8", "weight_block_size": 128}, errors.UnsupportedRequestError, "blocks of 128"),
-        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, errors.UnsupportedRequestError, r"\[64, 64\]"),
-        (
-            {"quant_method": "fp8", "activation_scheme": "foo"},
-            errors.UnsupportedRequestError,
-            "activation_scheme='foo'",
-        ),
-        (
-            {"quant_method": "fp8", "scale_fmt": "ue8m0", "weight_block_size": [128, 128]},
-            errors.UnsupportedRequestError,
-            "'ue8m0'",
-        ),
-        ({"quant_method": "fp8", "fmt": "e5m2"}, errors.UnsupportedRequestError, "fmt='e5m2'"),
-    ],
-)
-def test_configurations_that_mean_something_else(asked: dict[str, Any], kind: type[Exception], text: str) -> None:
-    with pytest.raises(kind, match=text):
-        input_format(asked, UP)
+CONFIGURATIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
+    *((grouped(**change), kind, text) for change, kind, text in GROUP_FAULTS),
+    ({"quant_method": "compressed-tensors", "sparsity_config": "x"}, *UNREADABLE),
+    ({"quant_method": "compressed-tensors"}, *UNREADABLE),
+    *(
+        ({"quant_method": "fp8", **change}, errors.UnsupportedRequestError, text)
+        for change, text in (
+            ({"weight_block_size": 128}, "blocks of 128"),
+            ({"weight_block_size": [64, 64]}, r"\[64, 64\]"),
+            ({"activation_scheme": "foo"}, "activation_scheme='foo'"),
+            ({"scale_fmt": "ue8m0", "weight_block_size": [128, 128]}, "'ue8m0'"),
+            ({"fmt": "e5m2"}, "fmt='e5m2'"),
+        )
+    ),
+]
+
+
+def test_configurations_that_mean_something_else() -> None:
+    for asked, kind, text in CONFIGURATIONS:
+        with pytest.raises(kind, match=text):
+            input_format(asked, UP)
 
 
 @pytest.mark.parametrize("fmt", ["float-quantized", "naive-quantized", None])
 def test_formats_of_codes_as_they_are(fmt: str | None) -> None:
     """Groups have one of their own where the whole is of several."""
-    group = {"targets": ["Linear"], "weights": FP8_ARGS, "input_activations": FP8_ARGS}
-    asked = {"quant_method": "compressed-tensors", "format": fmt, "config_groups": {"g": group}}
-    assert input_format(asked, UP) == "fp8_static"
-    mixed = {**asked, "format": "mixed-precision", "config_groups": {"g": {**group, "format": fmt}}}
-    assert input_format(mixed, UP) == "fp8_static"
-
-
-def test_what_a_configuration_leaves_out() -> None:
-    """Entries that leave other layers out are fine, those that name an FP8 layer or cannot be read are not."""
-    names = (UP, f"language.{UP}")
-    for key, fine, contradicting in (
-        ("ignore", ["lm_head", "up_proj", "re:.*lm_head", UP + "x"], [UP, names[1], "re:.*up_proj", "Linear"]),
-        ("ignored_layers", ["lm_head"], [UP]),
-        (
-            "modules_to_not_convert",
-            ["lm_head", "up", "mlp.up", "model.layers.1.mlp.u", "visual", ""],
-            ["up_proj", "mlp.up_proj", "model.layers.1", r"model\.layers\.\d+\.mlp", UP],
-        ),
-    ):
-        refuse_ignored({key: fine}, names)
-        refuse_ignored({key: None}, names)
-        for entry in contradicting:
-            with pytest.raises(errors.ConfigError, match=f"which {key} leaves out by"):
-                refuse_ignored({key: [entry]}, names)
-        for entries in (3, "lm_head", [3]):
-            with pytest.raises(errors.ConfigError, match=f"{key}=.* a list of names"):
-                refuse_ignored({key: entries}, names)
-    for key in ("ignore", "modules_to_not_convert"):
-        with pytest.raises(errors.ConfigError, match=f"{key}=.*regular expressions"):
-            refuse_ignored({key: ["re:("]}, names)
+    assert input_format({**grouped(), "format": fmt}, UP) == "fp8_static"
+    assert input_format({**grouped(format=fmt), "format": "mixed-precision"}, UP) == "fp8_static"
 
 
 def test_folders_that_are_none(tmp_path: Path) -> None:

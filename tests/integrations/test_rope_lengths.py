@@ -104,14 +104,3 @@ def test_frequencies_by_length_are_found_by_what_a_model_does() -> None:
     model.model.rotary_emb = _ByLength(model.model.rotary_emb)
     with pytest.raises(vattn.errors.UnsupportedRequestError, match="position of one token changes how others"):
         enable(model)
-
-
-def test_states_beside_keys_and_values_are_named() -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.Lfm2Config(
-        vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, layer_types=["conv", "full_attention"], pad_token_id=0,
-    )  # fmt: skip
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with pytest.raises(vattn.errors.UnsupportedRequestError, match="a state beside keys and values"):
-        enable(model)

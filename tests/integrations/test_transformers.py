@@ -193,7 +193,7 @@ def test_what_fails_midway_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> No
     def fail(model: Any) -> int:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("vattn.integrations.transformers.replace_linears", fail)
+    monkeypatch.setattr("vattn.integrations.transformers.linears.replace_linears", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         enable(model, merge_projections=True, vattn_linears=True)
     assert not any("vattn" in type(module).__module__ for module in model.modules())

@@ -15,6 +15,7 @@ from torch import nn
 
 from vattn.cache.allocation import KVCacheAllocation
 from vattn.cache.bindings import CacheBindings, cache_claim, take_cache
+from vattn.calibration.calibrate import check_switches
 from vattn.calibration.eval_mode import EvalMode
 from vattn.errors import CacheError, ConfigError, MissingPackageError, RequestError, VattnError
 from vattn.generation.cache_blocks import CacheBlocks, longest_that_fits
@@ -120,8 +121,7 @@ class Generator:
         check_count("token_budget", token_budget)
         if max_queue is not None:
             check_count("max_queue", max_queue)
-        if not isinstance(reuse_prefixes, bool):
-            raise ConfigError(f"reuse_prefixes={reuse_prefixes!r:.60}", "True or False", "change reuse_prefixes")
+        check_switches(reuse_prefixes=reuse_prefixes)
         check_kind("speculation", speculation, PromptLookup)
         check_kind("compile_options", compile_options, dict)
         check_tokenizer(tokenizer)
@@ -402,8 +402,7 @@ class Generator:
             ConfigError: no list of prompts, one that is neither a text nor a sequence, a text without a tokenizer, or
                 neither one sampling nor one each; a model, or a part of it, in training mode. Nothing has run then.
         """
-        if not isinstance(progress, bool):
-            raise ConfigError(f"progress={progress!r:.60}", "True or False", "progress=True shows a bar")
+        check_switches(progress=progress)
         self._mode.check()
         pairs = pair(prompts, sampling, self.tokenizer)
         requests: list[Request] = []

@@ -180,8 +180,6 @@ class ModelRunner:
         """Return int64 ids on the device, two at least: one token would compile a graph of its own."""
         if before is not None and batch.follows:
             return before.tokens if len(counts) > 1 else before.tokens.repeat(2)
-        if before is not None and max(counts) == 1:
-            return self._single_ids(batch, before)
         ids: list[int] = []
         sources: list[int] = []
         for index, (request, start, count) in enumerate(zip(batch.requests, batch.starts, counts, strict=True)):
@@ -201,23 +199,13 @@ class ModelRunner:
         sources += [-1] * (len(ids) - len(sources))
         return _merged(ids, sources, before)
 
-    def _single_ids(self, batch: Batch, before: Launched) -> Tensor:
-        """Return the ids of a step of one token a request."""
-        sources = [request.pending_row if request.pending else -1 for request in batch.requests]
-        if len(sources) > 1 and sources == list(range(before.tokens.shape[0])):
-            return before.tokens
-        ids = [
-            0 if request.pending else request.tokens(start, start + 1)[0]
-            for request, start in zip(batch.requests, batch.starts, strict=True)
-        ]
-        few = 2 - len(ids)
-        return _merged(ids + [0] * few, sources + [-1] * few, before)
-
 
 def _merged(ids: list[int], sources: list[int], before: Launched) -> Tensor:
     """Return ids on the device: `ids`, and where `sources` has no -1 a token that the step before chooses."""
     if max(sources) < 0:
         return on_device(ids, before.tokens.device)
+    if sources == list(range(before.tokens.shape[0])):
+        return before.tokens
     both = on_device(ids + sources, before.tokens.device).view(2, -1)
     return torch.where(both[1] >= 0, before.tokens[both[1].clamp(min=0)], both[0])
 
@@ -253,7 +241,7 @@ def model_inputs(ids: Sequence[int] | Tensor, metadata: AttentionMetadata, rows:
 
 
 def sample_inputs(metadata: AttentionMetadata) -> list[Tensor]:
-    """Return inputs of any content for a step of one token a request, to capture it with."""
+    """Return inputs of any content for a step, to capture it with."""
     return model_inputs([0] * metadata.slot_mapping.shape[0], metadata)
 
 

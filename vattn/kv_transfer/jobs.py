@@ -52,6 +52,7 @@ class Job:
         self.block_ids, self.stream, self.timeout = block_ids, stream, timeout
         self.error: BaseException | None = None
         self._ready: dict[str, Pages] = {}
+        self._last: Pages | None = None
         self._changed = threading.Condition()
         self.finished = False
         self._thread = threading.Thread(target=self._main, name=f"vattn transfer {request.request_id}", daemon=True)
@@ -94,7 +95,8 @@ class Job:
 
     def _settle(self) -> None:
         """Wait until no copy reads or writes the connector's memory."""
-        raise NotImplementedError
+        if self._last is not None and self._last.arrived is not None:
+            self._last.arrived.synchronize()
 
     def _check_pages(self, pages: object, point: TransferPoint) -> list[Tensor]:
         """Return the pieces if they are a page for each block."""
@@ -124,7 +126,6 @@ class LoadJob(Job):
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
         self._awaited: str | None = None
-        self._last: Pages | None = None
         self.layers_left = {point.layer_name for point in self.points}
 
     def _work(self) -> None:
@@ -139,10 +140,6 @@ class LoadJob(Job):
                 if self.error is None:
                     self._ready[point.layer_name] = arriving
                 self._changed.notify_all()
-
-    def _settle(self) -> None:
-        if self._last is not None and self._last.arrived is not None:
-            self._last.arrived.synchronize()
 
     def _to_device(self, pieces: list[Tensor], device: torch.device) -> Pages:
         if self.stream is None:
@@ -194,7 +191,6 @@ class SaveJob(Job):
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]
         self.collected: set[str] = set()
         self._issuing = threading.Lock()
-        self._last: Pages | None = None
         self._staging: list[Pages] = []
 
     def collect(self, point: TransferPoint) -> None:
@@ -218,9 +214,7 @@ class SaveJob(Job):
     def _settle(self) -> None:
         # All layers are collected or there is an error: no copy is issued after this.
         with self._issuing:
-            last = self._last
-        if last is not None and last.arrived is not None:
-            last.arrived.synchronize()
+            super()._settle()
 
     def release(self) -> None:
         """Free staging memory; the allocator keeps it while copies read it."""

@@ -20,7 +20,7 @@ from vattn.calibration.calibrate import Calibration, as_calibration, check_switc
 from vattn.calibration.fp8_saving import own_config
 from vattn.config.attention import CacheConfig
 from vattn.errors import ConfigError, ScaleError
-from vattn.integrations.transformers import merged_linears
+from vattn.integrations.transformers import linears
 from vattn.integrations.transformers.attention_interface import NAME, REPLACED, ModelAttention, attend, register
 from vattn.integrations.transformers.available import transformers
 from vattn.integrations.transformers.checkpoint_scales import (
@@ -29,7 +29,6 @@ from vattn.integrations.transformers.checkpoint_scales import (
     restore_cache_hooks,
 )
 from vattn.integrations.transformers.fp8_checkpoint import load_fp8_linears as load_fp8_linears
-from vattn.integrations.transformers.linears import replace_linears, restore_linears
 from vattn.integrations.transformers.observe import AttentionCall, observe, set_attention
 from vattn.integrations.transformers.packed_model import PackedCache, PackedModel
 from vattn.integrations.transformers.replaced_forwards import replace_forwards, replaced_modules, restore_forwards
@@ -141,9 +140,9 @@ def enable(
         register()
         replace_forwards(model, attend)
         if merge_projections:
-            merged_linears.merge_projections(model)
+            linears.merge_projections(model)
         if vattn_linears:
-            replace_linears(model)
+            linears.replace_linears(model)
         set_attention(model, REPLACED if replaced else NAME)
         packed = PackedModel(model, rope_length)
         if num_blocks is not None or memory is not None:
@@ -179,8 +178,8 @@ def disable(model: nn.Module) -> None:
             )
         return
     restore_forwards(inner)
-    merged_linears.separate_projections(inner)
-    restore_linears(inner)
+    linears.separate_projections(inner)
+    linears.restore_linears(inner)
     for module in list(inner.modules()):
         module._modules.pop(NAME, None)
     implementation, hooks, frequencies = before

@@ -18,7 +18,7 @@ from vattn.calibration.fp8_saving import describe_linears
 from vattn.calibration.quantise_linears import check_device, check_untouched, has_own_forward, replace
 from vattn.errors import ConfigError, ScaleError, UnsupportedRequestError
 from vattn.integrations.transformers.checkpoint import Checkpoint, folder_of
-from vattn.integrations.transformers.fp8_checkpoint_config import CACHED, input_format, not_supported, refuse_ignored
+from vattn.integrations.transformers.fp8_checkpoint_config import CACHED, input_format, not_supported
 from vattn.layers.fp8_linear import LINEAR_FORMATS, FP8Linear, check_scales
 
 SCALE_NAMES = ("weight_scale", "weight_scale_inv")
@@ -85,7 +85,6 @@ def load_fp8_linears(model: nn.Module, folder: str | os.PathLike[str] | None = N
                 "one weight for each linear layer",
                 "name a checkpoint of this model alone",
             )
-        refuse_ignored(checkpoint.quantization, (name, weight.removesuffix(".weight")))
         made[name] = _read(checkpoint, weight.removesuffix("weight"), name, linears[name])
     _check_all_used(checkpoint, set(weights))
     for name, linear in made.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -117,46 +116,6 @@ def _scheme(quantization: dict[str, Any], name: str, linear: nn.Linear) -> tuple
         raise not_supported("no group of the configuration", name)
     scheme = schemes[targets[0]]
     return scheme, (given.get("format"), scheme.format)
-
-
-def refuse_ignored(quantization: dict[str, Any], names: tuple[str, ...]) -> None:
-    """Refuse a configuration that leaves out a linear layer with a weight in FP8.
-
-    Args:
-        quantization: the configuration.
-        names: of the layer, in the model and in the files.
-
-    Raises:
-        ConfigError: the configuration leaves the layer out, or an entry cannot be read.
-    """
-    for key in ("ignore", "ignored_layers", "modules_to_not_convert"):
-        entries = quantization.get(key) or []
-        try:
-            if not isinstance(entries, list):
-                raise TypeError("no list")
-            found = [entry for entry in entries for name in names if _matches(key, entry, name)]
-        except (AttributeError, TypeError, re.error) as error:
-            raise ConfigError(
-                f"a quantisation configuration with {key}={entries!r:.80} ({error})",
-                "a list of names and regular expressions",
-                "check config.json",
-            ) from error
-        if found:
-            raise ConfigError(
-                f"{names[-1]}.weight in FP8, which {key} leaves out by {found[0]!r:.80}",
-                "FP8 weights of layers that the configuration quantises",
-                "check config.json, or fetch the checkpoint again",
-            )
-
-
-def _matches(key: str, entry: str, name: str) -> bool:
-    """Return whether an entry leaves a layer out, by the rules of the library that reads it."""
-    if key == "modules_to_not_convert":
-        # transformers matches whole parts of a name.
-        return name.endswith("." + entry) or re.match(rf"(?:{entry})(?:(?<=\.)|(?=\.|$))", name) is not None
-    if entry.startswith("re:"):
-        return re.match(entry.removeprefix("re:"), name) is not None
-    return entry in (name, "Linear")
 
 
 def not_supported(what: str, name: str) -> UnsupportedRequestError:

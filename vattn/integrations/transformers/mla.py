@@ -6,7 +6,6 @@ stay as they are: the layer attends in the latent space.
 
 from __future__ import annotations
 
-import os
 import types
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 from vattn.calibration.fp8_saving import own_config
 from vattn.config.attention import CacheConfig
-from vattn.errors import ConfigError, UnsupportedRequestError
+from vattn.errors import UnsupportedRequestError
 from vattn.integrations.transformers import check_model, check_quant_config, disable
 from vattn.integrations.transformers.attention_interface import NAME, attend, no_mask
 from vattn.integrations.transformers.available import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
@@ -84,8 +83,8 @@ def enable_latent_attention(
         ...     packed(torch.arange(5), step.positions).shape
         torch.Size([5, 64])
     """
-    modules = _latent_modules(model)
     check_model(model)
+    modules = _latent_modules(model)
     check_quant_config(quant_config)
     own_config(model)
     frequencies = fix_frequencies(model, None)
@@ -123,14 +122,6 @@ def enable_latent_attention(
 
 def _latent_modules(model: Any) -> dict[str, Any]:
     """Return the latent attention modules by name, or refuse the model."""
-    if not isinstance(model, nn.Module) or getattr(model, "config", None) is None:
-        fix = "pass the model itself"
-        if isinstance(model, (str, os.PathLike)):
-            fix = "load it first: transformers.AutoModelForCausalLM.from_pretrained(folder).eval()"
-        raise ConfigError(f"model of type {type(model).__name__}", "a transformers model", fix)
-    if model.training or "_vattn_before" in model.__dict__:
-        state = "in training mode" if model.training else "on vattn already"
-        raise ConfigError(f"{type(model).__name__} {state}", "a model in eval mode, enabled once", "call model.eval()")
     found = {name: module for name, module in model.named_modules() if hasattr(module, "kv_b_proj")}
     if not found:
         raise UnsupportedRequestError(

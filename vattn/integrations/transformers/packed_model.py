@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from vattn.cache.allocation import KVCacheAllocation, allocate_kv_cache
 from vattn.errors import ConfigError, MetadataError, UnsupportedRequestError
-from vattn.integrations.transformers import merged_linears
+from vattn.integrations.transformers import linears
 from vattn.integrations.transformers.available import transformers
 from vattn.integrations.transformers.checks import check_inputs
 from vattn.metadata import forward_context as context
@@ -121,7 +121,7 @@ class PackedModel(nn.Module):
         max_seq_len: int = 32768,
     ) -> KVCacheAllocation:
         """Allocate the paged cache in the model's dtype and keep it; arguments of `vattn.allocate_kv_cache`."""
-        merged_linears.check_merged(self)
+        linears.check_merged(self)
         self.kv_cache = allocate_kv_cache(
             self,
             num_blocks=num_blocks,
