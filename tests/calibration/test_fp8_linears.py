@@ -219,8 +219,6 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
         "no calibration of the input of 'block.q_proj'",
     ),
     "no path": (None, {"format": "fp8_static", "calibration": 5}, errors.ConfigError, "calibration=5"),
-    "a number to skip": (None, {"skip": 5}, errors.ConfigError, "skip=5"),
-    "numbers to skip": (None, {"skip": [5]}, errors.ConfigError, r"skip=\[5\]"),
     "hooks": (hooked, {}, errors.ConfigError, "hooks"),
     "double": (lambda model: model.double(), {}, errors.DtypeError, "float64"),
     "tied": (tied, {}, errors.ConfigError, "block.q_proj.weight and block.out.weight"),

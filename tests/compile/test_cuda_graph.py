@@ -77,15 +77,11 @@ def test_capture_leaves_the_cache_alone() -> None:
 
 
 def test_says_why_there_are_no_graphs(caplog: pytest.LogCaptureFixture) -> None:
-    from vattn.compilation import cuda_graph
-
-    cuda_graph._log_once.cache_clear()
     with caplog.at_level("INFO", logger="vattn"):
         _, runner = make_runner()
-        make_runner()
     assert runner.report.reason == "device cpu"
     assert str(runner.report) == "no CUDA graphs: device cpu; batch sizes 8, 4, 1 run the function directly"
-    assert [r.message for r in caplog.records].count("CUDA graphs: none on device cpu, functions run directly") == 1
+    assert str(runner.report) in [record.message for record in caplog.records]
 
 
 def test_padding_rows_of_inputs_are_zero_and_stale_rows_never_show() -> None:

@@ -32,6 +32,9 @@ BAD_FIELDS = {
     "fp8 without kv scale": ({"kv_cache_dtype": "fp8_e4m3"}, "kv_scale='none'"),
     "query scale without fp8": ({"query_scale": "head"}, "query_scale='head'"),
     "fp8 query without scale": ({"query_format": "fp8_e4m3"}, "query_scale='none'"),
+    "query load without fp8": ({"query_load": "divide"}, "query_load='divide'"),
+    "query load": ({"query_format": "fp8_e4m3", "query_scale": "tensor", "query_load": "round"}, "query_load='round'"),
+    "no query load": ({"query_load": None}, "query_load=None"),
     "output format": ({"output_format": "fp8"}, "output_format='fp8'"),
     "group does not divide the row": (
         {"num_heads": 3, "num_kv_heads": 1, "head_size_v": 24, "output_format": "fp8_group64"},

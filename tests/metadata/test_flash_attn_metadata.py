@@ -17,7 +17,7 @@ from vattn.backends.advance_step import advance_on_host
 from vattn.backends.torch_sdpa.backend import TorchSDPABackend
 from vattn.errors import ConfigError, GraphContractError, MetadataError, UnknownOptionError
 from vattn.metadata.flash_attn import DecodeInput, FlashAttentionMetadata
-from vattn.ops.advance_arguments import AdvanceArgs
+from vattn.ops.arguments import AdvanceArgs
 
 PROMPTS = [[5, 80, 3, 3, 41], [9] * 16, [60, 2, 17, 30, 30, 30, 1, 4, 90, 11, 7, 12, 13, 14]]
 LENGTHS = [len(prompt) for prompt in PROMPTS]

@@ -6,8 +6,6 @@ graph, whose divisions are those of generated code.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,12 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import vattn
-from tests.ops.test_query_load import same
+from tests.ops.test_query_load import pair, same
 from tests.support import make_config, random_paged_batch
-from vattn.quantization.codecs import encode_query
-from vattn.quantization.formats import MODEL_DTYPES
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "passes"))
 
 pytestmark = pytest.mark.gpu
 
@@ -30,17 +24,6 @@ LENGTHS = {
     "many decodes": ([1] * 40, [17 * i + 1 for i in range(40)]),
     "mixed": ([3, 1, 70, 0, 5], [5, 200, 70, 2, 500]),
 }
-
-
-def values(shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """Return queries full of ties under the scale 7 / 512, with values beyond the range."""
-    codes = torch.arange(126, dtype=torch.uint8)
-    ties = (codes.view(E4M3).float() + (codes + 1).view(E4M3).float()) / 2 * 7 / 512
-    picked = ties[torch.randint(len(ties), shape, generator=torch.Generator().manual_seed(2))]
-    signs = torch.where(torch.rand(shape, generator=torch.Generator().manual_seed(3)) < 0.5, -1.0, 1.0)
-    picked = picked * signs
-    picked[0, 0, :3] = torch.tensor([1e4, -1e4, 0.0])
-    return picked.to(dtype).cuda()
 
 
 @pytest.mark.parametrize("load", ["divide", "multiply"])
@@ -53,17 +36,8 @@ def test_exact_arithmetic(dtype: str, lens: str, cache: str, kind: str, load: st
         num_heads=8, num_kv_heads=2, head_size=128, block_size=16, dtype=dtype, lse=True, backend="TRITON_ATTN",
         kv_cache_dtype=dtype if cache == "auto" else cache, query_format="fp8_e4m3", query_scale=kind,
     )  # fmt: skip
-    before = random_paged_batch(config, *LENGTHS[lens], device="cuda")
-    query = values(before.args.query.shape, MODEL_DTYPES[dtype])
-    if kind == "tensor":
-        before.args = before.args._replace(q_scale=torch.tensor([7 / 512], device="cuda"))
-    codes = encode_query(query, before.args.q_scale, 2, load)
-    before.args = before.args._replace(query=codes)
-    loading = before.with_backend("TRITON_ATTN")
-    loading.config = config.replace(query_load=load)
-    loading.args = loading.args._replace(query=query, config=loading.config.encode())
-    before.run()
-    loading.run()
+    before, loading = pair(random_paged_batch(config, *LENGTHS[lens], device="cuda"), load)
+    before.run(), loading.run()
     assert same(before, loading)
 
 
@@ -82,12 +56,8 @@ def test_fast_decode_rounds_by_itself(num_reqs: int, cache: str, kind: str, load
     )  # fmt: skip
     if decode_fast.refusals(config, DeviceInfo.of("cuda")):
         pytest.skip("the fast decode path needs an sm_90 GPU")
-    before = random_paged_batch(config, [1] * num_reqs, [17 * i + 1 for i in range(num_reqs)], device="cuda")
-    query = values(before.args.query.shape, torch.bfloat16)
-    loading = before.with_backend("TRITON_ATTN")
-    before.args = before.args._replace(query=encode_query(query, before.args.q_scale, 2, load))
-    loading.config = config.replace(query_load=load)
-    loading.args = loading.args._replace(query=query, config=loading.config.encode())
+    lengths = [17 * i + 1 for i in range(num_reqs)]
+    before, loading = pair(random_paged_batch(config, [1] * num_reqs, lengths, device="cuda"), load)
     for batch in (before, loading):
         decode_fast.decode(batch.args, batch.config)
     assert same(before, loading)

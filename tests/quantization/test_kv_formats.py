@@ -550,10 +550,3 @@ def test_kernels_store_hard_rows_as_the_reference(name: str) -> None:
         torch.ops.vattn.kv_cache_update(rows, rows.flip(0), storage, slots, *scales, one.encode())
         caches.append(storage)
     assert torch.equal(*caches)
-
-
-@pytest.mark.parametrize("name", ["float16", "fp8_e4m3", "int4_per_token_head"])
-@pytest.mark.parametrize("sizes", [(-1, 128), (128, -1)], ids=str)
-def test_no_bytes_of_negative_sizes(name, sizes):
-    with pytest.raises(vattn.errors.ConfigError, match="=-1"):
-        KV_FORMATS[name].token_bytes(*sizes)

@@ -35,8 +35,7 @@ from vattn.kernels.triton.attention import (
 )
 from vattn.kernels.triton.cache import packed_update
 from vattn.kernels.triton.cache.rope_update import rope_update
-from vattn.ops.advance_arguments import AdvanceArgs
-from vattn.ops.arguments import CacheUpdateArgs, MergeArgs, RopeUpdateArgs, VarlenAttentionArgs
+from vattn.ops.arguments import AdvanceArgs, CacheUpdateArgs, MergeArgs, RopeUpdateArgs, VarlenAttentionArgs
 from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_LOADS
 
 DCP = {"context_parallel": True, "context_rank": 1, "context_world": 4, "context_interleave": 16}

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 
 from vattn.config.device import has_triton
-from vattn.ops.advance_arguments import AdvanceArgs
+from vattn.ops.arguments import AdvanceArgs
 
 
 def advance(args: AdvanceArgs) -> None:

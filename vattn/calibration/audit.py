@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vattn.calibration.calibrate import Calibration, as_calibration
+from vattn.calibration.calibrate import Calibration, as_calibration, removed_afterwards
 from vattn.calibration.result_files import check_output, check_picture, figures
 from vattn.calibration.step_runner import StepRunner, cached_layers, checked_text
 from vattn.errors import ConfigError
@@ -268,11 +268,8 @@ def _rounded(roundings: Any, count: bool) -> Iterator[None]:
     handles += [r.layer.register_forward_hook(r.output) for r in roundings if r.output_scale is not None]
     for rounding in roundings:
         rounding.counting = count
-    try:
+    with removed_afterwards(handles):
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Difference:

@@ -193,47 +193,49 @@ def as_calibration(source: Any) -> Calibration:
     return Calibration.load(source)
 
 
-class _Seen:
-    """Largest magnitudes of one layer, on the device."""
-
-    def __init__(self, layer: CachedAttention) -> None:
-        self.layer = layer
-        self.largest: dict[str, Tensor] = {}
-
-    def note(self, kind: str, values: Tensor | None) -> None:
-        if values is None:
-            return
-        heads = self.layer.num_kv_heads if kind in ("key", "value") else self.layer.num_heads
-        now = values.detach().reshape(values.shape[0], heads, -1).abs().float().amax(dim=(0, 2))
-        self.largest[kind] = torch.maximum(self.largest[kind], now) if kind in self.largest else now
-
-
 @contextmanager
-def observing(model: nn.Module) -> Iterator[dict[str, _Seen]]:
-    """Note the largest magnitudes of every attention layer with a cache while the block runs; by prefix.
-
-    Hooks do it, so it works in eager steps and without padding rows. Nothing about the layers changes.
-    """
-    seen = {prefix: _Seen(layer) for prefix, layer in cached_layers(model).items()}
-    handles = []
-
-    def before(note: _Seen) -> Any:
-        def hook(layer: nn.Module, args: tuple[Any, ...]) -> None:
-            for kind, values in zip(("query", "key", "value"), args, strict=False):
-                note.note(kind, values)
-
-        return hook
-
-    def after(note: _Seen) -> Any:
-        return lambda layer, args, out: note.note("output", out) if isinstance(out, Tensor) else None
-
-    for note in seen.values():
-        handles += [note.layer.register_forward_pre_hook(before(note)), note.layer.register_forward_hook(after(note))]
+def removed_afterwards(handles: Sequence[Any]) -> Iterator[None]:
+    """Remove hooks when the block ends."""
     try:
-        yield seen
+        yield
     finally:
         for handle in handles:
             handle.remove()
+
+
+def _note(seen: dict[str, Tensor], kind: str, values: Tensor, heads: int) -> None:
+    """Keep the largest magnitudes of each head, on the device."""
+    now = values.detach().reshape(values.shape[0], heads, -1).abs().float().amax(dim=(0, 2))
+    seen[kind] = torch.maximum(seen[kind], now) if kind in seen else now
+
+
+@contextmanager
+def observing(model: nn.Module) -> Iterator[dict[str, dict[str, Tensor]]]:
+    """Note the largest magnitudes of every attention layer with a cache while the block runs; by prefix and kind.
+
+    Hooks do it, so it works in eager steps and without padding rows. Nothing about the layers changes.
+    """
+    layers = cached_layers(model)
+    seen: dict[str, dict[str, Tensor]] = {prefix: {} for prefix in layers}
+
+    def before(prefix: str) -> Any:
+        def hook(layer: CachedAttention, args: tuple[Any, ...]) -> None:
+            heads = (layer.num_heads, layer.num_kv_heads, layer.num_kv_heads)
+            for kind, values, count in zip(KINDS, args, heads, strict=False):
+                if values is not None:
+                    _note(seen[prefix], kind, values, count)
+
+        return hook
+
+    def after(prefix: str) -> Any:
+        return lambda layer, args, out: (
+            _note(seen[prefix], "output", out, layer.num_heads) if isinstance(out, Tensor) else None
+        )
+
+    handles = [layer.register_forward_pre_hook(before(prefix)) for prefix, layer in layers.items()]
+    handles += [layer.register_forward_hook(after(prefix)) for prefix, layer in layers.items()]
+    with removed_afterwards(handles):
+        yield seen
 
 
 def root_of(model: nn.Module) -> nn.Module:
@@ -270,12 +272,8 @@ def observing_inputs(linears: dict[str, nn.Linear]) -> Iterator[dict[str, Tensor
 
         return hook
 
-    handles = [layer.register_forward_pre_hook(watch(name)) for name, layer in linears.items()]
-    try:
+    with removed_afterwards([layer.register_forward_pre_hook(watch(name)) for name, layer in linears.items()]):
         yield seen
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def calibrate(
@@ -314,9 +312,9 @@ def calibrate(
                     pass
                 tokens += len(text)
         layers = {
-            prefix: {kind: note.largest[kind].tolist() for kind in note.largest}
-            for prefix, note in seen.items()
-            if set(note.largest) == set(KINDS)
+            prefix: {kind: largest.tolist() for kind, largest in kinds.items()}
+            for prefix, kinds in seen.items()
+            if set(kinds) == set(KINDS)
         }
     if not layers:
         raise ScaleError("no layer was called", "batches with at least one token", "pass some text")

@@ -69,7 +69,7 @@ def quantise_linears(
     fmt, root = linear_format(format), root_of(model)
     found = linears_of(model)
     check_untouched(found)
-    left = _left(root, found, _patterns(skip))
+    left = _left(root, found, (skip,) if isinstance(skip, str) else tuple(skip))
     chosen = {name: linear for name, linear in found.items() if name not in left}
     if not chosen:
         kept = "; ".join(f"{name}: {why}" for name, why in left.items()) or "it has none"
@@ -126,13 +126,6 @@ def replace(root: nn.Module, name: str, linear: FP8Linear) -> None:
     """Put a linear layer in the place of another."""
     parent, _, child = name.rpartition(".")
     setattr(root.get_submodule(parent), child, linear.train(root.training))
-
-
-def _patterns(skip: Any) -> tuple[str, ...]:
-    patterns = (skip,) if isinstance(skip, str) or not isinstance(skip, Iterable) else tuple(skip)
-    if not all(isinstance(pattern, str) for pattern in patterns):
-        raise ConfigError(f"skip={skip!r:.80}", "names or patterns of linear layers", "skip=['*.down_proj']")
-    return patterns
 
 
 def _left(root: nn.Module, found: dict[str, nn.Linear], skip: tuple[str, ...]) -> dict[str, str]:

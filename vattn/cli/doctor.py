@@ -44,7 +44,8 @@ def main(options: argparse.Namespace) -> int:
     return 0 if all(outcome.startswith("ok") for _, _, outcome in rows) else 1
 
 
-def _version(distribution: str) -> str | None:
+def version_of(distribution: str) -> str | None:
+    """Return the version of an installed distribution, `None` if it is not there."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -118,7 +119,7 @@ def _cuda() -> str:
 
 
 def _package_rows() -> list[tuple[str, str, str]]:
-    return [(name, _version(name) or "not installed", use) for name, use in OPTIONAL_PACKAGES.items()]
+    return [(name, version_of(name) or "not installed", use) for name, use in OPTIONAL_PACKAGES.items()]
 
 
 def _backend_rows() -> list[tuple[str, ...]]:

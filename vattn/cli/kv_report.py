@@ -148,16 +148,16 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     samples = [window[:-1] for window in _windows(tokenizer.encode(sample), what, most)]
     variants = ["as they are", *([f"with outliers x {1 << options.outliers}"] if options.outliers else [])]
     kinds = [(plain, "none"), *((name, scales) for name in formats for scales in _sources(name))]
-    bar = _Bar(len(variants) * len(kinds))
+    done, total = 0, len(variants) * len(kinds)
     for weights in variants:
         if weights != "as they are":
             _plant(model, options.outliers)
         subject = _Subject(model, windows, len(text.encode()), memory, weights, length)
         subject.calibrate(samples, margin)
         for name, scales in kinds:
-            bar.show(f"{weights}, {name}, scales {scales}")
+            done += 1
+            print(f"[{done}/{total}] weights {weights}, {name}, scales {scales}", file=sys.stderr, flush=True)
             yield subject.row(name, scales)
-    bar.close()
 
 
 class _Subject:
@@ -323,29 +323,6 @@ def _plant(model: Any, exponent: int) -> None:
             f"--outliers for a model without {error}", "models with q_proj, k_proj, v_proj and o_proj", "leave it out"
         ) from error
     model.load_state_dict(planted)
-
-
-class _Bar:
-    """Progress on stderr: a bar with tqdm on a terminal, otherwise a line per row."""
-
-    def __init__(self, total: int) -> None:
-        self.bar: Any = None
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            return
-        self.bar = tqdm(total=total, unit="format", file=sys.stderr)
-
-    def show(self, what: str) -> None:
-        if self.bar is None:
-            print(what, file=sys.stderr, flush=True)
-            return
-        self.bar.set_description(what)
-        self.bar.update()
-
-    def close(self) -> None:
-        if self.bar is not None:
-            self.bar.close()
 
 
 def table(rows: list[Row], memory: str) -> str:

@@ -74,8 +74,8 @@ def main(options: argparse.Namespace) -> int:
             )
         forbid_builds(options.build_peers)
         caches = ("bf16", "fp8") if options.cache == "both" else (options.cache,)
-        shapes = _picked("--shapes", options.shapes, ";", list(SHAPES))
-        table = measure(shapes, _picked("--steps", options.steps, ";", list(STEPS)), caches, options.replays)
+        shapes = _picked("--shapes", options.shapes, list(SHAPES))
+        table = measure(shapes, _picked("--steps", options.steps, list(STEPS)), caches, options.replays)
         write_whole(options.out, table.dump())
         _show(table)
         print(f"written to {options.out}; use it with {choice_table.VARIABLE}={options.out}")
@@ -85,8 +85,8 @@ def main(options: argparse.Namespace) -> int:
     return 0
 
 
-def _picked(option: str, text: str, separator: str, known: list[str]) -> list[str]:
-    names = [name.strip() for name in text.split(separator) if name.strip()]
+def _picked(option: str, text: str, known: list[str]) -> list[str]:
+    names = [name.strip() for name in text.split(";") if name.strip()]
     for name in names:
         if name not in known:
             raise ConfigError(f"{option} {name!r}", "; ".join(known), "choose from these")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -114,8 +113,8 @@ class CUDAGraphRunner:
         UnsupportedRequestError: a backend of the layers cannot be captured.
         DeviceError: CUDA refuses to change edges of a captured graph; it is thrown away.
 
-    Without a CUDA device the function runs as it is, on the padded inputs; `report.reason` says so and it is logged
-    once. Warm-up and capture write nothing to the caches (all slots are -1) and take no KV scale.
+    Without a CUDA device the function runs as it is, on the padded inputs; `report.reason` says so and it is logged.
+    Warm-up and capture write nothing to the caches (all slots are -1) and take no KV scale.
 
     Example:
         >>> import torch, vattn
@@ -159,17 +158,15 @@ class CUDAGraphRunner:
         cuda = builder.device.type == "cuda"
         if cuda:
             self._refuse_backends()
-        else:
-            _log_once(f"CUDA graphs: none on device {builder.device.type}, functions run directly")
         self._pool = torch.cuda.graph_pool_handle() if cuda and memory_of is None else None
         if memory_of is not None:
             self._pool = memory_of._pool
-        costs = tuple(self._prepare_all(sizes))
+        # From large to small: the later captures fit into the memory of the first.
+        costs = tuple(cost for size in sizes if (cost := self._prepare(*size)) is not None)
         self._bindings = CacheBindings(self._layers, cache_address)
         by_tokens = any(isinstance(size, tuple) for size in batch_sizes)
         self.report = CaptureReport(None if cuda else f"device {builder.device.type}", costs, by_tokens)
-        if cuda:
-            logger.info("%s", self.report)
+        logger.info("%s", self.report)
 
     def _read_sizes(self, sizes: Sequence[int | tuple[int, int]]) -> list[tuple[int, int]]:
         """Return requests and tokens of each size, the largest first."""
@@ -189,16 +186,6 @@ class CUDAGraphRunner:
                     "give the builder a larger max_num_reqs and max_num_tokens",
                 )
         return sorted(pairs, key=lambda pair: pair[::-1], reverse=True)
-
-    def _prepare_all(self, sizes: Sequence[tuple[int, int]]) -> Iterator[CaptureCost]:
-        """Capture each size; from large to small: the later captures fit into the memory of the first."""
-        for number, size in enumerate(sizes, 1):
-            cost = self._prepare(*size)
-            if cost is None:
-                continue
-            if self._pool is not None:
-                logger.info("captured %d of %d: %d tokens, %.2f s", number, len(sizes), cost.num_tokens, cost.seconds)
-            yield cost
 
     def _refuse_backends(self) -> None:
         configs = [layer.config for layer in self._layers if layer.config is not None]
@@ -227,7 +214,10 @@ class CUDAGraphRunner:
             self._capture(entry, metadata)
         self._entries[metadata.capture_key()] = entry
         seconds, taken = time.perf_counter() - start, free - self._free_memory()
-        return CaptureCost(batch_size, metadata.slot_mapping.shape[0], seconds, max(0, taken))
+        cost = CaptureCost(batch_size, metadata.slot_mapping.shape[0], seconds, max(0, taken))
+        if self._pool is not None:
+            logger.info("captured a step of %d tokens in %.2f s", cost.num_tokens, seconds)
+        return cost
 
     def _sample_step(self, batch_size: int, num_tokens: int) -> AttentionMetadata:
         real = min(batch_size, num_tokens)
@@ -392,8 +382,3 @@ def _copy_inputs(inputs: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
 def _cached_layers(function: Callable[..., Any]) -> list[Any]:
     modules = function.modules() if isinstance(function, nn.Module) else ()
     return [module for module in modules if hasattr(module, "bind_kv_cache")]
-
-
-@lru_cache(maxsize=64)
-def _log_once(message: str) -> None:
-    logger.info("%s", message)

@@ -31,7 +31,9 @@ class _Step(nn.Module):
         self._causal = causal
 
     def forward(self, args: tuple[Tensor, ...], metadata: dict[str, Tensor], kv_caches: dict[str, Tensor]) -> Any:
-        step = _as_metadata(metadata, self._causal)
+        fields: dict[str, Any] = {name: tensor for name, tensor in metadata.items() if name in TENSOR_FIELDS}
+        plans = {name.removeprefix("plans."): plan for name, plan in metadata.items() if name.startswith("plans.")}
+        step = AttentionMetadata(**fields, causal=self._causal, plans=plans)
         for name, layer in self._layers.items():
             layer._buffers["kv_cache"] = kv_caches[name]
             # AOTInductor hands an op None for an empty list, so a missing schedule is one of no elements.
@@ -42,13 +44,6 @@ class _Step(nn.Module):
         finally:
             for layer in self._layers.values():
                 layer._buffers["kv_cache"] = None
-
-
-def _as_metadata(tensors: dict[str, Tensor], causal: bool) -> AttentionMetadata:
-    values: dict[str, Any] = {"causal": causal}
-    values.update({name: tensor for name, tensor in tensors.items() if name in TENSOR_FIELDS})
-    plans = {name.removeprefix("plans."): plan for name, plan in tensors.items() if name.startswith("plans.")}
-    return AttentionMetadata(**values, plans=plans)
 
 
 @dataclass(frozen=True)

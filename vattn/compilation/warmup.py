@@ -93,7 +93,8 @@ def warmup(
     total = len(steps) * len(runs)
     with torch.no_grad():
         for name, query_lens, seq_lens in steps:
-            step = _build(builder, query_lens, seq_lens)
+            tables = [[0] * -(-length // builder.block_size) for length in seq_lens]
+            step = builder.build(query_lens, seq_lens, tables, slot_mapping=[-1] * sum(query_lens))
             for where, run in runs:
                 start = time.perf_counter()
                 run(step)
@@ -132,11 +133,6 @@ def _steps(
     if not steps:
         raise ConfigError("no decode_batches and no prefill_lens", "at least one size", "name the sizes that will run")
     return steps
-
-
-def _build(builder: AttentionMetadataBuilder, query_lens: list[int], seq_lens: list[int]) -> AttentionMetadata:
-    tables = [[0] * -(-length // builder.block_size) for length in seq_lens]
-    return builder.build(query_lens, seq_lens, tables, slot_mapping=[-1] * sum(query_lens))
 
 
 def _runs(

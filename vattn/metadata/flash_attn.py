@@ -18,7 +18,7 @@ from vattn.config.attention import AttentionType
 from vattn.errors import GraphContractError, MetadataError, UnknownOptionError
 from vattn.metadata.attention_metadata import AttentionMetadata, host_plan_key
 from vattn.metadata.lineage import BuiltStep, is_rewritten, rewritten
-from vattn.ops.advance_arguments import AdvanceArgs
+from vattn.ops.arguments import AdvanceArgs
 
 Replan = Callable[[AttentionMetadata], None]
 

@@ -124,17 +124,10 @@ class KVFormat:
     def token_bytes(self, head_size: int, head_size_v: int) -> int:
         """Bytes of a token in one KV head, scales included.
 
-        Raises:
-            ConfigError: a negative size.
-
         Example:
             >>> KV_FORMATS["turboquant_4bit_nc"].token_bytes(128, 128)
             134
         """
-        if head_size < 0 or head_size_v < 0:
-            raise ConfigError(
-                f"head_size={head_size}, head_size_v={head_size_v}", "columns of a head, from 0 up", "correct the sizes"
-            )
         if self.packed:
             key, value = self.parts
             return key.row_bytes(head_size) + value.row_bytes(head_size_v)

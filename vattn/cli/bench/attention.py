@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,19 +37,6 @@ class Settings:
     replays: int = 7
     target_ms: float = 10.0
     device: str = "cuda"
-
-
-def run_rows(
-    rows: Sequence[tuple[LayerShape, Work, str]],
-    peers: Sequence[Peer],
-    settings: Settings,
-    ceilings: dict[str, Any],
-) -> Iterator[dict[str, Any]]:
-    """Yield the results of a cell and a cache each; see `run_cell`."""
-    for layer, work, cache in rows:
-        yield run_cell(layer, work, cache, peers, settings, ceilings)
-        if settings.device == "cuda":
-            torch.cuda.empty_cache()
 
 
 def run_cell(

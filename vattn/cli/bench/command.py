@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import importlib.metadata
 import os
 import platform
 import sys
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vattn.calibration.result_files import check_output
+from vattn.cli.doctor import aligned, version_of
 from vattn.errors import ConfigError, DeviceError, VattnError
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn-4", "flash-attn")
@@ -93,7 +93,6 @@ def _refuse_ignored(options: argparse.Namespace) -> None:
 
 def _list() -> None:
     from vattn.cli.bench import peers, shapes
-    from vattn.cli.doctor import aligned
 
     print("models", aligned([[layer.name, str(layer)] for layer in shapes.LAYERS.values()]), sep="\n")
     print("work", aligned([[name] for name in shapes.WORKS]), sep="\n")
@@ -151,7 +150,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "device": platform.processor() or "CPU" if cpu else torch.cuda.get_device_name(),
         "capability": [0, 0] if cpu else list(torch.cuda.get_device_capability()),
-        "versions": _versions(),
+        "versions": {name: version for name in PACKAGES if (version := version_of(name))},
         "block_size": options.block_size,
         "peers": {name: state if state == "found" else f"missing: {state}" for name, state in states.items()},
         "ceilings": {} if cpu else ceilings.measure(),
@@ -162,7 +161,10 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     left = [row for row in rows if (row[0].name, row[1].name, row[2]) not in done]
     found = [peer for peer in chosen if states[peer.name] == "found"]
     start, count = time.monotonic(), len(rows) - len(left)
-    for row in attention.run_rows(left, found, settings, run["ceilings"]):
+    for cell in left:
+        row = attention.run_cell(*cell, found, settings, run["ceilings"])
+        if not cpu:
+            torch.cuda.empty_cache()
         result["rows"].append(row)
         count += 1
         print(" | ".join(report.cells_of(row)), file=sys.stderr, flush=True)
@@ -178,13 +180,3 @@ def forbid_builds(allowed: bool) -> None:
     """Keep FlashInfer from compiling during a measurement, unless that is allowed."""
     if not allowed:
         os.environ.setdefault("FLASHINFER_DISABLE_JIT", "1")
-
-
-def _versions() -> dict[str, str]:
-    found = {}
-    for name in PACKAGES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found

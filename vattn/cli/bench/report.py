@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vattn.calibration.result_files import check_picture, figures, write_whole
+from vattn.cli.doctor import aligned
 from vattn.errors import ConfigError
 
 FORMAT = 1
@@ -77,8 +78,6 @@ def print_table(result: dict[str, Any]) -> None:
         from rich.console import Console
         from rich.table import Table
     except ImportError:
-        from vattn.cli.doctor import aligned
-
         print(aligned([COLUMNS, *rows]))
     else:
         table = Table(title="attention, us a step")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vattn.ops.advance_arguments import AdvanceArgs
+from vattn.ops.arguments import AdvanceArgs
 
 _BLOCK = 128
 
