@@ -23,8 +23,8 @@ from vattn.kernels.triton.mla.prefill import attend_prompts, complete_requests, 
 from vattn.kernels.triton.mla.projection import project_output, project_to, spans_heads
 from vattn.ops.arguments import PlanArgs
 from vattn.ops.arguments_mla import MLAAttentionArgs
+from vattn.ops.reference.attention import write_results
 from vattn.ops.reference.mla_absorb import absorb, key_and_value_weights, project_values, take_to_latents, weight_values
-from vattn.quantization.codecs import quantise_output
 from vattn.quantization.formats import MODEL_DTYPES
 
 _ALL_KEYS = 1 << 30
@@ -37,10 +37,7 @@ def attend(args: MLAAttentionArgs, config: MLAConfig, limits: Limits | None = No
     """
     if args.query.shape[0] == 0:
         empty = args.query.new_empty((0, config.num_heads, config.v_head_dim))
-        quantise_output(
-            empty, config.output_format, args.output, args.output_block_scale, args.output_scale,
-            config.output_arithmetic, config.output_min_scale,
-        )  # fmt: skip
+        write_results(args, empty, empty[..., 0], config)
         return
     weight = weight_values(args.kv_b_weight, args.kv_b_scale, config, MODEL_DTYPES[config.dtype])
     may_use_hopper = limits is None and args.query.is_cuda

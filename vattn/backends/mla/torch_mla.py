@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,11 +20,12 @@ from torch import Tensor
 from vattn.backends.base import refuse_capture
 from vattn.backends.mla.base import MLABackend, MLACapabilities
 from vattn.cache.layout import row_view
+from vattn.config.dcp import DCPShard
 from vattn.config.device import Sizes
 from vattn.config.mla import WEIGHT_FORMATS, MLAConfig
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.reference import mla as mla_reference
-from vattn.ops.reference.attention import held_lengths, merge, softmax
+from vattn.ops.reference.attention import held_lengths, merge, softmax, write_results
 from vattn.ops.reference.mla_absorb import (
     DEFAULT_WORKSPACE_TOKENS,
     elements_per_token,
@@ -32,7 +33,6 @@ from vattn.ops.reference.mla_absorb import (
     weight_values,
     workspace_tokens,
 )
-from vattn.quantization.codecs import quantise_output
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS
 from vattn.quantization.mla_formats import MLA_FORMATS
 
@@ -43,8 +43,7 @@ _SCORES_PER_CHUNK = 1 << 22
 """Scores held at once (16 MiB in fp32)."""
 
 
-@dataclass(frozen=True)
-class _Request:
+class _Request(NamedTuple):
     """What the host knows of one request: its rows of the query, its keys, and how many of them this rank holds."""
 
     index: int
@@ -52,6 +51,20 @@ class _Request:
     query_len: int
     seq_len: int
     held: int
+
+
+class _Step(NamedTuple):
+    """What the requests of a call share."""
+
+    args: MLAAttentionArgs
+    config: MLAConfig
+    weight: Tensor
+    """fp32 `[N, P + V, L]`."""
+    rows: Tensor
+    """The cache as rows, `[blocks, block_size, *]`."""
+    shard: DCPShard | None
+    chunk: int
+    """Keys that are expanded at a time."""
 
 
 class TorchMLABackend(MLABackend):
@@ -76,23 +89,13 @@ class TorchMLABackend(MLABackend):
     def mla_attention(self, args: MLAAttentionArgs, config: MLAConfig) -> None:
         """Run `vattn::mla_attention`."""
         refuse_capture(args.query, self.name, "it reads lengths on the host")
-        result = args.query.new_zeros(
-            (args.query.shape[0], config.num_heads, config.v_head_dim), dtype=MODEL_DTYPES[config.dtype]
-        )
-        if args.lse is not None:
-            args.lse.fill_(-torch.inf)
+        shape = args.query.shape[0], config.num_heads, config.v_head_dim
+        out = args.query.new_zeros(shape, dtype=MODEL_DTYPES[config.dtype])
+        lse = out.new_full(shape[:2], -torch.inf, dtype=torch.float32)
         # Autocast would round the fp32 math to a narrower dtype.
         with torch.autocast(args.query.device.type, enabled=False):
-            _attend_all(args, config, result)
-        quantise_output(
-            result,
-            config.output_format,
-            args.output,
-            args.output_block_scale,
-            args.output_scale,
-            config.output_arithmetic,
-            config.output_min_scale,
-        )
+            _attend_all(args, config, out, lse)
+        write_results(args, out, lse, config)
 
     def scratch_bytes(self, config: MLAConfig, num_tokens: int, workspace_tokens: int | None) -> int:
         """Return the bytes of one chunk of keys and values, in fp32, and of the result before it is quantised."""
@@ -105,96 +108,71 @@ class TorchMLABackend(MLABackend):
         mla_reference.mla_kv_cache_update(args, config)
 
 
-def _attend_all(args: MLAAttentionArgs, config: MLAConfig, result: Tensor) -> None:
-    """Attend every request; rows that belong to none keep their zeros."""
+def _attend_all(args: MLAAttentionArgs, config: MLAConfig, results: Tensor, logs: Tensor) -> None:
+    """Write results and LSE of every request; rows that belong to none stay as they are."""
     weight = weight_values(args.kv_b_weight, args.kv_b_scale, config, torch.float32)
     chunk = workspace_tokens(args.workspace, config, DEFAULT_WORKSPACE_TOKENS)
-    for request in _requests(args, config):
-        rows = slice(request.first_row, request.first_row + request.query_len)
-        query = args.query[rows].float()
-        absorbed = request.query_len <= config.decode_threshold
-        attend = _attend_absorbed if absorbed else _attend_expanded
-        out, lse = attend(query, args, request, weight, chunk, config)
-        result[rows] = out.to(result.dtype)
-        if args.lse is not None:
-            args.lse[rows] = lse
-
-
-def _requests(args: MLAAttentionArgs, config: MLAConfig) -> Iterator[_Request]:
-    """Yield the requests that have query rows."""
+    step = _Step(args, config, weight, row_view(args.kv_cache, config), config.dcp_shard, chunk)
     lengths = args.seq_lens.tolist()
-    held = held_lengths(config.dcp_shard, args.seq_lens, args.local_seq_lens)
+    held = held_lengths(step.shard, args.seq_lens, args.local_seq_lens)
     for index, (start, end) in enumerate(pairwise(args.query_start_loc.tolist())):
-        if end > start:
-            yield _Request(index, start, end - start, max(0, lengths[index]), held[index])
+        if end <= start:
+            continue
+        request = _Request(index, start, end - start, max(0, lengths[index]), held[index])
+        absorbed = request.query_len <= config.decode_threshold
+        attend, columns = (_absorbed_parts, config.kv_lora_rank) if absorbed else (_expanded_parts, config.v_head_dim)
+        query = args.query[start:end].float()
+        parts = attend(query, request, step)
+        none = query.new_zeros((*query.shape[:2], columns)), query.new_full(query.shape[:2], -torch.inf)
+        out, lse = functools.reduce(merge, parts, next(parts, none))
+        if absorbed:
+            out = torch.einsum("qnl,nlv->qnv", out, key_and_value_weights(weight, config)[1])
+        results[start:end], logs[start:end] = out.to(results.dtype), lse
 
 
-def _merged(parts: Iterator[Part], query: Tensor, columns: int) -> Part:
-    """Return the merged result of parts of the keys; zeros and -inf if there are none."""
-    rows, heads = query.shape[:2]
-    none = query.new_zeros((rows, heads, columns)), query.new_full((rows, heads), -torch.inf)
-    return functools.reduce(merge, parts, none)
+def _absorbed_parts(query: Tensor, request: _Request, step: _Step) -> Iterator[Part]:
+    """Attend a request with heads that all read the cached rows as they are; results stay in the latent space."""
+    config = step.config
+    absorbed = mla_reference.absorbed_query(query, step.weight[:, : config.qk_nope_head_dim], step.args.q_scale, config)
+    chunk = max(1, min(step.chunk, _SCORES_PER_CHUNK // (request.query_len * config.num_heads)))
+    for latent, rotated, visible in _keys(request, chunk, step):
+        scores = torch.einsum("qnd,sd->nqs", absorbed, torch.cat((latent, rotated), -1)) * config.scale
+        weights, lse = softmax(scores.masked_fill(~visible, -torch.inf))
+        yield torch.einsum("nqs,sl->qnl", weights, latent), lse.t()
 
 
-def _attend_absorbed(
-    query: Tensor, args: MLAAttentionArgs, request: _Request, weight: Tensor, chunk: int, config: MLAConfig
-) -> Part:
-    """Attend a request with heads that all read the cached rows as they are."""
-    w_uk, w_uv = key_and_value_weights(weight, config)
-    absorbed = mla_reference.absorbed_query(query, w_uk, args.q_scale, config)
-    step = max(1, min(chunk, _SCORES_PER_CHUNK // (request.query_len * config.num_heads)))
-
-    def parts() -> Iterator[Part]:
-        for latent, rotated, visible in _keys(args, request, step, config):
-            scores = torch.einsum("qnd,sd->nqs", absorbed, torch.cat((latent, rotated), -1)) * config.scale
-            weights, lse = softmax(scores.masked_fill(~visible, -torch.inf))
-            yield torch.einsum("nqs,sl->qnl", weights, latent), lse.t()
-
-    latents, lse = _merged(parts(), query, config.kv_lora_rank)
-    return torch.einsum("qnl,nlv->qnv", latents, w_uv), lse
-
-
-def _attend_expanded(
-    query: Tensor, args: MLAAttentionArgs, request: _Request, weight: Tensor, chunk: int, config: MLAConfig
-) -> Part:
+def _expanded_parts(query: Tensor, request: _Request, step: _Step) -> Iterator[Part]:
     """Attend a request with keys and values of every head, expanded one chunk of keys at a time."""
-    sizes = (config.qk_nope_head_dim, config.v_head_dim)
-
-    def parts() -> Iterator[Part]:
-        for latent, rotated, visible in _keys(args, request, chunk, config):
-            key, value = torch.einsum("sl,nxl->nsx", latent, weight).split(sizes, dim=-1)
-            key = torch.cat((key, rotated.expand(config.num_heads, -1, -1)), dim=-1)
-            step = max(1, _SCORES_PER_CHUNK // (len(latent) * config.num_heads))
-            done = []
-            for rows, seen in zip(query.split(step), visible.split(step), strict=True):
-                scores = torch.einsum("qnd,nsd->nqs", rows, key) * config.scale
-                weights, lse = softmax(scores.masked_fill(~seen, -torch.inf))
-                done.append((torch.einsum("nqs,nsv->qnv", weights, value), lse.t()))
-            out, lse = (torch.cat(part) for part in zip(*done, strict=True))
-            yield out, lse
-
-    return _merged(parts(), query, config.v_head_dim)
+    config = step.config
+    for latent, rotated, visible in _keys(request, step.chunk, step):
+        expanded = torch.einsum("sl,nxl->nsx", latent, step.weight)
+        key, value = expanded.split((config.qk_nope_head_dim, config.v_head_dim), dim=-1)
+        key = torch.cat((key, rotated.expand(config.num_heads, -1, -1)), dim=-1)
+        most = max(1, _SCORES_PER_CHUNK // (len(latent) * config.num_heads))
+        done = []
+        for rows, seen in zip(query.split(most), visible.split(most), strict=True):
+            scores = torch.einsum("qnd,nsd->nqs", rows, key) * config.scale
+            weights, lse = softmax(scores.masked_fill(~seen, -torch.inf))
+            done.append((torch.einsum("nqs,nsv->qnv", weights, value), lse.t()))
+        out, lse = (torch.cat(part) for part in zip(*done, strict=True))
+        yield out, lse
 
 
-def _keys(
-    args: MLAAttentionArgs, request: _Request, step: int, config: MLAConfig
-) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+def _keys(request: _Request, chunk: int, step: _Step) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yield fp32 latents and rotated keys of each chunk of keys that are held, and which row sees which of them."""
-    rows, size, shard = row_view(args.kv_cache, config), config.block_size, config.dcp_shard
+    args, config, shard, size = step.args, step.config, step.shard, step.config.block_size
     num_keys = min(request.held, args.block_table.shape[1] * size)
-    if not num_keys:
-        return
-    start, device = request.first_row, args.query.device
-    topk = None if args.topk_indices is None else args.topk_indices[start : start + request.query_len]
-    if topk is not None and shard is not None:
-        topk = shard.local_indices(topk)
-    for first in range(0, num_keys, step):
-        end = min(first + step, num_keys)
+    start, device, topk = request.first_row, args.query.device, args.topk_indices
+    if topk is not None:
+        topk = topk[start : start + request.query_len]
+        topk = topk if shard is None else shard.local_indices(topk)
+    for first in range(0, num_keys, chunk):
+        end = min(first + chunk, num_keys)
         position = torch.arange(first, end, device=device)
         blocks = args.block_table[request.index, position // size].long()
-        known = (blocks >= 0) & (blocks < rows.shape[0])
+        known = (blocks >= 0) & (blocks < step.rows.shape[0])
         visible = mla_reference.visible_keys(request.query_len, request.seq_len, topk, device, first, end, shard)
         visible = visible & known
-        stored = rows[torch.where(known, blocks, 0), position % size]
+        stored = step.rows[torch.where(known, blocks, 0), position % size]
         latent, rotated = mla_reference.read_rows(stored, args.k_scale, config)
         yield mla_reference.only_seen(latent, visible), mla_reference.only_seen(rotated, visible), visible

@@ -1,8 +1,8 @@
-"""What an `MLAAttention` refuses at construction, and what it reads of a step beside lengths."""
+"""What an `MLAAttention` refuses at construction, and what it reads of a call apart from lengths."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,11 +23,8 @@ from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.hybrid import GroupedMetadata
 from vattn.quantization.formats import dtype_name
 
-if TYPE_CHECKING:
-    from vattn.layers.mla.cache_binding import BoundLatents
 
-
-def check_latent_arguments(layer: BoundLatents, kv_b_proj: object) -> None:
+def check_latent_arguments(layer: Any, kv_b_proj: object) -> None:
     """Refuse what no dtype and no device can make right."""
     name = f"layer {layer.prefix!r}"
     if not isinstance(kv_b_proj, nn.Module):
@@ -132,7 +129,7 @@ def plain_step(layer: Any, metadata: AttentionMetadata | None) -> AttentionMetad
     return metadata
 
 
-def latent_rows(kv_c_normed: Tensor, k_pe: Tensor, layer: BoundLatents) -> tuple[Tensor, Tensor]:
+def latent_rows(kv_c_normed: Tensor, k_pe: Tensor, layer: Any) -> tuple[Tensor, Tensor]:
     """Return latents and rotated keys `[T, R]`; refuse what is no tensor of rows."""
     for name, rows, width in (
         ("kv_c_normed", kv_c_normed, layer.kv_lora_rank),
@@ -144,15 +141,14 @@ def latent_rows(kv_c_normed: Tensor, k_pe: Tensor, layer: BoundLatents) -> tuple
     return kv_c_normed, k_pe.squeeze(1) if k_pe.dim() == 3 and k_pe.shape[1] == 1 else k_pe
 
 
-def listed_positions(layer: BoundLatents, num_tokens: int) -> Tensor | None:
+def listed_positions(layer: Any, num_tokens: int) -> Tensor | None:
     """Return int32 `[T, K]`, what the layer's indexer lists for this step; `None` for a dense layer."""
     if not layer.use_sparse:
         return None
-    buffer = getattr(layer.indexer, "topk_indices", None)
-    if not isinstance(buffer, Tensor) or buffer.dim() != 2 or buffer.shape[0] < num_tokens:
-        came = tuple(buffer.shape) if isinstance(buffer, Tensor) else type(buffer).__name__
+    buffer = layer.indexer.topk_indices
+    if buffer.shape[0] < num_tokens:
         raise ShapeError(
-            f"indexer.topk_indices is {came} in layer {layer.prefix!r} for {num_tokens} tokens",
+            f"indexer.topk_indices has shape {tuple(buffer.shape)} in layer {layer.prefix!r} for {num_tokens} tokens",
             "int32 [max_tokens, K] with a row per token",
             "make the buffer for the largest step",
         )

@@ -70,7 +70,8 @@ class BoundLatents(OwnBuffers):
         **extra: Any,
     ) -> None:
         super().__init__()
-        options = {**EXTRA_OPTIONS, **_own_options(type(self), extra)}
+        check_extra(type(self).__name__, extra, named_arguments(type(self)), EXTRA_OPTIONS)
+        options = {**EXTRA_OPTIONS, **extra}
         check_configs(type(self).__name__, cache_config, quant_config, exact_prefill=False)
         self.prefix = prefix
         self.cache_config = cache_config or CacheConfig()
@@ -122,22 +123,17 @@ class BoundLatents(OwnBuffers):
                 "a number, a tensor of one value or 'unit' with an fp8_e4m3 cache, None otherwise",
                 "QuantConfig(k_scale='unit') if 1.0 is meant" if scaled else "drop k_scale",
             )
-        self.register_buffer("k_scale", make_scale("k_scale", quant.k_scale, (1,)) if scaled else None)
         if (quant.query_format != "none") != (quant.q_scale is not None):
             raise ScaleError(
                 f"layer {self.prefix!r} has query_format={quant.query_format!r} and no q_scale",
                 "a number, a tensor of one value or 'unit' with an FP8 query",
                 "QuantConfig(q_scale='unit') if 1.0 is meant",
             )
-        q_scale = quant.q_scale
-        self.register_buffer("q_scale", None if q_scale is None else make_scale("q_scale", q_scale, (1,)))
-        output_scale = quant.output_scale
-        self.register_buffer(
-            "output_scale", None if output_scale is None else make_scale("output_scale", output_scale, (1,))
-        )
-        self.register_buffer("kv_cache", None, persistent=False)
-        self.register_buffer("kv_b_weight", None, persistent=False)
-        self.register_buffer("workspace", None, persistent=False)
+        for name in ("k_scale", "q_scale", "output_scale"):
+            given = getattr(quant, name)
+            self.register_buffer(name, None if given is None else make_scale(name, given, (1,)))
+        for name in ("kv_cache", "kv_b_weight", "workspace"):
+            self.register_buffer(name, None, persistent=False)
 
     def _canonical(self, dtype: torch.dtype) -> str:
         return resolve_mla_cache_dtype(self.cache_config.cache_dtype, dtype)
@@ -150,14 +146,16 @@ class BoundLatents(OwnBuffers):
     @property
     def W_UK_T(self) -> Tensor | None:
         """`[num_heads, P, L]`, a view of the prepared weights: what takes queries into the latent space."""
-        weight = self.kv_b_weight
-        return None if weight is None else key_and_value_weights(weight, self._request_config(weight.dtype))[0]
+        return self._projections()[0]
 
     @property
     def W_UV(self) -> Tensor | None:
         """`[num_heads, L, V]`, a view of the prepared weights: what makes values of latents."""
+        return self._projections()[1]
+
+    def _projections(self) -> tuple[Tensor | None, Tensor | None]:
         weight = self.kv_b_weight
-        return None if weight is None else key_and_value_weights(weight, self._request_config(weight.dtype))[1]
+        return (None, None) if weight is None else key_and_value_weights(weight, self._request_config(weight.dtype))
 
     def process_weights_after_loading(self, act_dtype: torch.dtype | None = None) -> None:
         """Read `kv_b_proj` into the layer's own weights, in place where they exist: captured graphs stay valid.
@@ -279,10 +277,14 @@ class BoundLatents(OwnBuffers):
         # Ranks gather weights where the cache is.
         self.config, self.kv_cache = config, storage
         try:
-            self._read_what_is_loaded(dtype)
-        except BaseException:
-            self.config, self.kv_cache = before
-            raise
+            self.process_weights_after_loading(dtype)
+        except BaseException as error:
+            # Weights may be loaded later, where none were read before: calls refuse to run until then. Ranks must all
+            # have read the same.
+            unloaded = isinstance(error, (WeightsWithoutValues, ScalesWithoutValues))
+            if not unloaded or self.kv_b_weight is not None or self.context_parallel is not None:
+                self.config, self.kv_cache = before
+                raise
         weight = self.kv_b_weight
         if weight is not None and weight.device != storage.device:
             self._buffers["kv_b_weight"] = weight.to(storage.device)
@@ -292,17 +294,6 @@ class BoundLatents(OwnBuffers):
         self._buffers["workspace"] = workspace
         for name, buffer in self._own_buffers().items():
             self._buffers[name] = buffer.to(storage.device)
-
-    def _read_what_is_loaded(self, dtype: torch.dtype) -> None:
-        """Read `kv_b_proj`, unless it has no values yet and none were read before: then calls ask for them.
-
-        Ranks are refused instead, for all of them must have read the same.
-        """
-        try:
-            self.process_weights_after_loading(dtype)
-        except (WeightsWithoutValues, ScalesWithoutValues):
-            if self.kv_b_weight is not None or self.context_parallel is not None:
-                raise
 
     def extra_repr(self) -> str:
         """Show the request and the chosen backend."""
@@ -315,9 +306,3 @@ class BoundLatents(OwnBuffers):
             f"workspace={'by the backend' if self.workspace_tokens is None else f'{self.workspace_tokens} tokens'}, "
             f"backend={backend}"
         )
-
-
-def _own_options(layer: type, extra: dict[str, Any]) -> dict[str, Any]:
-    """Return the extra options that were given; refuse any but `EXTRA_OPTIONS`."""
-    check_extra(layer.__name__, extra, named_arguments(layer), EXTRA_OPTIONS)
-    return extra

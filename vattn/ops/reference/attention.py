@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -61,27 +62,20 @@ def write_slots(held: Tensor, rows: Tensor, slots: Tensor) -> None:
 
 def attention(args: AttentionArgs, config: AttentionConfig) -> None:
     """Run `vattn::attention`: write output, scales and LSE as requested by the config."""
-    out, lse = paged_attention(args, config)
-    _write(args, out, lse, config)
+    write_results(args, *paged_attention(args, config), config)
 
 
 def varlen_attention(args: VarlenAttentionArgs, config: AttentionConfig) -> None:
     """Run `vattn::varlen_attention`: write output, scales and LSE as requested by the config."""
-    out, lse = packed_attention(args, config)
-    _write(args, out, lse, config)
+    write_results(args, *packed_attention(args, config), config)
 
 
-def _write(args: AttentionArgs | VarlenAttentionArgs, out: Tensor, lse: Tensor, config: AttentionConfig) -> None:
-    rounded = out.to(MODEL_DTYPES[config.dtype])
+def write_results(args: Any, out: Tensor, lse: Tensor, config: Any) -> None:
+    """Write results `[T, H, V]` of any dtype to an op's output and scales, as its config asks for them, and the LSE."""
     quantise_output(
-        rounded,
-        config.output_format,
-        args.output,
-        args.output_block_scale,
-        args.output_scale,
-        config.output_arithmetic,
-        config.output_min_scale,
-    )
+        out.to(MODEL_DTYPES[config.dtype]), config.output_format, args.output, args.output_block_scale,
+        args.output_scale, config.output_arithmetic, config.output_min_scale,
+    )  # fmt: skip
     if args.lse is not None:
         args.lse.copy_(lse)
 

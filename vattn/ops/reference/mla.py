@@ -15,10 +15,8 @@ from vattn.cache.layout import row_view
 from vattn.config.dcp import DCPShard
 from vattn.config.mla import MLAConfig
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
-from vattn.ops.reference.attention import held_lengths, held_positions, locate_keys, softmax, write_slots
+from vattn.ops.reference.attention import held_lengths, held_positions, locate_keys, softmax, write_results, write_slots
 from vattn.ops.reference.mla_absorb import key_and_value_weights, quantised_query, weight_values
-from vattn.quantization.codecs import quantise_output
-from vattn.quantization.formats import MODEL_DTYPES
 from vattn.quantization.mla_formats import decode_rows, encode_rows
 
 
@@ -30,18 +28,7 @@ def mla_kv_cache_update(args: MLACacheUpdateArgs, config: MLAConfig) -> None:
 
 def mla_attention(args: MLAAttentionArgs, config: MLAConfig) -> None:
     """Run `vattn::mla_attention`: write output, scales and LSE as requested by the config."""
-    out, lse = attend_latents(args, config)
-    quantise_output(
-        out.to(MODEL_DTYPES[config.dtype]),
-        config.output_format,
-        args.output,
-        args.output_block_scale,
-        args.output_scale,
-        config.output_arithmetic,
-        config.output_min_scale,
-    )
-    if args.lse is not None:
-        args.lse.copy_(lse)
+    write_results(args, *attend_latents(args, config), config)
 
 
 def attend_latents(
