@@ -15,8 +15,8 @@ from vattn.ops.reference.mla_absorb import absorb, key_and_value_weights, quanti
 
 pytest.importorskip("triton")
 
-from vattn.kernels.hopper.mla import split_requests as mla_cut
-from vattn.kernels.hopper.mla.sparse_slots import mla_slots_kernel
+from vattn.kernels.hopper.mla import schedule as mla_cut
+from vattn.kernels.hopper.mla.sparse_launch import mla_slots_kernel
 from vattn.kernels.triton.common.tiles import Limits
 from vattn.kernels.triton.mla import launch as mla_launch
 

@@ -16,7 +16,7 @@ from vattn.config.mla import MLAConfig
 from vattn.config.rope import ROPE_STYLES, RopeConfig
 from vattn.kernels import mla_route
 from vattn.kernels.hopper.mla import launch as hopper_launch
-from vattn.kernels.hopper.mla import prefill_launch, sparse_launch, split_requests
+from vattn.kernels.hopper.mla import prefill_launch, schedule, sparse_launch
 from vattn.kernels.triton.common.tiles import Limits
 from vattn.kernels.triton.mla import indexer, launch, projection, rope_update
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
@@ -105,8 +105,8 @@ def _on_any_gpu(limits: Limits) -> Iterator[tuple[str, Any]]:
         name = f"{layer.kv_cache_dtype} rest of at most {longest}"
         yield name, partial(_attend, layer, 200, 9, limits, longest, 4)
     for most in (1, 2, 4, 8):
-        parts = split_requests.Parts(integers(577), integers(576), integers(576))
-        split = partial(split_requests.cut_requests, integers(65), integers(64), parts, most)
+        parts = schedule.Parts(integers(577), integers(576), integers(576))
+        split = partial(schedule.cut_requests, integers(65), integers(64), parts, most)
         yield f"parts of {most} rows", split
     small = MLAConfig(3, 96, 64, 64, 256, 0.07, "bfloat16", "bfloat16", 16, lse=True)
     yield "bfloat16 96+64/64", partial(_prompts, small, 2, limits)

@@ -25,8 +25,7 @@ from vattn.kernels.hopper.mla.decode_64 import mla_decode_64_kernel
 from vattn.kernels.hopper.mla.decode_fp8 import PAIRS, ROPE_PAIRS, mla_decode_fp8_kernel
 from vattn.kernels.hopper.mla.prefill_launch import planned_room, planned_tokens
 from vattn.kernels.hopper.mla.reduce import merge_parts
-from vattn.kernels.hopper.mla.schedule import mla_schedule_kernel
-from vattn.kernels.hopper.mla.split_requests import Parts, cut_requests
+from vattn.kernels.hopper.mla.schedule import Parts, cut_requests, mla_schedule_kernel
 from vattn.kernels.hopper.mla.work_items import LATENT, ROPE, TILE
 from vattn.kernels.hopper.schedule import FIELDS, WAVES
 from vattn.kernels.triton.common.tiles import next_power_of_two

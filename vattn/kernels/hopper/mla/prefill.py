@@ -19,8 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from vattn.kernels.hopper.compat import block_barrier, load_box
-from vattn.kernels.hopper.mla.prefill_parts import PART_COLUMNS, store_parts
-from vattn.kernels.hopper.mla.prefill_store import store_fp8
+from vattn.kernels.hopper.mla.prefill_store import PART_COLUMNS, store_fp8, store_parts
 from vattn.kernels.hopper.prefill.load import GROUP_ROWS, WORDS
 from vattn.kernels.hopper.prefill.ping_pong import BARRIERS, own_end_of, pass_tiles, ping_pong_signal, ping_pong_wait
 from vattn.kernels.hopper.prefill.softmax import LOWEST, add_tile, as_left, weights_of
@@ -322,7 +321,7 @@ def mla_prefill_gluon_kernel(
 
     Queries are `[T, HEADS, NOPE + 64]`; a row of the workspace holds for every head NOPE columns of its key, then its
     value. TOGETHER: heads with tiles that run side by side, few enough that their keys stay in L2. CORRECTED: quantised
-    outputs by `vattn.kernels.hopper.mla.prefill_store` and, NVFP4, `mla_prefill_parts`.
+    outputs by `vattn.kernels.hopper.mla.prefill_store`.
     """
     panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
     words_layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])

@@ -9,22 +9,26 @@ The schedule is int32 `[1 + max_items + num_reqs, FIELDS]`:
 - the last rows, a split request each: request, first slot, number of slots, the request's first token, its rows.
 
 Such a schedule is FULL: the reader of a record loads nothing else, and need not know how many there are.
-`vattn.kernels.hopper.mla.sparse_slots` makes others, with neither tokens, rows and lengths nor records of CTAs without
+`vattn.kernels.hopper.mla.sparse_launch` makes others, with neither tokens, rows and lengths nor records of CTAs without
 work.
 
 `vattn.kernels.hopper.schedule` says how the work is shared. A request of more than SPLIT_QUERY rows is one item of
 length one, since its partial results would find no room: the CTA that has it attends all of its keys. With LONGEST,
 unless 0, requests of more rows, or of fewer than SHORTEST, have no item: other kernels attend them. With `owners`
-requests are parts of others (`vattn.kernels.hopper.mla.split_requests`), and records name these, by which block tables
+requests are parts of others (`cut_requests`), and records name these, by which block tables
 are found.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from vattn.kernels.hopper.schedule import FIELDS, behind, choose_chunk, count_chunks, cut, items_of
+from vattn.kernels.triton.mla.kernels import find_request
 
 ITEM_COST = tl.constexpr(1.0)
 """Tiles of 64 rows that opening and closing an item costs."""
@@ -122,3 +126,51 @@ def mla_schedule_kernel(
             # Request 0, from its first tile on, and of no rows; there is no slot and no next item.
             nothing = tl.zeros_like(idle) - (1 if (column == 3) | (column == 4) else 0)
             tl.store(schedule + (1 + idle) * FIELDS + column, nothing, mask=mask)
+
+
+class Parts(NamedTuple):
+    """Requests that others were split into, int32; a request without rows has no keys either."""
+
+    starts: Tensor
+    """`[P + 1]`, the first row of each, and where the last ends."""
+    lengths: Tensor
+    """`[P]`, keys up to the last row of each."""
+    owners: Tensor
+    """`[P]`, the request that each is of."""
+
+
+@triton.jit(
+    do_not_specialize=["num_parts", "num_reqs"],
+    do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "starts", "lengths", "owners"],
+)
+def mla_split_kernel(query_start_loc, seq_lens, starts, lengths, owners, num_parts, num_reqs, MOST: tl.constexpr):
+    """Write one part of at most MOST rows. Grid: parts.
+
+    A request has room for one part more than it may fill.
+    """
+    part = tl.program_id(0)
+    request = find_request(query_start_loc, num_reqs, part, 1, MOST)
+    is_real = request < num_reqs
+    start = tl.load(query_start_loc + request)
+    end = tl.load(query_start_loc + request + 1, mask=is_real, other=0)
+    end = tl.where(is_real, end, start)
+    first = tl.minimum(start + (part - start // MOST - request) * MOST, end)
+    behind = tl.minimum(first + MOST, end)
+    length = tl.load(seq_lens + request, mask=is_real, other=0) - (end - behind)
+    tl.store(starts + part, first)
+    tl.store(lengths + part, tl.where(behind > first, tl.maximum(length, 0), 0))
+    tl.store(owners + part, tl.minimum(request, num_reqs - 1))
+    if part == num_parts - 1:
+        tl.store(starts + num_parts, tl.load(query_start_loc + num_reqs))
+
+
+def cut_requests(query_start_loc: Tensor, seq_lens: Tensor, parts: Parts, most: int) -> None:
+    """Write parts of at most `most` rows each, whose rows see the same keys as before.
+
+    Row i of a request sits at `seq_len - query_len + i`, so the rows of a part form a request that ends with its last
+    row. There must be room for one part more per request than its rows fill.
+    """
+    count = parts.lengths.shape[0]
+    mla_split_kernel[(count,)](
+        query_start_loc, seq_lens, *parts, count, seq_lens.shape[0], MOST=most, num_warps=1, enable_fp_fusion=True
+    )
