@@ -215,12 +215,13 @@ def test_explicit_choice_never_falls_back(registry):
     assert registry.choose(asked.replace(backend="WIDE"), HOPPER).name == "WIDE"
 
 
-def test_the_error_lists_every_backend_with_every_reason(registry):
+def test_the_error_gives_the_reasons_of_the_nearest_backend(registry):
     with pytest.raises(UnsupportedRequestError, match="no backend can run") as caught:
-        registry.choose(PLAIN.replace(head_size=80, block_size=8), CPU)
+        registry.choose(PLAIN.replace(head_size=80, block_size=8), CPU, layer="layers.3")
     text = str(caught.value)
-    for part in ("NARROW", "WIDE", "device cpu", "head_size 80", "block_size 8", "head_size=80"):
+    for part in ("layer 'layers.3'", "nearest is WIDE", "head_size 80", "block_size 8", "python -m vattn explain"):
         assert part in text
+    assert "NARROW" not in text and "\n" not in text
     assert isinstance(caught.value, NotImplementedError)
 
 
@@ -353,7 +354,7 @@ MISSED: dict[str, tuple[dict[str, Any], str | None, str | None]] = {
     "head": ({"head_size": 96}, "head_size 96", "head_size 96"),
     "block": ({"block_size": 48}, None, "block_size 48"),
     "packed": ({"kv_cache_dtype": "int4_per_token_head"}, None, "kv_cache_dtype int4_per_token_head"),
-    "packed, wide": ({"kv_cache_dtype": "int4_per_token_head", "head_size": 256}, "head sizes 256", "kv_cache_dtype"),
+    "packed, wide": ({"kv_cache_dtype": "int4_per_token_head", "head_size": 256}, "head_size 256", "kv_cache_dtype"),
     "feature": ({"alibi": "linear"}, "alibi is not implemented", "alibi is not implemented"),
     "a rank's keys": ({"context_parallel": True, "context_world": 2}, None, "context_parallel"),
     "a rank's window": (

@@ -333,7 +333,7 @@ def test_opcheck() -> None:
 def test_no_backend_is_named_for_what_none_runs() -> None:
     args = random_mla_batch(make_mla_config(), [1], [4])
     config = make_mla_config(output_format="fp8_static", output_arithmetic="approximate_divide")
-    with pytest.raises(UnsupportedRequestError, match=r"TORCH_MLA +: output_arithmetic approximate_divide"):
+    with pytest.raises(UnsupportedRequestError, match="TORCH_MLA: output_arithmetic approximate_divide"):
         torch.ops.vattn.mla_attention(*args._replace(config=config.encode()))
 
 

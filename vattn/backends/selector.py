@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -138,6 +139,17 @@ class Explanation:
     notes: tuple[str, ...] = ()
     tested: dict[str, str] = field(default_factory=dict)
 
+    def problem(self) -> str:
+        """Return in a sentence why no backend runs the request.
+
+        It names the reasons of the requested backend, or those of the backend that has the fewest.
+        """
+        nearest = min(self.refusals, key=lambda name: len(self.refusals[name]))
+        reasons = "; ".join(self.refusals[nearest])
+        if self.config.backend == "auto":
+            return f"no backend can run this attention on {self.device}; the nearest is {nearest}: {reasons}"
+        return f"backend {nearest} cannot run this attention on {self.device}: {reasons}"
+
     def __str__(self) -> str:
         lines = [f"request: {self.config.encode()}", f"device : {self.device}", f"chosen : {self.chosen or 'none'}"]
         width = max(map(len, self.refusals), default=0)
@@ -148,43 +160,41 @@ class Explanation:
         return "\n".join(lines)
 
 
-def _decide_latent(config: Any, device: DeviceInfo) -> Explanation:
-    known = mla_backends()
-    names = MLA_PRIORITY.get(device.type, MLA_PRIORITY["cpu"]) if config.backend == "auto" else (config.backend,)
-    if names[0] not in known:
-        raise UnknownOptionError(
-            f"attn_backend {config.backend!r} of latent attention", ", ".join(("auto", *known)), "choose one of these"
-        )
-    refusals = {name: tuple(known[name].reasons(config, device)) for name in names}
-    chosen = next((name for name in names if not refusals[name]), None)
-    notes = () if chosen is None else tuple(known[chosen].notes(config))
-    accepting = [name for name in names if not refusals[name]] if device.type == "cuda" else []
-    tested = {name: _tested(known[name], config, device) for name in accepting}
-    return Explanation(config, device, chosen, refusals, notes, tested)
+def _candidates(config: AttentionConfig | MLAConfig, device: DeviceInfo) -> tuple[dict[str, Backend], str | None]:
+    """Return the backends that may run a request in the order in which they are tried, and what was measured."""
+    measured = None
+    if isinstance(config, MLAConfig):
+        known: Mapping[str, Backend] = mla_backends()
+        names = MLA_PRIORITY.get(device.type, MLA_PRIORITY["cpu"])
+    else:
+        _load_builtin()
+        known = _BACKENDS
+        if config.backend == "auto":
+            names, measured = choice_table.order(priority(device), config, device)
+    if config.backend != "auto":
+        if config.backend not in known:
+            raise UnknownOptionError(
+                f"attn_backend {config.backend!r}", ", ".join(("auto", *known)), "choose one of these names"
+            )
+        names = (config.backend,)
+    return {name: known[name] for name in names}, measured
 
 
 @lru_cache(maxsize=4096)
-def _decide(config: AttentionConfig | MLAConfig, device: DeviceInfo) -> Explanation:
-    if isinstance(config, MLAConfig):
-        return _decide_latent(config, device)
-    measured = None
-    if config.backend == "auto":
-        names, measured = choice_table.order(priority(device), config, device)
-    else:
-        names = (get_backend(config.backend).name,)
-    refusals = {name: tuple(_BACKENDS[name].reasons(config, device)) for name in names}
-    chosen = next((name for name in names if not refusals[name]), None)
-    notes: tuple[str, ...] = ()
+def _decide(config: Any, device: DeviceInfo) -> Explanation:
+    backends, measured = _candidates(config, device)
+    refusals = {name: tuple(backend.reasons(config, device)) for name, backend in backends.items()}
+    accepting = [name for name, reasons in refusals.items() if not reasons]
+    chosen = accepting[0] if accepting else None
+    notes: list[str] = []
     if chosen is not None:
-        notes = (*_BACKENDS[chosen].notes(config), *_BACKENDS[chosen].general_steps(config, device))
-    notes += () if measured is None else (measured,)
-    accepting = [name for name in names if not refusals[name]] if device.type == "cuda" else []
-    tested = {name: _tested(_BACKENDS[name], config, device) for name in accepting}
-    return Explanation(config, device, chosen, refusals, notes, tested)
-
-
-def _tested(backend: Backend, config: Any, device: DeviceInfo) -> str:
-    return verdict(runs_of(backend.name), backend.running(), device.capability, backend.parts(config))
+        notes = [*backends[chosen].notes(config), *backends[chosen].general_steps(config, device)]
+    notes += [] if measured is None else [measured]
+    tested = {}
+    for name in accepting if device.type == "cuda" else []:
+        backend = backends[name]
+        tested[name] = verdict(runs_of(name), backend.running(), device.capability, backend.parts(config))
+    return Explanation(config, device, chosen, refusals, tuple(notes), tested)
 
 
 def explain(config: AttentionConfig | MLAConfig, device: torch.device | str | DeviceInfo = "cpu") -> Explanation:
@@ -219,20 +229,25 @@ def _log_once(chosen: str, request: str, device: DeviceInfo) -> None:
     logger.info("attention backend %s on %s for %s", chosen, device, request)
 
 
-def choose(config: AttentionConfig | MLAConfig, device: torch.device | str | DeviceInfo) -> Backend:
+def choose(
+    config: AttentionConfig | MLAConfig, device: torch.device | str | DeviceInfo, layer: str | None = None
+) -> Backend:
     """Return the backend for a request.
 
+    Args:
+        layer: prefix of the layer that requests it, for the error.
+
     Raises:
-        UnsupportedRequestError: no backend, or not the requested one, accepts it; the text lists every reason.
+        UnsupportedRequestError: no backend, or not the requested one, accepts it; the text has the reasons of the
+            nearest one.
     """
     explanation = explain(config, device)
     if explanation.chosen is None:
-        subject = "no backend" if config.backend == "auto" else f"backend {config.backend}"
-        verb = "can" if config.backend == "auto" else "cannot"
+        request = config.replace(backend="auto").encode()
         raise UnsupportedRequestError(
-            f"{subject} {verb} run this attention\n{explanation}\n",
-            "a request with no reason against it in the table",
-            "change what a reason names, or ask for another backend",
+            explanation.problem() if layer is None else f"layer {layer!r}: {explanation.problem()}",
+            "",
+            f"change what it names; `python -m vattn explain '{request}'` lists all backends",
         )
     if config.backend == "auto":
         _log_once(explanation.chosen, config.encode(), explanation.device)

@@ -7,6 +7,7 @@ a token counts the tokens of that rank before it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
@@ -16,9 +17,6 @@ from vattn.config.encoding import check
 
 Number = TypeVar("Number", int, Tensor)
 """A host integer, or a tensor of any integer dtype."""
-
-Config = TypeVar("Config", bound=Any)
-"""`AttentionConfig` or `MLAConfig`."""
 
 MAX_PERIOD = 1 << 30
 """Largest period of a shard: positions are int32."""
@@ -105,6 +103,7 @@ def shard_of(config: Any) -> DCPShard | None:
     return DCPShard(config.context_rank, config.context_world, config.context_interleave)
 
 
-def without_dcp(config: Config) -> Config:
-    """Return a config for a cache that holds all tokens."""
+@lru_cache(maxsize=4096)
+def without_dcp(config: Any) -> Any:
+    """Return an `AttentionConfig` or `MLAConfig` for a cache that holds all tokens."""
     return config.replace(context_parallel=False, context_rank=0, context_world=1, context_interleave=1)

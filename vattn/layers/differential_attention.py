@@ -172,7 +172,7 @@ class DifferentialAttention(Attention):
 
     def _choose_backend(self, config: AttentionConfig, device: torch.device | str) -> str:
         half = half_of(config, "even")
-        return selector.choose(half, device).runs_on(half, DeviceInfo.of(device))
+        return selector.choose(half, device, self.prefix).runs_on(half, DeviceInfo.of(device))
 
     def bind_kv_cache(self, storage: Tensor, dtype: torch.dtype, target: BoundCache | None = None) -> None:
         """Bind the raw storage of an ordinary cache; see `Attention`."""

@@ -293,7 +293,7 @@ def step_configs(base: AttentionConfig, device: DeviceInfo) -> tuple[dict[StepKi
                     continue
                 explanation = selector.explain(config, device)
                 if explanation.chosen is None:
-                    refused[kind] = str(explanation)
+                    refused[kind] = explanation.problem()
                 else:
                     accepted[kind] = config.encode()
     return accepted, refused

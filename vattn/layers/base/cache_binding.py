@@ -233,7 +233,7 @@ class BoundCache(CacheScales):
         config = self._request_config(dtype, None if target is None else target.k_scale)
         config = config.replace(backend=self._choose_backend(config, device))
         if config.context_only:
-            selector.choose(step_request(config), device)
+            selector.choose(step_request(config), device, self.prefix)
         return config
 
     def _choose_backend(self, config: AttentionConfig, device: torch.device | str) -> str:
@@ -242,7 +242,7 @@ class BoundCache(CacheScales):
         Raises:
             UnsupportedRequestError: no backend, or not the requested one, does.
         """
-        return selector.choose(config, device).name
+        return selector.choose(config, device, self.prefix).name
 
     def _check_target(self, target: BoundCache) -> None:
         """Refuse a target of another kind; what configs tell is compared elsewhere."""

@@ -180,7 +180,7 @@ class CachedAttention(BoundCache):
         if variant not in self._ops:
             raise UnsupportedRequestError(
                 f"layer {self.prefix!r} cannot run this step: causality {variant[0]}, tree bias {variant[1]}, "
-                f"multimodal ranges {variant[2]}\n{self._refused[variant]}\n",
+                f"multimodal ranges {variant[2]}; {self._refused[variant]}",
                 "what its backend accepts",
                 "build the step without what the reason names, or ask for another attn_backend",
             )

@@ -89,7 +89,7 @@ class VarlenAttention(OwnBuffers):
             UnsupportedRequestError: no backend, or not the requested one, runs the request there.
         """
         config = AttentionConfig.parse(self._op_config(dtype))
-        return config.replace(backend=selector.choose(config, device).name)
+        return config.replace(backend=selector.choose(config, device, self.prefix).name)
 
     def _op_config(self, dtype: torch.dtype) -> str:
         name = dtype_name(dtype)

@@ -237,7 +237,7 @@ class BoundLatents(OwnBuffers):
                 "drop the target",
             )
         config = self._request_config(dtype)
-        return config.replace(backend=selector.choose(config, device).name)
+        return config.replace(backend=selector.choose(config, device, self.prefix).name)
 
     def bind_kv_cache(self, storage: Tensor, dtype: torch.dtype, target: object = None) -> None:
         """Give the layer its raw storage, fix dtype, device and backend, and read `kv_b_proj`.
