@@ -14,7 +14,7 @@ from vattn import errors
 
 pytest.importorskip("transformers")
 
-from tests.generation.generator_support import GREEDY, PROMPTS, check_empty, make_generator
+from tests.generation.generator_support import GREEDY, PROMPTS, Characters, check_empty, make_generator
 from tests.integrations.hf_families import make_model
 from vattn.integrations.transformers import PackedModel, disable, enable
 
@@ -197,4 +197,45 @@ def test_failed_requests_keep_their_prompts(packed: PackedModel) -> None:
     assert [request.state for request in done] == ["failed", "finished", "failed", "failed", "failed"]
     assert [request.prompt for request in done] == [long, PROMPTS[1], [5, 10**6], [], []]
     assert "a prompt of 170 tokens" in str(done[0].error) and "170 + 0 tokens" in repr(done[0])
+    check_empty(generator)
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_an_interruption_while_prompts_are_read(packed: PackedModel, streams: bool) -> None:
+    """What was queued by then is cancelled."""
+
+    class Slow(Characters):
+        def encode(self, text: str) -> list[int]:
+            if text == "third":
+                raise KeyboardInterrupt
+            return super().encode(text)
+
+    generator = make_generator(packed, tokenizer=Slow())
+    texts = ["first", "second", "third"]
+    with pytest.raises(KeyboardInterrupt):
+        list(generator.stream(texts)) if streams else generator.generate(texts)
+    check_empty(generator)
+    assert generator.generate(["first"], vattn.Sampling(3, stop_token_ids=()))[0].state == "finished"
+    assert generator.statistics().prompt_tokens == 5
+
+
+def test_cancels_of_other_threads_disturb_no_step(packed: PackedModel) -> None:
+    generator = make_generator(packed)
+    faults: list[BaseException] = []
+
+    def run_steps() -> None:
+        try:
+            while generator.busy:
+                generator.step()
+        except BaseException as error:
+            faults.append(error)
+
+    kept = [generator.add(prompt, vattn.Sampling(12, stop_token_ids=())) for prompt in PROMPTS[:3]]
+    worker = threading.Thread(target=run_steps)
+    worker.start()
+    while worker.is_alive():
+        generator.cancel(generator.add(PROMPTS[3], vattn.Sampling(2, stop_token_ids=())))
+        generator.statistics()
+    worker.join()
+    assert not faults and [len(request.output) for request in kept] == [12, 12, 12]
     check_empty(generator)

@@ -12,6 +12,7 @@ from torch import Tensor
 import vattn
 from examples.demo.checkpoint import build_llama, read_checkpoint
 from examples.demo.model import AttentionOptions, Llama
+from tests.integrations.hf_families import make_model
 from tests.support import relative_l2
 from vattn.generation import model_inputs
 
@@ -70,21 +71,9 @@ def make_pair(folder: Path) -> Pair:
 @pytest.fixture(scope="module")
 def tiny_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An untied GQA model whose heads together are wider than its hidden size, with norms that are not 1."""
-    torch.manual_seed(1)
-    config = transformers.LlamaConfig(
-        vocab_size=97,
-        hidden_size=72,
-        intermediate_size=112,
-        num_hidden_layers=2,
-        num_attention_heads=6,
-        num_key_value_heads=2,
-        head_dim=16,
-        rope_parameters={"rope_type": "default", "rope_theta": 5e5},
-        max_position_embeddings=128,
-        initializer_range=0.2,
-        tie_word_embeddings=False,
-    )
-    model = transformers.LlamaForCausalLM(config)
+    rope = {"rope_type": "default", "rope_theta": 5e5}
+    sizes = {"hidden_size": 72, "intermediate_size": 112, "num_attention_heads": 6, "head_dim": 16}
+    model = make_model("llama", seed=1, rope_parameters=rope, tie_word_embeddings=False, **sizes)
     for name, parameter in model.named_parameters():
         if "norm" in name:
             torch.nn.init.uniform_(parameter, 0.3, 2.0)

@@ -37,6 +37,7 @@ def test_decode_by_hand() -> None:
     assert all(float(distance) < 1e-5 for distance in distances)
 
 
+@pytest.mark.slow
 def test_fullgraph_compile() -> None:
     printed = run("02_fullgraph_compile.py")
     assert "graphs compiled: 1\n" in printed
