@@ -33,7 +33,7 @@ from vattn.metadata.fast_prefill import read_num_logits, write_logits_indices
 from vattn.metadata.inputs import Lengths, Masks, read_per_token, read_step
 from vattn.metadata.lineage import Lineage
 from vattn.metadata.plans import StepPlans, all_layers, block_size_of, device_of, find_layers
-from vattn.metadata.staging import Staging, StepBuffers, alias
+from vattn.metadata.staging import Staging, StepBuffers
 from vattn.metadata.step import Limits, Step
 
 
@@ -112,15 +112,7 @@ class AttentionMetadataBuilder:
                 "block_size", block_size, 1, "leave it out, or pass that of the layers' CacheConfig"
             )
         self.decode_threshold = _capacity("decode_threshold", decode_threshold)
-        max_mm_ranges, max_trees, max_tree_size, max_encoder_len = (
-            _capacity(name, size, 0)
-            for name, size in (
-                ("max_mm_ranges", max_mm_ranges),
-                ("max_trees", max_trees),
-                ("max_tree_size", max_tree_size),
-                ("max_encoder_len", max_encoder_len),
-            )
-        )
+        max_encoder_len = _capacity("max_encoder_len", max_encoder_len, 0)
         if context_parallel is not None and not isinstance(context_parallel, ContextParallel):
             raise ConfigError(
                 f"context_parallel={context_parallel!r:.60}",
@@ -144,9 +136,9 @@ class AttentionMetadataBuilder:
             seq_len=max_seq_len,
             block_size=block_size,
             num_blocks=None if num_blocks is None else _capacity("num_blocks", num_blocks),
-            mm_ranges=max_mm_ranges,
-            trees=max_trees,
-            tree_size=max_tree_size,
+            mm_ranges=_capacity("max_mm_ranges", max_mm_ranges, 0),
+            trees=_capacity("max_trees", max_trees, 0),
+            tree_size=_capacity("max_tree_size", max_tree_size, 0),
             encoder_len=max_encoder_len,
             encoder_tokens=_capacity("max_encoder_tokens", max_encoder_tokens, 0),
             tables=self._num_tables,
@@ -158,6 +150,7 @@ class AttentionMetadataBuilder:
         self.backends, self.num_blocks, self._sink_layers = found.backends, found.num_blocks, found.sink_layers
         reserved = max((layer.sink_len // block_size for layer in self._sink_layers), default=0)
         self._limits = dataclasses.replace(limits, num_blocks=self.num_blocks, reserved_blocks=reserved)
+        # Views of buffers are given out as `.data`: Dynamo would also trace and guard the base of a view.
         # Buffers made in inference mode could not be rewritten outside of it.
         with torch.inference_mode(False):
             self._allocate()
@@ -393,10 +386,10 @@ class AttentionMetadataBuilder:
         rows = step.cross.num_rows
         if padded is not None:
             rows = _padded("encoder states", rows, padded, self._limits.encoder_tokens)
-        metadata.encoder_seq_lens = alias(self._buffers.encoder_seq_lens[:num_reqs])
-        metadata.cross_block_table = alias(self._buffers.cross_block_table[:num_reqs])
+        metadata.encoder_seq_lens = self._buffers.encoder_seq_lens[:num_reqs].data
+        metadata.cross_block_table = self._buffers.cross_block_table[:num_reqs].data
         if rows:
-            metadata.cross_slot_mapping = alias(self._cross_slots[:rows])
+            metadata.cross_slot_mapping = self._cross_slots[:rows].data
 
     def _add_logits(self, metadata: AttentionMetadata, step: Step, num_reqs: int, padded: int | None) -> None:
         """Add views of the kept rows; forget them in a step that keeps all, unless a size is given."""
@@ -407,17 +400,17 @@ class AttentionMetadataBuilder:
         kept = int(step.num_logits.sum())
         if padded is not None:
             kept = _padded("kept tokens", kept, padded, self.max_num_tokens)
-        metadata.logits_start_loc = alias(self._buffers.logits_start_loc[: num_reqs + 1])
-        metadata.logits_indices = alias(self._logits_indices[:kept])
+        metadata.logits_start_loc = self._buffers.logits_start_loc[: num_reqs + 1].data
+        metadata.logits_indices = self._logits_indices[:kept].data
 
     def _add_prefix(self, metadata: AttentionMetadata, num_reqs: int) -> None:
         """Add views of what layers read of a shared prefix and after it."""
         if metadata.logits_indices is not None:
             raise MetadataError("shared_prefix_len with num_logits_padded", "one of the two in a step", "keep all rows")
-        metadata.prefix_lens = alias(self._buffers.prefix_lens[:2])
-        metadata.prefix_start_loc = alias(self._buffers.prefix_start_loc[:3])
-        metadata.suffix_lens = alias(self._suffix_lens[:num_reqs])
-        metadata.suffix_block_table = alias(self._suffix_table[:num_reqs])
+        metadata.prefix_lens = self._buffers.prefix_lens[:2].data
+        metadata.prefix_start_loc = self._buffers.prefix_start_loc[:3].data
+        metadata.suffix_lens = self._suffix_lens[:num_reqs].data
+        metadata.suffix_block_table = self._suffix_table[:num_reqs].data
 
     def _derive(self, metadata: AttentionMetadata, step: Step) -> None:
         """Fill what the device computes from what was copied there."""

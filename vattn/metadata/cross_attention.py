@@ -46,9 +46,6 @@ def read_cross_step(
         )
     lengths = read_integers("encoder_lens", encoder_lens)
     check_count("encoder_lens", lengths.shape[0], num_reqs)
-    if not hasattr(cross_block_tables, "__len__"):
-        raise MetadataError(f"cross_block_tables={cross_block_tables!r:.60}", "one list per request", "pass [[...]]")
-    check_count("cross_block_tables", len(cross_block_tables), num_reqs)
     if bool((lengths < 0).any()):
         row = int((lengths < 0).nonzero()[0])
         raise MetadataError(f"encoder_lens[{row}]={int(lengths[row])}", "lengths >= 0", "pass 0 for no encoder input")

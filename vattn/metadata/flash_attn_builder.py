@@ -184,7 +184,6 @@ class FlashAttentionMetadataBuilder:
         size, most = self._inner.block_size, self._inner.max_seq_len
         ends = torch.tensor(lengths, dtype=torch.int64) + lookahead
         check_count("seq_lens", len(lengths), len(queries))
-        check_count("block_tables", len(tables), len(queries))
         longest = max(lengths, default=0) + lookahead
         if longest > most:
             raise over_capacity("positions in one request, those to come included", longest, most, "max_seq_len")

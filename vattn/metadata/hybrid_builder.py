@@ -140,15 +140,14 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
 
     def _check_held(self, group: CacheGroup, step: Step) -> None:
         """Refuse a step that reads, or writes to, a block which was freed."""
-        needed = -(-step.seq_lens // self.block_size)
-        first = _reach(group.spec).first_blocks(step.seq_lens - step.query_lens, self.block_size)
-        columns = torch.arange(step.table.shape[1])
-        wrong = (columns >= first.unsqueeze(1)) & (columns < needed.unsqueeze(1)) & (step.table == 0)
+        size, contexts = self.block_size, step.seq_lens - step.query_lens
+        used = used_entries([_reach(group.spec)], step.table.shape[1], -(-step.seq_lens // size), contexts, size)
+        wrong = used & (step.table == 0)
         if bool(wrong.any()):
             row, column = wrong.nonzero()[0].tolist()
             raise MetadataError(
                 f"request {row}: entry {column} of the block table of {group!r} is 0, a block that was freed",
-                f"blocks of the request from entry {int(first[row])} on",
+                f"blocks of the request from entry {int(used[row].int().argmax())} on",
                 "keep blocks until no query can read them: HybridBlockTable does",
             )
 
@@ -156,15 +155,10 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         """Refuse a step that writes into a block which another entry names too, in groups that share storages."""
         size, width = self.block_size, max(step.table.shape[1] for step in steps)
         # Rows of the groups follow each other.
-        same = all(step.table.shape[1] == width for step in steps)
-        tables = [
-            step.table if same else nn.functional.pad(step.table, (0, width - step.table.shape[1])) for step in steps
-        ]
-        table = torch.cat(tables) if len(tables) > 1 else tables[0]
+        table = torch.cat([nn.functional.pad(step.table, (0, width - step.table.shape[1])) for step in steps])
         slots = torch.cat([step.slots for step in steps])
-        longest = steps[0].max_seq_len
         shard = self._limits.dcp_shard
-        if shard is None and self._conflicts.absent(table, slots, size, longest):
+        if shard is None and self._conflicts.absent(table, slots, size, steps[0].max_seq_len):
             return
         held = torch.as_tensor(most_held(shard, steps[0].seq_lens))
         for step in steps:

@@ -53,12 +53,6 @@ def read_step(
     num_reqs = queries.shape[0]
     if lengths.shape[0] != num_reqs:
         check_count("seq_lens", lengths.shape[0], num_reqs)
-    if block_tables is not None:
-        if not hasattr(block_tables, "__len__"):
-            raise MetadataError(
-                f"block_tables={block_tables!r:.60}", "one list of block ids per request", "pass block_tables=[[...]]"
-            )
-        check_count("block_tables", len(block_tables), num_reqs)
     cached = lengths - queries
     query_list, length_list = queries.tolist(), lengths.tolist()
     if min(query_list, default=0) < 0 or min(cached.tolist(), default=0) < 0:
@@ -234,16 +228,12 @@ def _ranges(limits: Limits, ranges: Sequence[Sequence[tuple[int, int]]] | Tensor
             most = max((len(row) for row in ranges), default=0)
             rows = [[tuple(map(operator.index, pair)) for pair in row] + [(0, 0)] * (most - len(row)) for row in ranges]
             ranges = torch.tensor(rows, dtype=torch.int64).reshape(num_reqs, most, 2)
+        if ranges.dim() != 3 or ranges.shape[2] != 2 or ranges.is_floating_point() or ranges.device.type != "cpu":
+            raise TypeError("no ranges")
     except (TypeError, ValueError, RuntimeError) as error:
         raise MetadataError(
-            f"mm_ranges={ranges!r:.60}", "host integers [requests, ranges, 2]", "one list of (start, end) per request"
+            f"mm_ranges={ranges!r:.60}", "CPU integers [requests, ranges, 2]", "one list of (start, end) per request"
         ) from error
-    if ranges.dim() != 3 or ranges.shape[2] != 2 or ranges.is_floating_point() or ranges.device.type != "cpu":
-        raise MetadataError(
-            f"mm_ranges is {ranges.dtype} of shape {tuple(ranges.shape)} on {ranges.device}",
-            "host integers [requests, ranges, 2]",
-            "pass one list of (start, end) pairs per request",
-        )
     if ranges.shape[1] > limits.mm_ranges:
         raise MetadataError(
             f"{ranges.shape[1]} multimodal ranges in one request",
@@ -312,6 +302,11 @@ def read_table(
     Raises:
         MetadataError: no tables of integers, or a row with fewer blocks than its request needs.
     """
+    if not hasattr(tables, "__len__"):
+        raise MetadataError(
+            f"{name}={tables!r:.60}", "one list of block ids per request", f"pass {name}=[[...], [...]]"
+        )
+    check_count(name, len(tables), needed.shape[0])
     if isinstance(tables, Tensor):
         strided = tables.layout == torch.strided
         if tables.dim() != 2 or tables.dtype not in _INTEGERS or not strided or tables.device.type != "cpu":

@@ -18,7 +18,6 @@ from vattn.errors import CacheNotBoundError, ConfigError
 from vattn.metadata.attention_metadata import AttentionMetadata, host_plan_key, plan_key, with_sinks
 from vattn.metadata.block_conflicts import Reach
 from vattn.metadata.dcp import check_ranks
-from vattn.metadata.staging import alias
 from vattn.metadata.step import Limits, Step
 from vattn.ops.arguments import HostPlanArgs
 
@@ -196,7 +195,7 @@ class StepPlans:
 
     def _view(self, key: str, num_tokens: int, num_reqs: int) -> Tensor:
         shape = self._shape(key, num_tokens, num_reqs)
-        return alias(self._buffers[key][: torch.Size(shape).numel()].view(shape))
+        return self._buffers[key][: torch.Size(shape).numel()].view(shape).data
 
     def _plan_on_device(self, key: str, metadata: AttentionMetadata, seq_lens: Tensor) -> None:
         lengths = with_sinks(seq_lens, self._sink_lens[key])

@@ -147,11 +147,6 @@ class Staging:
             self._copied[self._turn].record(torch.cuda.current_stream(self._device))
 
 
-def alias(view: Tensor) -> Tensor:
-    """Return a plain tensor over the memory of a view. Dynamo would also trace and guard the base of the view."""
-    return view.data
-
-
 def _fill_offsets(to: Tensor, lengths: Tensor, num_reqs: int) -> None:
     """Write where each request's rows start; entry 0 is always 0."""
     real = lengths.shape[0]
