@@ -402,13 +402,6 @@ class EncoderOnlyLayer(UnawareLayer):
         return EncoderOnlyAttentionSpec(2, 64)
 
 
-def test_a_spec_of_nothing_has_blocks_without_bytes():
-    spec = EncoderOnlyAttentionSpec(2, 64)
-    assert spec.page_size_bytes == 0 and torch.empty(spec.storage_shape(3)).numel() == 0
-    with pytest.raises(ConfigError, match="sliding_window=True"):
-        SlidingWindowSpec(2, 64, sliding_window=True)
-
-
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_a_layer_that_stores_nothing_gets_nothing(hybrid):
     model = nn.ModuleList([EncoderOnlyLayer(), make_layer(0)])

@@ -72,13 +72,6 @@ def test_page_size_is_what_a_block_of_the_storage_takes(layout, kv_cache_dtype_n
     assert value.shape == (7, spec.block_size, 2, widths[1])
 
 
-@pytest.mark.parametrize("max_seq_len, blocks", [(1, 1), (16, 1), (17, 2), (1000, 63)])
-def test_full_attention_keeps_every_token(max_seq_len, blocks):
-    spec = FullAttentionSpec(num_kv_heads=2, head_size=64)
-    assert spec.max_blocks(max_seq_len) == blocks
-    assert spec.max_memory_usage_bytes(max_seq_len) == blocks * 16 * 2 * 128 * 2
-
-
 @pytest.mark.parametrize(
     "window, new_tokens, max_seq_len, blocks",
     [(1, 1, 1000, 2), (16, 1, 1000, 2), (17, 1, 1000, 3), (64, 1, 1000, 5), (64, 200, 1000, 18), (64, 1, 30, 3)],
@@ -86,10 +79,6 @@ def test_full_attention_keeps_every_token(max_seq_len, blocks):
 def test_sliding_window_bound(window, new_tokens, max_seq_len, blocks):
     spec = SlidingWindowSpec(num_kv_heads=2, head_size=64, sliding_window=window)
     assert spec.max_blocks(max_seq_len, new_tokens) == blocks
-    # Whatever the position, the blocks that hold window and new tokens fit the bound.
-    for end in range(1, max_seq_len + 1, 7):
-        first = max(0, end - new_tokens - window + 1)
-        assert -(-end // 16) - first // 16 <= blocks
 
 
 def reads(spec, position):
@@ -127,6 +116,7 @@ def test_blocks_that_a_step_needs_fit_the_bound_and_no_others_are_kept(spec, new
     "spec, page, blocks",
     [
         (FullAttentionSpec(8, 128), 16 * 8 * 256 * 2, 63),
+        (FullAttentionSpec(8, 128, block_size=10), 10 * 8 * 256 * 2, 100),
         (SlidingWindowSpec(8, 128, sliding_window=100, extra_retained_tokens=4), 65536, 7 + 1),
         (ChunkedLocalAttentionSpec(8, 128, attention_chunk_size=64), 65536, 5),
         (ChunkedLocalAttentionSpec(8, 128, attention_chunk_size=60), 65536, 4 + 1),
@@ -150,11 +140,6 @@ def test_page_sizes_and_bounds(spec, page, blocks):
     assert type(spec).merge([spec, spec]) == spec
 
 
-def test_a_cross_bound_needs_the_encoder():
-    with pytest.raises(ConfigError, match="max_encoder_len"):
-        CrossAttentionSpec(2, 64).max_blocks(100)
-
-
 @pytest.mark.parametrize(
     "make, text",
     [
@@ -172,6 +157,9 @@ def test_a_cross_bound_needs_the_encoder():
         (lambda: ChunkedLocalAttentionSpec(2, 64), "attention_chunk_size=0"),
         (lambda: ChunkedLocalAttentionSpec(2, 64, attention_chunk_size=8, chunk_lookback=-1), "chunk_lookback=-1"),
         (lambda: SlidingWindowSpec(2, 64, sliding_window=8, extra_retained_tokens=-1), "extra_retained_tokens=-1"),
+        (lambda: SlidingWindowSpec(2, 64), "sliding_window=0"),
+        (lambda: SlidingWindowSpec(2, 64, sliding_window=True), "sliding_window=True"),
+        (lambda: CrossAttentionSpec(2, 64).max_blocks(100), "max_encoder_len"),
     ],
 )
 def test_wrong_special_specs(make, text):
@@ -236,11 +224,6 @@ def test_wrong_specs_are_refused_by_name(changes):
     ((name, value),) = changes.items()
     with pytest.raises(ConfigError, match=f"{name}={value!r}"):
         FullAttentionSpec(**{"num_kv_heads": 2, "head_size": 64, **changes})
-
-
-def test_a_window_spec_needs_a_window():
-    with pytest.raises(ConfigError, match="sliding_window=0"):
-        SlidingWindowSpec(2, 64)
 
 
 class Model(nn.Module):
@@ -313,7 +296,7 @@ def test_memory_too_small_says_what_a_block_needs():
 
 @pytest.mark.parametrize("arguments", [{}, {"num_blocks": 4, "memory": "1GiB"}])
 def test_exactly_one_size_is_asked_for(arguments):
-    with pytest.raises(ConfigError, match="exactly one of them"):
+    with pytest.raises(ConfigError, match=r"exactly one of them\. Try: pass either memory='1GiB' or num_blocks=1024"):
         allocate_kv_cache(Model(layer(0)), **arguments)
 
 
@@ -342,12 +325,9 @@ def test_format_bytes(count, text):
     assert format_bytes(count) == text
 
 
-def test_a_list_is_no_model():
+def test_no_layer_found():
     with pytest.raises(ConfigError, match="model of type list"):
         allocate_kv_cache([nn.Linear(2, 2)], num_blocks=4)
-
-
-def test_no_layer_found():
     with pytest.raises(CacheError, match="Sequential contains no attention layer that has a KV cache"):
         allocate_kv_cache(nn.Sequential(nn.Linear(2, 2)), num_blocks=4)
 
@@ -366,16 +346,12 @@ def test_a_few_wide_parameters_do_not_decide_the_dtype():
     assert allocate_kv_cache(model, num_blocks=2).dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("device", ["meta", "nonsense", "mps"])
+@pytest.mark.parametrize("device", ["meta", "nonsense", "mps", "cuda"])
 def test_wrong_devices(device):
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("needs a machine without CUDA")
     with pytest.raises(DeviceError, match=device):
         allocate_kv_cache(Model(layer(0)), num_blocks=2, device=device)
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-def test_cuda_without_a_gpu():
-    with pytest.raises(DeviceError, match="cuda"):
-        allocate_kv_cache(Model(layer(0)), num_blocks=2, device="cuda")
 
 
 def test_a_model_on_several_devices_needs_one_named():
@@ -473,15 +449,6 @@ def test_swap_copies_keys_and_values_of_the_named_blocks(layout, kv_cache_dtype_
         assert torch.equal(new, expected)
     for old, new in zip(before_source, blocks_of(source, config), strict=True):
         assert torch.equal(old, new)
-
-
-def test_swap_inside_one_storage_reads_before_it_writes():
-    config = make_config()
-    storage = filled(config, 5)
-    before = blocks_of(storage, config)
-    swap_blocks(storage, storage, torch.tensor([(1, 2), (2, 3), (3, 1)]), config)
-    for old, new in zip(before, blocks_of(storage, config), strict=True):
-        assert torch.equal(new, old[[0, 3, 1, 2, 4]])
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -592,10 +559,3 @@ def test_lengths_that_are_none_are_refused(length: object) -> None:
     spec = FullAttentionSpec(num_kv_heads=2, head_size=16, kv_cache_dtype="float32", block_size=16)
     with pytest.raises(ConfigError, match="an int, tokens >= 0"):
         spec.max_blocks(length)
-
-
-@pytest.mark.parametrize("given", [{}, {"num_blocks": 4, "memory": "1MiB"}])
-def test_blocks_or_memory_are_named_as_arguments(given: dict) -> None:
-    """Any caller: `enable(num_blocks=, memory=)` and `PackedModel.allocate` pass them on."""
-    with pytest.raises(ConfigError, match=r"Try: pass either memory='1GiB' or num_blocks=1024"):
-        allocate_kv_cache(Attention(2, 16, 0.25), **given)

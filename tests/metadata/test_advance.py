@@ -169,15 +169,3 @@ def test_sharded_caches_do_not_advance() -> None:
     builder = vattn.AttentionMetadataBuilder(2, 8, 64, context_parallel=ranks)
     with pytest.raises(MetadataError, match="context_parallel="):
         builder.advance(builder.build([1], [20], [[1]]), [])
-
-
-@pytest.mark.parametrize("modes", [(True, False), (False, True)])
-def test_inference_mode_may_change_between_steps(modes: tuple[bool, bool]) -> None:
-    builder = make()
-    with torch.inference_mode(modes[0]):
-        step = builder.build([1, 1], [16, 20], [[1], [2, 3]])
-    with torch.inference_mode(modes[1]):
-        step = builder.advance(step, [4])
-    with torch.inference_mode(modes[0]):
-        step = builder.advance(step, [])
-    assert step.slot_mapping.tolist() == [65, 53] and step.seq_lens.tolist() == [18, 22]

@@ -308,13 +308,6 @@ def test_a_prefix_of_many_readers_is_checked_at_once() -> None:
         builder.build(queries, lengths, tables)
 
 
-def test_a_builder_is_used_in_and_out_of_inference_mode() -> None:
-    builder = vattn.AttentionMetadataBuilder(4, 8, 64)
-    for mode in (True, False, True):
-        with torch.inference_mode(mode):
-            builder.build([3, 1], [3, 18], [[1], [2, 5]])
-
-
 @pytest.mark.parametrize("known", [40, None])
 def test_inference_mode_may_change_between_steps(known: int | None) -> None:
     builder = make(num_blocks=known)

@@ -328,11 +328,6 @@ def test_what_is_no_list_of_ints_is_refused(lengths: object, tables: object, nam
         make_builder().build(lengths, [3], tables)
 
 
-def test_builder_layers_by_name_are_refused() -> None:
-    with pytest.raises(ConfigError, match="layers='model'"):
-        AttentionMetadataBuilder(2, 8, 16, layers="model")
-
-
 @pytest.mark.parametrize(
     ("layers", "named"),
     [
@@ -342,6 +337,7 @@ def test_builder_layers_by_name_are_refused() -> None:
         ([vattn.Attention], "of type type"),
         ([torch.zeros(2)], "of type Tensor"),
         (torch.zeros(2), "a model, layers or configs"),
+        ("model", "layers='model'"),
         ({"first": None}, "of type str"),
         (torch.nn.Linear(2, 2), "type Linear, without any attention layer"),
         ([torch.nn.Linear(2, 2), torch.nn.ReLU()], "type Linear, ReLU, without any attention layer"),
