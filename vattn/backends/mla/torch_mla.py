@@ -46,7 +46,7 @@ _SCORES_PER_CHUNK = 1 << 22
 class _Request(NamedTuple):
     """What the host knows of one request: its rows of the query, its keys, and how many of them this rank holds."""
 
-    index: int
+    number: int
     first_row: int
     query_len: int
     seq_len: int
@@ -115,10 +115,10 @@ def _attend_all(args: MLAAttentionArgs, config: MLAConfig, results: Tensor, logs
     step = _Step(args, config, weight, row_view(args.kv_cache, config), config.dcp_shard, chunk)
     lengths = args.seq_lens.tolist()
     held = held_lengths(step.shard, args.seq_lens, args.local_seq_lens)
-    for index, (start, end) in enumerate(pairwise(args.query_start_loc.tolist())):
+    for number, (start, end) in enumerate(pairwise(args.query_start_loc.tolist())):
         if end <= start:
             continue
-        request = _Request(index, start, end - start, max(0, lengths[index]), held[index])
+        request = _Request(number, start, end - start, max(0, lengths[number]), held[number])
         absorbed = request.query_len <= config.decode_threshold
         attend, columns = (_absorbed_parts, config.kv_lora_rank) if absorbed else (_expanded_parts, config.v_head_dim)
         query = args.query[start:end].float()
@@ -169,7 +169,7 @@ def _keys(request: _Request, chunk: int, step: _Step) -> Iterator[tuple[Tensor, 
     for first in range(0, num_keys, chunk):
         end = min(first + chunk, num_keys)
         position = torch.arange(first, end, device=device)
-        blocks = args.block_table[request.index, position // size].long()
+        blocks = args.block_table[request.number, position // size].long()
         known = (blocks >= 0) & (blocks < step.rows.shape[0])
         visible = mla_reference.visible_keys(request.query_len, request.seq_len, topk, device, first, end, shard)
         visible = visible & known
