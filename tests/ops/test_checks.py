@@ -212,18 +212,6 @@ def paged(changes: dict[str, Any]) -> tuple[Any, AttentionConfig]:
     return random_paged_batch(config, [3, 1], [9, 1]).args, config
 
 
-@pytest.mark.parametrize("case", ATTENTION, ids=lambda case: f"{case[1]}-{case[2].__name__}-{case[3].__name__}")
-def test_attention_refuses(case: Case) -> None:
-    changes, field, edit, error, pattern = case
-    args, _ = paged(changes)
-    checks.check_attention(args)
-    edited = edit(getattr(args, field))
-    args = args._replace(**{field: edited})
-    refuses(lambda: checks.check_attention(args), error, pattern)
-    if edit is not on_meta:  # a meta tensor would be dispatched to the shape functions
-        refuses_and_writes_nothing(torch.ops.vattn.attention, args, error, pattern)
-
-
 @pytest.mark.parametrize("name", list(OTHERS))
 def test_a_tensor_that_the_config_does_not_ask_for_is_refused(name: str) -> None:
     error = errors.ScaleError if name.endswith("_scale") and name != "output_block_scale" else errors.ConfigError
@@ -316,18 +304,6 @@ VARLEN: list[Case] = [
 ]
 
 
-@pytest.mark.parametrize("case", VARLEN, ids=lambda case: f"{case[1]}-{case[3].__name__}")
-def test_varlen_attention_refuses(case: Case) -> None:
-    changes, field, edit, error, pattern = case
-    config = make_config(block_size=0, backend="TORCH_SDPA", **changes)
-    args = random_packed_batch(config, [3, 1], [9, 1]).args
-    checks.check_varlen_attention(args)
-    args = args._replace(**{field: edit(getattr(args, field))})
-    refuses(lambda: checks.check_varlen_attention(args), error, pattern)
-    if edit is not on_meta:
-        refuses_and_writes_nothing(torch.ops.vattn.varlen_attention, args, error, pattern)
-
-
 def test_varlen_attention_takes_no_block_size() -> None:
     config = make_config(block_size=0)
     args = random_packed_batch(config, [3, 1], [9, 1]).args
@@ -367,68 +343,71 @@ UPDATE: list[Case] = [
 ]
 
 
-def update_args(changes: dict[str, Any]) -> tuple[CacheUpdateArgs, AttentionConfig]:
+def update_args(changes: dict[str, Any]) -> CacheUpdateArgs:
     config = make_config(block_size=8, backend="TORCH_SDPA", **changes)
     scale = torch.full((1,), 0.01) if config.kv_scale != "none" else None
     key, value = torch.randn(4, 2, config.head_size), torch.randn(4, 2, config.head_size_v)
     cache = poisoned_empty(kv_cache_shape(config, 3), kv_cache_dtype(config))
-    return CacheUpdateArgs(key, value, cache, torch.arange(4), scale, scale, config.encode()), config
-
-
-@pytest.mark.parametrize("case", UPDATE, ids=lambda case: f"{case[1]}-{case[3].__name__}")
-def test_kv_cache_update_refuses(case: Case) -> None:
-    changes, field, edit, error, pattern = case
-    args, _ = update_args(changes)
-    checks.check_kv_cache_update(args)
-    args = args._replace(**{field: edit(getattr(args, field))})
-    refuses(lambda: checks.check_kv_cache_update(args), error, pattern)
-    if edit is not on_meta:
-        refuses_and_writes_nothing(torch.ops.vattn.kv_cache_update, args, error, pattern)
+    return CacheUpdateArgs(key, value, cache, torch.arange(4), scale, scale, config.encode())
 
 
 def test_keys_in_the_cache_dtype_are_accepted() -> None:
-    args, _ = update_args({"kv_cache_dtype": "fp8_e5m2"})
+    args = update_args({"kv_cache_dtype": "fp8_e5m2"})
     checks.check_kv_cache_update(args._replace(key=args.key.to(torch.float8_e5m2)))
 
 
-def merge_args() -> MergeArgs:
-    return MergeArgs(
-        torch.zeros(3, 2, 8),
-        torch.zeros(3, 2),
-        torch.randn(3, 2, 8),
-        torch.randn(3, 2),
-        torch.randn(3, 2, 8),
-        torch.randn(3, 2),
-    )
+def merge_args(changes: dict[str, Any]) -> MergeArgs:
+    parts = (torch.randn(3, 2, 8), torch.randn(3, 2))
+    return MergeArgs(torch.zeros(3, 2, 8), torch.zeros(3, 2), *parts, *(part.clone() for part in parts))
 
 
-MERGES: list[tuple[str, Edit, type[errors.VattnError], str]] = [
-    ("output", lambda x: x[0], errors.ShapeError, r"output has shape \(2, 8\).*\[T, H, V\]"),
-    ("output", lambda x: x.to(torch.int32), errors.DtypeError, "int32.*float16 or bfloat16 or float32"),
-    ("output", strided, errors.StrideError, "output has strides"),
-    ("output_lse", lambda x: x.half(), errors.DtypeError, "output_lse has dtype float16.*float32"),
-    ("output_lse", lambda x: x.t(), errors.ShapeError, "output_lse has shape"),
-    ("prefix_output", lambda x: x[:2], errors.ShapeError, r"prefix_output has shape \(2, 2, 8\)"),
-    ("suffix_output", lambda x: x.half(), errors.DtypeError, "suffix_output has dtype float16.*float32"),
-    ("suffix_output", on_meta, errors.DeviceError, "suffix_output is on meta"),
-    ("prefix_lse", lambda x: x.double(), errors.DtypeError, "prefix_lse has dtype float64"),
-    ("suffix_lse", lambda x: x[:, :1], errors.ShapeError, r"suffix_lse has shape \(3, 1\)"),
+MERGES: list[Case] = [
+    ({}, "output", lambda x: x[0], errors.ShapeError, r"output has shape \(2, 8\).*\[T, H, V\]"),
+    ({}, "output", lambda x: x.to(torch.int32), errors.DtypeError, "int32.*float16 or bfloat16 or float32"),
+    ({}, "output", strided, errors.StrideError, "output has strides"),
+    ({}, "output_lse", lambda x: x.half(), errors.DtypeError, "output_lse has dtype float16.*float32"),
+    ({}, "output_lse", lambda x: x.t(), errors.ShapeError, "output_lse has shape"),
+    ({}, "prefix_output", lambda x: x[:2], errors.ShapeError, r"prefix_output has shape \(2, 2, 8\)"),
+    ({}, "suffix_output", lambda x: x.half(), errors.DtypeError, "suffix_output has dtype float16.*float32"),
+    ({}, "suffix_output", on_meta, errors.DeviceError, "suffix_output is on meta"),
+    ({}, "prefix_lse", lambda x: x.double(), errors.DtypeError, "prefix_lse has dtype float64"),
+    ({}, "suffix_lse", lambda x: x[:, :1], errors.ShapeError, r"suffix_lse has shape \(3, 1\)"),
 ]
 
 
-@pytest.mark.parametrize("case", MERGES, ids=lambda case: f"{case[0]}-{case[2].__name__}")
-def test_merging_refuses(case: tuple[str, Edit, type[errors.VattnError], str]) -> None:
-    field, edit, error, pattern = case
-    args = merge_args()
-    checks.check_merge(args)
+def packed(changes: dict[str, Any]) -> Any:
+    return random_packed_batch(make_config(block_size=0, backend="TORCH_SDPA", **changes), [3, 1], [9, 1]).args
+
+
+CASES: list[tuple[str, Callable[[dict[str, Any]], Any], Callable[[Any], None], Case]] = [
+    *(("attention", lambda changes: paged(changes)[0], checks.check_attention, case) for case in ATTENTION),
+    *(("varlen_attention", packed, checks.check_varlen_attention, case) for case in VARLEN),
+    *(("kv_cache_update", update_args, checks.check_kv_cache_update, case) for case in UPDATE),
+    *(("merge_attn_states", merge_args, checks.check_merge, case) for case in MERGES),
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "make", "check", "case"),
+    CASES,
+    ids=[f"{op}-{case[1]}-{case[2].__name__}-{case[3].__name__}" for op, _, _, case in CASES],
+)
+def test_ops_refuse_and_write_nothing(
+    op: str, make: Callable[[dict[str, Any]], Any], check: Callable[[Any], None], case: Case
+) -> None:
+    changes, field, edit, error, pattern = case
+    args = make(changes)
+    check(args)
     args = args._replace(**{field: edit(getattr(args, field))})
-    refuses(lambda: checks.check_merge(args), error, pattern)
-    if edit is not on_meta:
-        refuses_and_writes_nothing(torch.ops.vattn.merge_attn_states, args, error, pattern)
+    # With a meta tensor torch would run the op's shape function.
+    call = check if edit is on_meta else lambda wrong: getattr(torch.ops.vattn, op)(*wrong)
+    before = snapshot(args)
+    refuses(lambda: call(args), error, pattern)
+    assert snapshot(args) == before
 
 
 def test_merging_into_an_input_is_refused() -> None:
-    args = merge_args()
+    args = merge_args({})
     shared = args._replace(output=args.prefix_output)
     refuses(lambda: checks.check_merge(shared), errors.StrideError, "output shares its storage.*a storage of its own")
     shared = args._replace(output_lse=args.suffix_lse)

@@ -24,7 +24,7 @@ from vattn.quantization.codecs import encode_kv
 FP32_TOLERANCE = 2e-6
 """Sums of a few dozen fp32 products against float64: about 16 roundings of 6e-8."""
 
-QUERY_LENS, SEQ_LENS = [3, 0, 1, 9, 5, 2], [10, 0, 33, 9, 3, 0]
+QUERY_LENS, SEQ_LENS = [3, 0, 1, 9, 5, 2], [10, 0, 17, 9, 3, 0]
 """Prefill, chunked prefill, decode, nothing at all, a query longer than its keys, and one without any."""
 
 FEATURES: dict[str, dict[str, Any]] = {
@@ -151,15 +151,8 @@ def assert_matches_dense(config: AttentionConfig, query_lens: list[int], seq_len
     assert relative_l2(lse, expected_lse) < FP32_TOLERANCE
 
 
-@pytest.mark.parametrize("name", list(FEATURES))
-def test_each_feature_matches_the_dense_formulation(name: str) -> None:
-    config = combine(name)
-    assert config is not None
-    for seed in range(3):
-        assert_matches_dense(config, QUERY_LENS, SEQ_LENS, seed)
-
-
-PAIRS = [pair for pair in itertools.combinations(FEATURES, 2) if "plain" not in pair and combine(*pair) is not None]
+PAIRS = [pair for pair in itertools.combinations(FEATURES, 2) if combine(*pair) is not None]
+"""Those with `plain` are single features."""
 
 
 @pytest.mark.parametrize("pair", PAIRS, ids="-".join)
@@ -170,7 +163,7 @@ def test_each_pair_of_features_matches_the_dense_formulation(pair: tuple[str, st
 
 
 def test_most_pairs_of_features_are_possible() -> None:
-    assert len(PAIRS) >= 105, len(PAIRS)
+    assert len(PAIRS) >= 121, len(PAIRS)
 
 
 @given(

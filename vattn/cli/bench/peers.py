@@ -69,30 +69,21 @@ def attention_arguments(cell: Cell, backend: str, fp8_query: bool = False) -> At
     explanation = selector.explain(config, DeviceInfo.of(cell.device))
     if explanation.chosen is None:
         raise NotThisCellError("; ".join(explanation.refusals.get(backend, ("refused",))))
-    return AttentionArgs(
-        query=cell.query.to(torch.float8_e4m3fn) if fp8_query else cell.query,
-        kv_cache=cell.kv_cache.view(torch.uint8) if cell.fp8 else cell.kv_cache,
-        query_start_loc=cell.starts,
-        seq_lens=cell.seq_lens,
-        block_table=cell.table,
-        output=torch.full_like(cell.query, float("nan")),
-        output_block_scale=None,
-        lse=None,
-        output_scale=None,
-        q_scale=cell.one if fp8_query else None,
-        k_scale=cell.one,
-        v_scale=cell.one,
-        alibi_slopes=None,
-        sinks=cell.sinks,
-        causal_flags=None,
-        bias=None,
-        tree_id=None,
-        mm_ranges=None,
-        local_seq_lens=None,
-        plan=_plan(cell, config),
-        workspace=None,
-        config=config.encode(),
-    )
+    given = {
+        "query": cell.query.to(torch.float8_e4m3fn) if fp8_query else cell.query,
+        "kv_cache": cell.kv_cache.view(torch.uint8) if cell.fp8 else cell.kv_cache,
+        "query_start_loc": cell.starts,
+        "seq_lens": cell.seq_lens,
+        "block_table": cell.table,
+        "output": torch.full_like(cell.query, float("nan")),
+        "q_scale": cell.one if fp8_query else None,
+        "k_scale": cell.one,
+        "v_scale": cell.one,
+        "sinks": cell.sinks,
+        "plan": _plan(cell, config),
+        "config": config.encode(),
+    }
+    return AttentionArgs(**{name: given.get(name) for name in AttentionArgs._fields})  # type: ignore[arg-type]
 
 
 def _vattn(backend: str, fp8_query: bool = False) -> Callable[[Cell], Call]:

@@ -14,7 +14,6 @@ class Nvfp4:
     """`x = code * block scale * given scale`, as in `vattn.quantization.codecs.quant_nvfp4`; ties to even."""
 
     def encode(self, x: Tensor, part: PackedPart, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `vattn.quantization.packed.Codec`."""
         assert scale is not None
         groups = x.unflatten(-1, (-1, part.group_size))
         stored = to_e4m3(divide(groups.abs().amax(dim=-1), FP4_E2M1_MAX) / scale)
@@ -25,7 +24,6 @@ class Nvfp4:
         return pack_codes(codes, part.bits), stored.view(torch.uint8)
 
     def decode(self, codes: Tensor, scales: Tensor | None, part: PackedPart, width: int) -> Tensor:
-        """See `vattn.quantization.packed.Codec`."""
         assert scales is not None
         values = decode_e2m1(unpack_codes(codes, part.bits)).unflatten(-1, (-1, part.group_size))
         return (values * scales.view(torch.float8_e4m3fn).float().unsqueeze(-1)).flatten(-2)

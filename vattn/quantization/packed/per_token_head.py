@@ -25,7 +25,6 @@ class Int8:
     """`x = code * scale`, codes -127 to 127 in two's complement; halves are rounded away from zero."""
 
     def encode(self, x: Tensor, part: PackedPart, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `vattn.quantization.packed.Codec`."""
         scales = _row_scale(x, INT8_MAX)
         ratio = x / scales
         rounded = torch.where(ratio < 0, torch.ceil(ratio - 0.5), torch.floor(ratio + 0.5))
@@ -33,7 +32,6 @@ class Int8:
         return codes.to(torch.int8).view(torch.uint8), scales
 
     def decode(self, codes: Tensor, scales: Tensor | None, part: PackedPart, width: int) -> Tensor:
-        """See `vattn.quantization.packed.Codec`."""
         assert scales is not None
         return codes.view(torch.int8).float() * scales
 
@@ -42,12 +40,10 @@ class Fp8:
     """`x = code * scale` with e4m3 codes; ties to even."""
 
     def encode(self, x: Tensor, part: PackedPart, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `vattn.quantization.packed.Codec`."""
         scales = _row_scale(x, FP8_E4M3_MAX)
         return to_e4m3(zero_unless(scales.isfinite(), x / scales)).view(torch.uint8), scales
 
     def decode(self, codes: Tensor, scales: Tensor | None, part: PackedPart, width: int) -> Tensor:
-        """See `vattn.quantization.packed.Codec`."""
         assert scales is not None
         return codes.view(torch.float8_e4m3fn).float() * scales
 
@@ -59,7 +55,6 @@ class Int4:
     """
 
     def encode(self, x: Tensor, part: PackedPart, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `vattn.quantization.packed.Codec`."""
         y = rotate(x, part.rotation)
         finite = y.isfinite().all(dim=-1, keepdim=True)
         y = zero_unless(finite, y)
@@ -74,7 +69,6 @@ class Int4:
         return pack_codes(zero_unless(finite, codes).int(), part.bits), torch.where(finite, scales, torch.nan)
 
     def decode(self, codes: Tensor, scales: Tensor | None, part: PackedPart, width: int) -> Tensor:
-        """See `vattn.quantization.packed.Codec`."""
         assert scales is not None
         bits = scales.contiguous().view(torch.int32)
         step = (bits & ~ZERO_POINT_BITS).view(torch.float32) * 2.0 ** -row_shift(width, part.rotation)

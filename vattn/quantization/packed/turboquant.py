@@ -50,11 +50,9 @@ class RawE4m3:
     """`x = code` in e4m3, without any scale: magnitudes from 448 on saturate."""
 
     def encode(self, x: Tensor, part: PackedPart, scale: Tensor | None) -> tuple[Tensor, None]:
-        """See `vattn.quantization.packed.Codec`."""
         return to_e4m3(x).view(torch.uint8), None
 
     def decode(self, codes: Tensor, scales: Tensor | None, part: PackedPart, width: int) -> Tensor:
-        """See `vattn.quantization.packed.Codec`."""
         return codes.view(torch.float8_e4m3fn).float()
 
 
@@ -66,7 +64,6 @@ class Codebook:
     """
 
     def encode(self, x: Tensor, part: PackedPart, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `vattn.quantization.packed.Codec`."""
         length = pairwise_sum(x * x).sqrt()
         y = rotate(x, part.rotation)
         finite = length.isfinite() & y.isfinite().all(dim=-1, keepdim=True)
@@ -81,7 +78,6 @@ class Codebook:
         return pack_codes(codes, part.bits), torch.where(finite, to_fp16(stored), torch.nan)
 
     def decode(self, codes: Tensor, scales: Tensor | None, part: PackedPart, width: int) -> Tensor:
-        """See `vattn.quantization.packed.Codec`."""
         assert scales is not None
         length = scales.float() * 2.0 ** -row_shift(width, part.rotation)
         return self._levels(unpack_codes(codes, part.bits), part) * length
@@ -98,7 +94,6 @@ class Uniform:
     """
 
     def encode(self, x: Tensor, part: PackedPart, scale: Tensor | None) -> tuple[Tensor, Tensor]:
-        """See `vattn.quantization.packed.Codec`."""
         steps = (1 << part.bits) - 1
         finite = x.isfinite().all(dim=-1, keepdim=True)
         x = zero_unless(finite, x)
@@ -112,7 +107,6 @@ class Uniform:
         return pack_codes(zero_unless(finite, codes).int(), part.bits), scales
 
     def decode(self, codes: Tensor, scales: Tensor | None, part: PackedPart, width: int) -> Tensor:
-        """See `vattn.quantization.packed.Codec`."""
         assert scales is not None
         step, least = scales.float().split(1, dim=-1)
         return unpack_codes(codes, part.bits).float() * step + least
