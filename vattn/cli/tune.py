@@ -40,9 +40,6 @@ SHAPES: dict[str, tuple[int, int, int, int | None]] = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the subcommand's arguments."""
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the table goes")
-    parser.add_argument(
-        "--from", dest="source", type=Path, metavar="FILE", help="make the table of results of `bench attention --json`"
-    )
     parser.add_argument("--check", type=Path, metavar="FILE", help="read a table, say what it changes, measure nothing")
     parser.add_argument(
         "--build-peers", action="store_true", help="let FlashInfer compile missing kernels, for minutes"
@@ -61,11 +58,6 @@ def main(options: argparse.Namespace) -> int:
             return 0
         if not options.out:
             raise ConfigError("tune without --out", "--out FILE", f"then set {choice_table.VARIABLE}=FILE")
-        if options.source:
-            table = table_of_bench(options.source)
-            write_whole(options.out, table.dump())
-            _show(table)
-            return 0
         if not torch.cuda.is_available():
             raise DeviceError(
                 "tune on a machine without a usable GPU",
@@ -152,40 +144,6 @@ def _cells(
                     torch.cuda.empty_cache()
             stored = "fp8_e4m3" if cache == "fp8" else "bfloat16"
             yield Measured(Kind(head_size, heads // kv_heads, stored, window is not None), us)
-
-
-NAMES_IN_BENCH = {"vattn": "TRITON_ATTN", "vattn FLASHINFER": "FLASHINFER", "vattn FLASH_ATTN": "FLASH_ATTN"}
-"""Backends by the names of `bench attention`."""
-
-
-def table_of_bench(path: Path) -> ChoiceTable:
-    """Return the table of the backends' times in the results of `bench attention --json`.
-
-    Layers with a soft cap or sinks are left out: tables do not tell them apart.
-
-    Raises:
-        ConfigError: a torn file, or results of a CPU.
-    """
-    from vattn.cli.bench.report import read_result
-    from vattn.cli.bench.shapes import LAYERS
-
-    result = read_result(path)
-    major, minor = result.get("capability", (0, 0))
-    if not major:
-        raise ConfigError(f"{path} of {result.get('device')}", "results of a GPU", "run bench attention on a GPU")
-    times: dict[Kind, dict[str, dict[str, float]]] = {}
-    for row in result["rows"]:
-        layer = LAYERS[row["model"]]
-        if layer.soft_cap is not None or layer.sinks:
-            continue
-        cache = "fp8_e4m3" if row["cache"] == "fp8" else "bfloat16"
-        kind = Kind(layer.head_size, layer.heads // layer.kv_heads, cache, layer.window is not None)
-        us = {NAMES_IN_BENCH[name]: entry["us"] for name, entry in row["kernels"].items()
-              if name in NAMES_IN_BENCH and "us" in entry}  # fmt: skip
-        if us:
-            times.setdefault(kind, {})[f"{row['work']}, {layer.name}"] = us
-    cells = tuple(Measured(kind, steps) for kind, steps in times.items())
-    return ChoiceTable(result["device"], (major, minor), result["date"], result["versions"], cells)
 
 
 def _show(table: ChoiceTable) -> None:
