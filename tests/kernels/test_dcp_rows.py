@@ -10,8 +10,7 @@ import torch
 from tests.distributed.context_parallel_support import sharded, share
 from tests.layers.mla_support import exact, make_mla_config, random_mla_batch
 from tests.support import make_config, random_paged_batch, relative_l2
-from vattn.backends import triton_attn
-from vattn.backends.triton_attn import run_fast_dcp
+from vattn.backends import hopper_routes
 from vattn.config.dcp import DCPShard, without_dcp
 from vattn.kernels.hopper.decode import launch as decode_fast
 from vattn.kernels.hopper.decode_packed import launch as decode_packed
@@ -77,8 +76,8 @@ def test_fast_decode_takes_rows_whose_keys_have_no_order(
     calls = []
     for path in (decode_fast, decode_packed):
         monkeypatch.setattr(path, "accepts", lambda args, config: not config.context_parallel)
-    monkeypatch.setattr(triton_attn, "run_fast_path", lambda *call: calls.append(call) or True)
-    assert run_fast_dcp(args, own) is taken
+    monkeypatch.setattr(hopper_routes, "run", lambda *call: calls.append(call) or True)
+    assert hopper_routes._run_dcp(args, own) is taken
     if taken:
         ((rows, whole),) = calls
         assert rows.local_seq_lens is None and rows.plan == [] and not whole.context_parallel

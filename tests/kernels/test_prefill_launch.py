@@ -11,7 +11,7 @@ import torch
 pytest.importorskip("triton")
 
 from tests.support import make_config
-from vattn.backends.triton_attn import run_fast_path
+from vattn.backends import hopper_routes
 from vattn.config.device import DeviceInfo
 from vattn.kernels.hopper import mixed_launch
 from vattn.kernels.hopper.prefill import launch as prefill_launch
@@ -71,18 +71,18 @@ def test_many_rows_per_request_go_to_the_kernel(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(prefill_launch, "prefill", lambda *args: calls.append(args))
     monkeypatch.setattr(mixed_launch, "accepts", lambda args, config: False)
     prefill_launch.runs.cache_clear()
-    assert run_fast_path(prefill_call(), config) and len(calls) == 1
-    assert run_fast_path(prefill_call(128), config) and len(calls) == 2
+    assert hopper_routes.run(prefill_call(), config) and len(calls) == 1
+    assert hopper_routes.run(prefill_call(128), config) and len(calls) == 2
     for call in (prefill_call(127), prefill_call(width=0), prefill_call(blocks=0)):
-        assert not run_fast_path(call, config)
+        assert not hopper_routes.run(call, config)
     for changes in ({"kv_cache_dtype": "fp8_e4m3"}, {"head_size": 256}, {"dtype": "float16", "num_heads": 10}):
-        assert run_fast_path(prefill_call(), make_config(**{**LLAMA, **changes}))
+        assert hopper_routes.run(prefill_call(), make_config(**{**LLAMA, **changes}))
     del calls[2:]
     strided = prefill_call()
     strided.kv_cache = torch.zeros(2, 16, 3).transpose(1, 2)
-    assert not run_fast_path(strided, config)
+    assert not hopper_routes.run(strided, config)
     for changes in ({"alibi": "linear"}, {"dtype": "float32"}, {"block_size": 48}):
-        assert not run_fast_path(prefill_call(), make_config(**{**LLAMA, **changes}))
+        assert not hopper_routes.run(prefill_call(), make_config(**{**LLAMA, **changes}))
     prefill_launch.runs.cache_clear()
     assert len(calls) == 2
 

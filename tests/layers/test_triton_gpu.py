@@ -78,9 +78,9 @@ def the_general_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Keep the fast paths, which have tests of their own, from taking these requests over."""
     if not torch.cuda.is_available():
         pytest.skip("needs a CUDA GPU")
-    from vattn.backends import triton_attn
+    from vattn.backends import hopper_routes
 
-    monkeypatch.setattr(triton_attn, "run_fast_path", lambda *_: False)
+    monkeypatch.setattr(hopper_routes, "run", lambda *_: False)
 
 
 @pytest.mark.parametrize("row", ROWS)

@@ -10,7 +10,7 @@ from tests.ops.test_rope_update import CALLS, check_call
 from tests.quantization.codec_kernels import encode_quotients, encode_values
 from tests.support import make_config
 from tools.compile_kernels.launches import TARGETS
-from vattn.backends import triton_attn
+from vattn.backends import hopper_routes
 from vattn.config.rope import RopeConfig
 from vattn.kernels.triton.cache.rope_update import RopeTiles, rope_update, start_of_launch
 
@@ -55,7 +55,7 @@ def test_when_a_launch_of_few_tokens_starts(changes: dict[str, object], tokens: 
     asked = {"dtype": "bfloat16", "num_heads": 32, "num_kv_heads": 8, "head_size": 128, "kv_cache_dtype": "fp8_e4m3"}
     config = make_config(**{**asked, "backend": "TRITON_ATTN", **changes})
     hopper = TARGETS["sm_90"]
-    next_may_start = triton_attn._next_may_start(config)
+    next_may_start = hopper_routes.next_may_start(config)
     assert start_of_launch(tokens, 6, hopper, next_may_start) == expected
     assert start_of_launch(tokens, 6, TARGETS["sm_80"], next_may_start) == ""
 

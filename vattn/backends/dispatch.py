@@ -6,23 +6,20 @@ Every entry has the name of its op and takes the op's arguments in the schema's 
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from vattn.backends import linear as products
 from vattn.backends import selector
-from vattn.backends.base import Backend
-from vattn.backends.mla.base import MLABackend
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo, has_triton
 from vattn.config.mla import HEAD as MLA_HEAD
 from vattn.config.mla import MLAConfig
 from vattn.config.rope import RopeConfig
 from vattn.errors import UnsupportedRequestError
-from vattn.ops import checks, schemas
-from vattn.ops import checks_mla as mla_checks
+from vattn.ops import checks, checks_mla, kv_transfer_points, schemas
 from vattn.ops.arguments import (
     AttentionArgs,
     CacheUpdateArgs,
@@ -36,20 +33,15 @@ from vattn.ops.fusion_notes import read_note
 from vattn.ops.linear_arguments import LinearArgs, check_linear
 from vattn.ops.reference import mla_indexer
 from vattn.ops.reference.mla_rope import MLARopeUpdateArgs, check_mla_rope_update
+from vattn.quantization import codecs
 
 Args = TypeVar("Args", AttentionArgs, VarlenAttentionArgs, MLAAttentionArgs)
 
 
 @lru_cache(maxsize=4096)
-def _resolve_latent(text: str, device: torch.device) -> tuple[MLABackend, MLAConfig]:
-    config = MLAConfig.parse(text)
-    read_note(text)
-    return cast(MLABackend, selector.choose(config, DeviceInfo.of(device))), config
-
-
-@lru_cache(maxsize=4096)
-def _resolve(text: str, device: torch.device) -> tuple[Backend, AttentionConfig]:
-    config = AttentionConfig.parse(text)
+def _resolve(text: str, device: torch.device) -> tuple[Any, Any]:
+    """Return the backend and the config of a config string."""
+    config = (MLAConfig if text.startswith(MLA_HEAD) else AttentionConfig).parse(text)
     read_note(text)
     return selector.choose(config, DeviceInfo.of(device)), config
 
@@ -99,14 +91,14 @@ def varlen_attention(*arguments: Any) -> None:
 
 def mla_kv_cache_update(*arguments: Any) -> None:
     args = MLACacheUpdateArgs(*arguments)
-    backend, config = _resolve_latent(args.config, args.kv_c.device)
-    mla_checks.check_mla_kv_cache_update(args)
+    backend, config = _resolve(args.config, args.kv_c.device)
+    checks_mla.check_mla_kv_cache_update(args)
     backend.mla_kv_cache_update(args, config)
 
 
 def mla_rope_kv_cache_update(*arguments: Any) -> None:
     args = MLARopeUpdateArgs(*arguments)
-    backend, config = _resolve_latent(args.config, args.kv_c.device)
+    backend, config = _resolve(args.config, args.kv_c.device)
     rope = RopeConfig.parse(args.rope)
     check_mla_rope_update(args, rope, config)
     backend.mla_rope_kv_cache_update(args, rope, config)
@@ -135,15 +127,14 @@ def _indexer(tensor: Tensor) -> Any:
 
 def mla_attention(*arguments: Any) -> None:
     args = _with_present_plan(MLAAttentionArgs(*arguments))
-    backend, config = _resolve_latent(args.config, args.query.device)
-    mla_checks.check_mla_attention(args)
+    backend, config = _resolve(args.config, args.query.device)
+    checks_mla.check_mla_attention(args)
     backend.mla_attention(args, config)
 
 
 def plan(*arguments: Any) -> None:
     args = PlanArgs(*arguments)
-    resolve: Any = _resolve_latent if args.config.startswith(MLA_HEAD) else _resolve
-    backend, config = resolve(args.config, args.seq_lens.device)
+    backend, config = _resolve(args.config, args.seq_lens.device)
     checks.check_plan(args)
     backend.plan(args, config)
 
@@ -159,43 +150,31 @@ def merge_attn_states(*arguments: Any) -> None:
 
 
 def kv_transfer_wait(kv_cache: Tensor) -> None:
-    from vattn.ops import kv_transfer_points as points
-
-    points.kv_transfer_wait(kv_cache)
+    kv_transfer_points.kv_transfer_wait(kv_cache)
 
 
 def kv_transfer_save(kv_cache: Tensor, token: Tensor) -> None:
-    from vattn.ops import kv_transfer_points as points
-
-    points.kv_transfer_save(kv_cache, token)
+    kv_transfer_points.kv_transfer_save(kv_cache, token)
 
 
 def quant_fp8_static(input: Tensor, scale: Tensor) -> Tensor:
-    from vattn.quantization import codecs as quantization
-
     checks.check_quantiser_input("quant_fp8_static", input, scale)
-    return quantization.quant_fp8_static(input, scale)
+    return codecs.quant_fp8_static(input, scale)
 
 
 def quant_fp8_per_token(input: Tensor) -> tuple[Tensor, Tensor]:
-    from vattn.quantization import codecs as quantization
-
     checks.check_quantiser_input("quant_fp8_per_token", input)
-    return quantization.quant_fp8_per_token(input)
+    return codecs.quant_fp8_per_token(input)
 
 
 def quant_fp8_group(input: Tensor, group_size: int, power_of_two: bool, column_major: bool) -> tuple[Tensor, Tensor]:
-    from vattn.quantization import codecs as quantization
-
     checks.check_quantiser_input("quant_fp8_group", input, group_size=group_size)
-    return quantization.quant_fp8_group(input, group_size, power_of_two, column_major)
+    return codecs.quant_fp8_group(input, group_size, power_of_two, column_major)
 
 
 def quant_nvfp4(input: Tensor, scale: Tensor, swizzled: bool) -> tuple[Tensor, Tensor]:
-    from vattn.quantization import codecs as quantization
-
     checks.check_quantiser_input("quant_nvfp4", input, scale, group_size=16)
-    return quantization.quant_nvfp4(input, scale, swizzled)
+    return codecs.quant_nvfp4(input, scale, swizzled)
 
 
 def linear(*arguments: Any) -> Tensor:
