@@ -354,6 +354,13 @@ def test_queries_that_no_cache_is_for_are_told_what_one_can_be(dtype):
 BAD_OPTIONS = {
     "unknown option": ({"sink": torch.zeros(4)}, UnknownOptionError, "sinks"),
     "misspelt argument": ({"window": 4}, UnknownOptionError, "per_layer_sliding_window"),
+    "foreign window": ({"sliding_window": 4}, UnknownOptionError, "Try: per_layer_sliding_window=... instead"),
+    "option of the cache": (
+        {"kv_cache_dtype": "fp8"},
+        UnknownOptionError,
+        "Try: cache_config=CacheConfig(cache_dtype=",
+    ),
+    "nearest argument": ({"backend": "TORCH_SDPA"}, UnknownOptionError, "Try: attn_backend=... instead of backend"),
     "unknown backend": ({"attn_backend": "FAST"}, UnknownOptionError, "FAST"),
     "unknown type": ({"attn_type": "prefix"}, ConfigError, "attn_type='prefix'"),
     "encoder": ({"attn_type": "encoder_only"}, UnsupportedRequestError, "use vattn.EncoderOnlyAttention"),
@@ -680,6 +687,14 @@ def wrong_steps():
         "ranges of one request": {"mm_ranges": step.mm_ranges[:1]},
         "lengths on another device": {"seq_lens": step.seq_lens.to("meta")},
     }
+
+
+def test_what_an_op_refuses_names_the_layer_and_a_list_is_no_tensor() -> None:
+    layer, (query, key, value) = make_layer(prefix="own"), make_inputs(5)
+    with pytest.raises(DtypeError, match=r"^layer 'own': key has dtype float16"):
+        layer(query, key.half(), value, metadata=make_step())
+    with pytest.raises(ShapeError, match=r"query is list.*pass query as a tensor"):
+        layer(query.tolist(), key, value, metadata=make_step())
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])

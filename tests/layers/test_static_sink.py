@@ -107,8 +107,7 @@ def assert_stored(layer) -> None:
         torch.testing.assert_close(stored, sinks.float(), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("value_size", [SIZE, 24])
+@pytest.mark.parametrize(("backend", "value_size"), [(BACKENDS[0], SIZE), *((backend, 24) for backend in BACKENDS)])
 def test_prefill_and_decode_equal_eager_attention(backend, value_size):
     layer = make_layer(attn_backend=backend, head_size_v=value_size)
     builder = make_builder(layers=layer)
@@ -116,7 +115,7 @@ def test_prefill_and_decode_equal_eager_attention(backend, value_size):
     keys, values = list(key.split([3, 5])), list(value.split([3, 5]))
     out = layer(query, key, value, metadata=make_step(builder=builder))
     torch.testing.assert_close(out.unflatten(1, (HEADS, -1)), eager(layer, query, keys, values, [3, 5]), **CLOSE)
-    for length in range(1, 5):
+    for length in range(1, 3):
         query, key, value = make_inputs(2, seed=length, value_size=value_size)
         keys = [torch.cat(pair) for pair in zip(keys, key.split(1), strict=True)]
         values = [torch.cat(pair) for pair in zip(values, value.split(1), strict=True)]
@@ -125,8 +124,10 @@ def test_prefill_and_decode_equal_eager_attention(backend, value_size):
         torch.testing.assert_close(out.unflatten(1, (HEADS, -1)), eager(layer, query, keys, values, [1, 1]), **CLOSE)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("window", [1, 4, 9, 30])
+@pytest.mark.parametrize(
+    ("backend", "window"),
+    [*((BACKENDS[0], window) for window in (1, 4, 30)), *((backend, 9) for backend in BACKENDS)],
+)
 def test_a_window_counts_sinks_as_the_tokens_before_the_first(backend, window):
     """It leaves them behind as the request grows."""
     layer = make_layer(attn_backend=backend, per_layer_sliding_window=window)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor
@@ -91,14 +92,20 @@ def parse_bytes(memory: int | str) -> int:
     return count
 
 
-def refuse_unknown(of: str, unknown: Iterable[str], names: Iterable[str]) -> None:
+def refuse_unknown(
+    of: str, unknown: Iterable[str], names: Iterable[str], elsewhere: Mapping[str, str] | None = None
+) -> None:
     """Refuse options that something does not have.
 
+    Args:
+        elsewhere: where options of other objects belong, by their names.
+
     Raises:
-        UnknownOptionError: there is an unknown name; the text has all known ones.
+        UnknownOptionError: there is an unknown name; the text has all known ones, and the nearest one.
     """
-    unknown = sorted(unknown)
+    unknown, names = sorted(unknown), list(names)
     if unknown:
-        raise UnknownOptionError(
-            f"{of} got unknown option(s) {', '.join(unknown)}", ", ".join(names), "check the spelling"
-        )
+        places = {**(elsewhere or {}), **{name: f"{name}=..." for name in names}}
+        near = get_close_matches(unknown[0], names, 1, 0.7) or get_close_matches(unknown[0], places, 1, 0.7)
+        fix = f"{places[near[0]]} instead of {unknown[0]}" if near else "check the spelling"
+        raise UnknownOptionError(f"{of} got unknown option(s) {', '.join(unknown)}", ", ".join(names), fix)

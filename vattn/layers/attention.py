@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vattn.cache.specs import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vattn.config.attention import AttentionType, CacheConfig, check_window
-from vattn.layers.base.arguments import alibi_kind, check_configs, check_extra, check_type, named_arguments
+from vattn.layers.base.arguments import alibi_kind, check_configs, check_extra, check_type
 from vattn.layers.base.paged_attention import CachedAttention
 from vattn.layers.base.scales import QuantConfig
 
@@ -63,6 +63,7 @@ class Attention(CachedAttention):
     """
 
     takes_exact_prefill = True
+    """Whether a layer of this class, with a cache of its own, may have `CacheConfig.exact_prefill`."""
 
     takes_context_parallel = True
 
@@ -86,9 +87,10 @@ class Attention(CachedAttention):
         **extra: Any,
     ) -> None:
         layer = type(self)
-        options = check_extra(layer.__name__, extra, named_arguments(layer))
+        options = check_extra(layer, extra)
         check_type(layer.__name__, attn_type, AttentionType.DECODER)
-        check_configs(layer.__name__, cache_config, quant_config)
+        exact = layer.takes_exact_prefill and kv_sharing_target_layer_name is None
+        check_configs(layer.__name__, cache_config, quant_config, exact_prefill=exact)
         window = per_layer_sliding_window
         check_window(window, "per_layer_sliding_window")
         if window is None and cache_config is not None:

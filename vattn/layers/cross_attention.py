@@ -11,7 +11,7 @@ from torch import Tensor
 from vattn.cache.specs import CrossAttentionSpec, KVCacheSpec
 from vattn.config.attention import AttentionType, CacheConfig
 from vattn.errors import ConfigError, MetadataError, ShapeError
-from vattn.layers.base.arguments import check_configs, check_extra, check_type, named_arguments
+from vattn.layers.base.arguments import check_configs, check_extra, check_type
 from vattn.layers.base.paged_attention import CachedAttention
 from vattn.layers.base.scales import QuantConfig
 from vattn.layers.base.step import LayerStep, given
@@ -82,10 +82,10 @@ class CrossAttention(CachedAttention):
         head_size_v: int | None = None,
         **extra: Any,
     ) -> None:
-        options = check_extra("CrossAttention", extra, named_arguments(CrossAttention), _OPTIONS)
+        options = check_extra(CrossAttention, extra, _OPTIONS)
         own = AttentionType.ENCODER_DECODER
         check_type("CrossAttention", own if attn_type is None else attn_type, own)
-        check_configs("CrossAttention", cache_config, quant_config)
+        check_configs("CrossAttention", cache_config, quant_config, exact_prefill=False)
         if cache_config is not None and cache_config.sliding_window is not None:
             raise ConfigError(
                 f"CacheConfig(sliding_window={cache_config.sliding_window}) for CrossAttention layer {prefix!r}",

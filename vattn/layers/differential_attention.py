@@ -21,14 +21,14 @@ from torch import Tensor, nn
 from vattn.backends import selector
 from vattn.config.attention import AttentionConfig, CacheConfig
 from vattn.config.device import DeviceInfo
-from vattn.errors import ConfigError, ShapeError, UnsupportedRequestError
+from vattn.errors import ConfigError, ShapeError
 from vattn.layers.attention import Attention
-from vattn.layers.base.arguments import StepKind, check_extra, named_arguments, own_tensor, step_configs
+from vattn.layers.base.arguments import StepKind, check_extra, step_configs
+from vattn.layers.base.buffers import own_tensor
 from vattn.layers.base.cache_binding import BoundCache
-from vattn.layers.base.checks import check_bound
 from vattn.layers.base.scales import QuantConfig
-from vattn.layers.base.step import LayerResult, LayerStep, split_heads
-from vattn.metadata.attention_metadata import AttentionMetadata
+from vattn.layers.base.step import LayerResult, LayerStep
+from vattn.layers.base.two_parts import CascadeOps, Part
 from vattn.ops.arguments import AttentionArgs
 from vattn.quantization.codecs import encode_query, quantise_output
 
@@ -110,7 +110,7 @@ class DifferentialAttention(Attention):
         attn_backend: str | None = None,
         **extra: Any,
     ) -> None:
-        check_extra(type(self).__name__, extra, named_arguments(type(self)))
+        check_extra(type(self), extra)
         _check_even(prefix, num_heads, num_heads if num_kv_heads is None else num_kv_heads)
         super().__init__(
             num_heads,
@@ -132,7 +132,6 @@ class DifferentialAttention(Attention):
         if subln is not None and not isinstance(subln, nn.Module):
             raise ConfigError(f"subln of type {type(subln).__name__}", "a module or None", "pass nn.RMSNorm(...)")
         self.subln = nn.RMSNorm(2 * head_size, eps=1e-5) if subln is None else subln
-        self._update_op = ""
         self._odd_ops: dict[StepKind, str] = {}
         half_of(self._request_config(torch.bfloat16), "even")
 
@@ -181,83 +180,48 @@ class DifferentialAttention(Attention):
         device = DeviceInfo.of(storage.device)
         self._update_op = self.config.encode()
         self._ops, self._refused = step_configs(half_of(self.config, "even"), device)
+        why = dict.fromkeys((*self._ops, *self._refused), "differential attention: both halves would need both parts")
+        self._cascade_ops = CascadeOps({}, "", why, 0, "build the step without shared_prefix_len")
         self._odd_ops, _ = step_configs(half_of(self.config, "odd"), device)
         # Plans are only made for layers with one kind of heads.
         self._plan_key = ""
 
-    def forward(
-        self,
-        query: Tensor,
-        key: Tensor | None,
-        value: Tensor | None,
-        output_shape: torch.Size | Sequence[int] | None = None,
-        *,
-        metadata: AttentionMetadata | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Write the new keys and values to the cache and attend; see `Attention` for arguments and results.
+    def _parts(
+        self, args: AttentionArgs, step: LayerStep, key: Tensor | None, value: Tensor | None
+    ) -> tuple[AttentionArgs, AttentionArgs]:
+        return self._half(args, 0, args.config), self._half(args, 1, self._odd_ops[step.kind()])
 
-        A layer that shares a cache takes queries only, in any step.
-        """
-        metadata = self._own_part(metadata)
-        query = split_heads("query", query, self.num_heads, self.head_size)
-        self._check_given(key, value, metadata)
-        result = LayerResult.empty(query, self.head_size, self.quant_config.output_format, output_shape)
-        if metadata is None:
-            return result.zeroed()
-        check_bound(self, "query", query)
-        step = self._layer_step(metadata)
-        if self.fast_prefill:
-            step = step.kept(metadata)
-        if step.prefix is not None:  # Both halves would need both parts.
-            raise UnsupportedRequestError(
-                f"a step with shared_prefix_len in layer {self.prefix!r} of differential attention",
-                "steps without",
-                "build the step without shared_prefix_len",
-            )
-        halves = (self._op_config(step), self._odd_ops[step.kind()])
-        update = None
-        if key is not None and value is not None:
-            key = split_heads("key", key, self.num_kv_heads, self.head_size)
-            value = split_heads("value", value, self.num_kv_heads, self.head_size)
-            update = step.update(self, key, value, self._update_op)
-        if not torch.compiler.is_compiling():
-            self._check_step(query, key, value, step, update, (self._half_arguments(query, step, 0, halves[0]),), None)
-        if update is not None:
-            self._write_cache(query, step.query_slots, update)
-        first, second = (self._half_arguments(query, step, index, text) for index, text in enumerate(halves))
-        torch.ops.vattn.attention(*first)
-        torch.ops.vattn.attention(*second)
-        self._combine(first.output, second.output, step, result.output, result.block_scale)
-        return result.returned()
-
-    def _half_arguments(self, query: Tensor, step: LayerStep, index: int, op_config: str) -> AttentionArgs:
+    def _half(self, args: AttentionArgs, index: int, op_config: str) -> AttentionArgs:
         """Return the arguments of one half; its output is `[T, num_heads / 2, 2 * head_size]` in the model dtype."""
-        half = query[:, index::2]
-        output = query.new_empty(half.shape[0], half.shape[1], 2 * self.head_size)
-        q_scale = _every_second(self.q_scale, index)
-        if q_scale is not None:
-            half = encode_query(half, q_scale, self.num_kv_heads // 2)
-        return step.arguments(self, half, LayerResult(output, None, None), op_config)._replace(
-            q_scale=q_scale,
-            k_scale=_every_second(self.k_scale, index),
-            alibi_slopes=_every_second(self.alibi_slopes, index),
-            sinks=_every_second(self.sinks, index),
-            # The values of a pair are one row; the scale of its second half is applied after the call.
-            v_scale=_every_second(self.v_scale, 0),
+        query = args.query[:, index::2]
+        return args._replace(
+            query=query,
+            output=query.new_empty(query.shape[0], query.shape[1], 2 * self.head_size),
+            output_block_scale=None,
             output_scale=None,
+            q_scale=_every_second(args.q_scale, index),
+            k_scale=_every_second(args.k_scale, index),
+            alibi_slopes=_every_second(args.alibi_slopes, index),
+            sinks=_every_second(args.sinks, index),
+            # The values of a pair are one row; the scale of its second half is applied after the call.
+            v_scale=_every_second(args.v_scale, 0),
+            config=op_config,
         )
 
-    def _combine(
-        self, first: Tensor, second: Tensor, step: LayerStep, output: Tensor, block_scale: Tensor | None
-    ) -> None:
-        """Write the normalised difference of two halves into the layer's output."""
+    def _attend(self, query: Tensor, parts: tuple[Part, ...], result: LayerResult) -> None:
+        for part in parts:
+            if part.q_scale is not None:
+                part = part._replace(query=encode_query(part.query, part.q_scale, self.num_kv_heads // 2))
+            torch.ops.vattn.attention(*part)
+        first, second = (part.output for part in parts)
         difference = (first.float() - self.lambda_full() * second.float()) * self._value_factors(first)
         normed = self.subln(difference.to(first.dtype)) * (1 - self.lambda_init)
         # A norm with a bias gives padding rows values.
         rows = torch.arange(first.shape[0], device=first.device)
-        normed = torch.where((rows < step.query_start_loc[-1])[:, None, None], normed, 0).to(first.dtype)
+        normed = torch.where((rows < parts[0].query_start_loc[-1])[:, None, None], normed, 0).to(first.dtype)
         rounded = normed.reshape(first.shape[0], self.num_heads, self.head_size)
-        quantise_output(rounded, self.quant_config.output_format, output, block_scale, self.output_scale)
+        fmt = self.quant_config.output_format
+        quantise_output(rounded, fmt, result.output, result.block_scale, self.output_scale)
 
     def _value_factors(self, half: Tensor) -> Tensor | float:
         """Return the factors of a half's columns: the second value of a pair may have another scale than the first."""
@@ -268,7 +232,7 @@ class DifferentialAttention(Attention):
         return torch.cat((torch.ones_like(per_head), per_head), dim=1).repeat_interleave(self.head_size, dim=1)
 
     def _learned(self) -> tuple[Tensor | None, ...]:
-        return (*super()._learned(), *(getattr(self, name) for name in _LAMBDAS), *self.subln.parameters())
+        return (*(getattr(self, name) for name in _LAMBDAS), *self.subln.parameters())
 
     def extra_repr(self) -> str:
         """Show the request, `lambda_init` and the chosen backend."""

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
+from dataclasses import fields
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from vattn.backends import selector
@@ -18,10 +18,9 @@ from vattn.errors import (
     CacheError,
     ConfigError,
     ScaleError,
-    ShapeError,
     UnsupportedRequestError,
 )
-from vattn.layers.base.scales import QuantConfig, ScaleSource, make_scale
+from vattn.layers.base.scales import QuantConfig, make_scale
 from vattn.quantization.formats import dtype_name
 
 EXTRA_OPTIONS: dict[str, Any] = {
@@ -54,7 +53,7 @@ _SHARED_FIELDS = (
 """What two layers must have in common to read the same cache bytes."""
 
 
-def named_arguments(layer: type) -> list[str]:
+def _named_arguments(layer: type) -> list[str]:
     """Return the names of a layer's arguments, including the layer that it extends."""
     names: dict[str, None] = {}
     for owner in layer.__mro__:
@@ -65,11 +64,12 @@ def named_arguments(layer: type) -> list[str]:
     return list(names)
 
 
-def check_extra(
-    layer: str, extra: dict[str, Any], named: Iterable[str], options: Iterable[str] = EXTRA_OPTIONS
-) -> dict[str, Any]:
-    """Return the extra options with their defaults; refuse any but `options`. `named`: the layer's other arguments."""
-    refuse_unknown(layer, set(extra) - set(options), [*named, *options])
+def check_extra(layer: type, extra: dict[str, Any], options: Iterable[str] = EXTRA_OPTIONS) -> dict[str, Any]:
+    """Return the extra options of a layer with their defaults; refuse any but `options`."""
+    configs = (("cache_config", CacheConfig), ("quant_config", QuantConfig))
+    elsewhere = {f.name: f"{name}={kind.__name__}({f.name}=...)" for name, kind in configs for f in fields(kind)}
+    names = [*_named_arguments(layer), *options]
+    refuse_unknown(layer.__name__, set(extra) - set(options), names, elsewhere)
     return {**EXTRA_OPTIONS, **extra}
 
 
@@ -94,7 +94,7 @@ def check_type(layer: str, attn_type: str | AttentionType, own: AttentionType) -
         )
 
 
-def check_configs(layer: str, cache_config: object, quant_config: object, *, exact_prefill: bool = True) -> None:
+def check_configs(layer: str, cache_config: object, quant_config: object, *, exact_prefill: bool) -> None:
     """Refuse what is no configuration of a layer; `None` is the default one.
 
     Args:
@@ -118,23 +118,6 @@ def check_configs(layer: str, cache_config: object, quant_config: object, *, exa
         )
 
 
-def own_tensor(source: Tensor | Sequence[float]) -> Tensor:
-    """Return an fp32 copy of what a user gave. Numbers keep their values where modules are made on meta."""
-    device = source.device if isinstance(source, Tensor) else "cpu"
-    try:
-        return torch.as_tensor(source, dtype=torch.float32, device=device).detach().clone()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{source!r:.60} instead of numbers", "a tensor or a list of floats", "correct it") from error
-
-
-def check_per_head(name: str, tensor: Tensor, heads: int) -> None:
-    """Refuse a tensor that is not one value per query head."""
-    if tensor.dim() != 1 or tensor.shape[0] != heads:
-        raise ShapeError(
-            f"{name} has shape {tuple(tensor.shape)}", f"({heads},), one per query head", "check num_heads"
-        )
-
-
 def alibi_kind(slopes: object, sqrt: bool | None) -> str:
     """Return the config's name of what `alibi_slopes` and `use_alibi_sqrt` ask for."""
     if slopes is None:
@@ -151,78 +134,73 @@ def scale_kind(scale: Tensor | None) -> str:
     return "tensor" if scale.numel() == 1 else "head"
 
 
-def kv_scale(
-    name: str,
-    source: ScaleSource,
-    *,
-    prefix: str,
-    cache_dtype: str,
-    quantised: bool,
-    calculate: bool,
-    shared: bool,
-    kv_heads: int,
-) -> Tensor | None:
-    """Make `k_scale` or `v_scale` from what the user gave, or refuse: an FP8 cache always has decided scales.
-
-    A layer that shares a cache gets its target's scales when it is bound, and a placeholder until then.
-    """
-    if not quantised:
-        if source is None:
-            return None
-        raise ScaleError(
-            f"{name} given with cache_dtype={cache_dtype!r} in layer {prefix!r}",
-            "scales with a quantised cache",
-            "set cache_dtype='fp8' or drop the scale",
-        )
-    if shared:
-        if source is not None:
-            raise ScaleError(
-                f"{name} given for layer {prefix!r}, which shares a KV cache", "the target's scales", "drop the scale"
-            )
-        return make_scale(name, "unit", (1,))
-    if calculate:
-        if source is not None:
-            raise ScaleError(
-                f"{name} given and calculate_kv_scales=True", "one of the two", "drop the scale, or the calculation"
-            )
-        return make_scale(name, "unit", (1,))
-    if source is None:
-        raise ScaleError(
-            f"layer {prefix!r} has cache_dtype={cache_dtype!r} and no {name}",
-            "a number, a tensor, 'unit', or CacheConfig(calculate_kv_scales=True)",
-            f"QuantConfig({name}='unit') if 1.0 is meant",
-        )
-    return make_scale(name, source, (1, kv_heads))
+def own_cache_dtype(cache: CacheConfig, names: frozenset[str]) -> str:
+    """Return the cache dtype of a layer with some skip names: `"auto"` where the config leaves the layer out."""
+    return cache.cache_dtype if names.isdisjoint(cache.kv_cache_dtype_skip_layers) else "auto"
 
 
-def refuse_calculation(prefix: str, cache_dtype: str) -> None:
-    """Raise for `calculate_kv_scales` in a layer that stores keys and values without given scales.
+def layer_scales(
+    layer: Any, cache_dtype: str, *, quantised: bool, calculate: bool = False, shared: bool = False
+) -> dict[str, Tensor | None]:
+    """Make the scales that a layer's `quant_config` gives, by the names of their buffers.
+
+    Args:
+        cache_dtype: of this layer; one that `kv_cache_dtype_skip_layers` names has no use for given scales.
+        quantised: whether keys and values are.
+        calculate: whether the layer calculates their scales from its first tokens.
+        shared: whether another layer owns the cache. Its scales replace the placeholders when a cache is bound.
 
     Raises:
-        ScaleError: always.
+        ScaleError: scales that are missing or too many: what is FP8 always has decided scales.
     """
-    raise ScaleError(
-        f"calculate_kv_scales=True with cache_dtype={cache_dtype!r} in layer {prefix!r}",
-        "calculated scales with a quantised cache; packed formats of a scale per token keep their own",
-        "set cache_dtype='fp8' or drop calculate_kv_scales",
-    )
-
-
-def query_scale(
-    source: ScaleSource, *, prefix: str, query_format: str, calculate: bool, kv_heads: int
-) -> Tensor | None:
-    """Make `q_scale`, or refuse: an FP8 query always has a decided scale."""
-    if query_format == "none":
-        return None
-    if source is None:
-        if not calculate:
+    quant, skipped = layer.quant_config, cache_dtype != layer.cache_config.cache_dtype
+    if layer.cache_config.calculate_kv_scales and not quantised and not skipped:
+        raise ScaleError(
+            f"calculate_kv_scales=True with cache_dtype={cache_dtype!r} in layer {layer.prefix!r}",
+            "calculated scales with a quantised cache; packed formats of a scale per token keep their own",
+            "set cache_dtype='fp8' or drop calculate_kv_scales",
+        )
+    sizes: tuple[int, ...] = (1, layer.num_kv_heads)
+    scales: dict[str, Tensor | None] = dict.fromkeys(("k_scale", "v_scale", "q_scale", "output_scale"))
+    for name in ("k_scale", "v_scale"):
+        source = None if skipped else getattr(quant, name)
+        reason = None
+        if not quantised:
+            reason = f"with cache_dtype={cache_dtype!r}", "scales with a quantised cache", "set cache_dtype='fp8' or "
+        elif shared:
+            reason = "of a shared KV cache", "the target's scales", ""
+        elif calculate:
+            reason = "and calculate_kv_scales=True", "one of the two", "drop the calculation, or "
+        if source is not None and reason is not None:
             raise ScaleError(
-                f"layer {prefix!r} has an FP8 query and no q_scale",
+                f"{name} given {reason[0]} in layer {layer.prefix!r}", reason[1], f"{reason[2]}drop the scale"
+            )
+        if source is None and reason is None:
+            raise ScaleError(
+                f"layer {layer.prefix!r} has cache_dtype={cache_dtype!r} and no {name}",
+                "a number, a tensor, 'unit', or CacheConfig(calculate_kv_scales=True)",
+                f"QuantConfig({name}='unit') if 1.0 is meant",
+            )
+        if quantised:
+            scales[name] = make_scale(name, "unit" if source is None else source, sizes)
+    k_scale, v_scale = scales["k_scale"], scales["v_scale"]
+    if k_scale is not None and v_scale is not None and k_scale.numel() != v_scale.numel():
+        raise ScaleError(
+            f"k_scale has {k_scale.numel()} values and v_scale {v_scale.numel()}",
+            "the same granularity for both",
+            "repeat the single value for every KV head",
+        )
+    if quant.query_format != "none":
+        if quant.q_scale is None and not calculate:
+            raise ScaleError(
+                f"layer {layer.prefix!r} has an FP8 query and no q_scale",
                 "a number, a tensor, 'unit', or CacheConfig(calculate_kv_scales=True) with a quantised cache",
                 "QuantConfig(q_scale='unit') if 1.0 is meant",
             )
-        source = "unit"
-    return make_scale("q_scale", source, (1, kv_heads))
+        scales["q_scale"] = make_scale("q_scale", "unit" if quant.q_scale is None else quant.q_scale, sizes)
+    if quant.output_scale is not None:
+        scales["output_scale"] = make_scale("output_scale", quant.output_scale, (1,))
+    return scales
 
 
 def check_storage(storage: Tensor, config: AttentionConfig) -> None:

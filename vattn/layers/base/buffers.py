@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from vattn.backends import selector
 from vattn.cache.bindings import count_binding
 from vattn.config.attention import AttentionConfig
-from vattn.errors import ConfigError
+from vattn.errors import ConfigError, ShapeError
 
 _OWN_BUFFERS = (
     "k_scale",
@@ -33,10 +34,20 @@ _OWN_BUFFERS = (
 parameter."""
 
 
+def own_tensor(source: Tensor | Sequence[float]) -> Tensor:
+    """Return an fp32 copy of what a user gave. Numbers keep their values where modules are made on meta."""
+    device = source.device if isinstance(source, Tensor) else "cpu"
+    try:
+        return torch.as_tensor(source, dtype=torch.float32, device=device).detach().clone()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(f"{source!r:.60} instead of numbers", "a tensor or a list of floats", "correct it") from error
+
+
 class OwnBuffers(nn.Module):
     """Attention layer with buffers named in `_OWN_BUFFERS`, and maybe a cache; any of them may be missing or `None`."""
 
     prefix: str
+    num_heads: int
     config: AttentionConfig | None
     kv_cache: Tensor | None
     num_blocks: int | None = None
@@ -46,6 +57,40 @@ class OwnBuffers(nn.Module):
         super().__setattr__(name, value)
         if name == "kv_cache":
             count_binding()
+
+    def _set_sizes(
+        self,
+        num_heads: int,
+        head_size: int,
+        num_kv_heads: int | None,
+        head_size_v: int | None,
+        prefix: str,
+        attn_backend: str | None,
+    ) -> None:
+        """Keep the arguments that every layer has, with defaults for `None`; refuse a backend that does not exist."""
+        self.num_heads, self.head_size = num_heads, head_size
+        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        self.head_size_v = head_size if head_size_v is None else head_size_v
+        self.prefix, self.attn_backend = prefix, attn_backend or "auto"
+        if not isinstance(prefix, str):
+            raise ConfigError(f"prefix={prefix!r}", "a string", "name the layer, such as 'model.layers.3.attn'")
+        if self.attn_backend != "auto":
+            selector.get_backend(self.attn_backend)
+
+    def _sizes_repr(self) -> str:
+        text = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_size={self.head_size}"
+        return text if self.head_size_v == self.head_size else f"{text}, head_size_v={self.head_size_v}"
+
+    def _register_per_head(self, name: str, values: Tensor | Sequence[float] | None) -> None:
+        """Keep a parameter, or an fp32 copy of anything else, with one value per query head."""
+        tensor = values if values is None or isinstance(values, nn.Parameter) else own_tensor(values)
+        if tensor is not None and tuple(tensor.shape) != (self.num_heads,):
+            allowed = f"({self.num_heads},), one per query head"
+            raise ShapeError(f"{name} has shape {tuple(tensor.shape)}", allowed, "check num_heads")
+        if isinstance(tensor, nn.Parameter):
+            self.register_parameter(name, tensor)
+        else:
+            self.register_buffer(name, tensor, persistent=False)
 
     def _own_buffers(self) -> dict[str, Tensor]:
         found = {name: self._buffers.get(name) for name in _OWN_BUFFERS}

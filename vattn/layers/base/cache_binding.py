@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vattn.backends import selector
 from vattn.cache.allocation import skip_names
@@ -22,13 +22,13 @@ from vattn.distributed.group import ContextParallel
 from vattn.errors import CacheError, ConfigError
 from vattn.layers.base.arguments import (
     StepKind,
-    check_per_head,
     check_sharing,
     check_storage,
-    own_tensor,
+    own_cache_dtype,
     scale_kind,
     step_configs,
 )
+from vattn.layers.base.buffers import own_tensor
 from vattn.layers.base.cache_scales import CacheScales
 from vattn.layers.base.checks import check_storage_kind
 from vattn.layers.base.dcp import check_context_parallel, partial_request
@@ -52,13 +52,11 @@ class BoundCache(CacheScales):
     writes_tokens = True
     """Whether a layer with a cache of its own writes keys for the rows of its query."""
 
-    takes_exact_prefill = False
-    """Whether `CacheConfig.exact_prefill` can be asked of this class."""
-
     takes_context_parallel = False
     """Whether this class runs over a cache that several ranks share."""
 
     alibi_slopes: Tensor | None
+    sinks: Tensor | None
     kv_cache: Tensor | None
     kv_transfer_token: Tensor | None
 
@@ -82,21 +80,14 @@ class BoundCache(CacheScales):
         **request: Any,
     ) -> None:
         super().__init__()
-        self.prefix = prefix
-        self.num_heads, self.head_size = num_heads, head_size
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.head_size_v = head_size if head_size_v is None else head_size_v
+        self._set_sizes(num_heads, head_size, num_kv_heads, head_size_v, prefix, attn_backend)
         self.cache_config = cache_config or CacheConfig()
         self.quant_config = quant_config or QuantConfig()
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
-        self.attn_backend = attn_backend or "auto"
-        if not isinstance(prefix, str):
-            raise ConfigError(f"prefix={prefix!r}", "a string", "name the layer, such as 'model.layers.3.attn'")
         if kv_sharing_target_layer_name is not None and kv_sharing_target_layer_name == prefix:
             raise ConfigError(
                 f"layer {prefix!r} shares the KV cache of itself", "an earlier layer", "name another target layer"
             )
-        self._check_exact_prefill()
         writes_tokens = kv_sharing_target_layer_name is None and self.writes_tokens
         if not isinstance(fast_prefill, bool) or (fast_prefill and writes_tokens):
             raise ConfigError(
@@ -106,8 +97,6 @@ class BoundCache(CacheScales):
                 "leave fast_prefill out",
             )
         self.fast_prefill = fast_prefill
-        if self.attn_backend != "auto":
-            selector.get_backend(self.attn_backend)
         self.config: AttentionConfig | None = None
         """What the bound cache made of the request, backend included; `None` before `bind_kv_cache`."""
         self._request: dict[str, Any] = {
@@ -131,7 +120,9 @@ class BoundCache(CacheScales):
                 self, num_heads, self.head_size_v, {"batch_invariant and combine='reduce_scatter'": ordered}
             )
             self._request.update(partial_request(context_parallel), sinks=False)
-        self._cache_dtype = self._choose_cache_dtype(request.get("sliding_window"))
+        self.skip_names = skip_names(prefix, request.get("sliding_window"))
+        """What `kv_cache_dtype_skip_layers` may call this layer."""
+        self._cache_dtype = own_cache_dtype(self.cache_config, self.skip_names)
         self._ops: dict[StepKind, str] = {}
         self._step_ops: dict[StepKind, str] = {}
         """With `exact_prefill`: the part of the step's own keys and values."""
@@ -146,40 +137,11 @@ class BoundCache(CacheScales):
             self._register_tensors(alibi_slopes, sinks)
         self._request_config(torch.bfloat16)
 
-    def _check_exact_prefill(self) -> None:
-        """Refuse `exact_prefill` of a layer that is not called with the keys and values it stores."""
-        if not self.cache_config.exact_prefill:
-            return
-        shared = self.kv_sharing_target_layer_name is not None
-        if shared or not self.takes_exact_prefill:
-            raise ConfigError(
-                f"exact_prefill=True in layer {self.prefix!r}, "
-                + ("which shares a KV cache and gets no keys" if shared else f"a {type(self).__name__}"),
-                "exact_prefill in vattn.Attention layers with a cache of their own",
-                "give this layer a CacheConfig without it",
-            )
-
-    def _choose_cache_dtype(self, window: int | None) -> str:
-        self.skip_names = skip_names(self.prefix, window)
-        """What `kv_cache_dtype_skip_layers` may call this layer."""
-        skipped = not self.skip_names.isdisjoint(self.cache_config.kv_cache_dtype_skip_layers)
-        return "auto" if skipped else self.cache_config.cache_dtype
-
     def _register_tensors(
         self, alibi_slopes: Tensor | Sequence[float] | None, sinks: Tensor | Sequence[float] | None
     ) -> None:
-        slopes = None
-        if alibi_slopes is not None:
-            slopes = own_tensor(alibi_slopes)
-            check_per_head("alibi_slopes", slopes, self.num_heads)
-        self.register_buffer("alibi_slopes", slopes, persistent=False)
-        learned = sinks if sinks is None or isinstance(sinks, nn.Parameter) else own_tensor(sinks)
-        if learned is not None:
-            check_per_head("sinks", learned, self.num_heads)
-        if isinstance(learned, nn.Parameter):
-            self.sinks: Tensor | None = learned
-        else:
-            self.register_buffer("sinks", learned, persistent=False)
+        self._register_per_head("alibi_slopes", None if alibi_slopes is None else own_tensor(alibi_slopes))
+        self._register_per_head("sinks", sinks)
         quantised = self._cache_dtype != "auto" and KV_FORMATS[self._canonical(torch.bfloat16)].quantised
         self._register_scales(quantised, shared=self.kv_sharing_target_layer_name is not None)
         self.register_buffer("kv_cache", None, persistent=False)
@@ -302,9 +264,6 @@ class BoundCache(CacheScales):
 
     def extra_repr(self) -> str:
         """Show the request and the chosen backend."""
-        kv = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_size={self.head_size}"
-        if self.head_size_v != self.head_size:
-            kv += f", head_size_v={self.head_size_v}"
         backend = "none yet (no KV cache bound)" if self.config is None else self.config.backend
         cache = self._cache_dtype if self.config is None else self.config.kv_cache_dtype
         if self.kv_sharing_target_layer_name is not None:
@@ -312,4 +271,5 @@ class BoundCache(CacheScales):
         requested = "" if self.attn_backend == "auto" else " (requested)"
         if self.context_parallel is not None:
             requested += f", rank {self.context_parallel.rank} of {self.context_parallel.world_size}"
-        return f"{kv}, kv_cache={cache}, block_size={self.cache_config.block_size}, backend={backend}{requested}"
+        block_size = self.cache_config.block_size
+        return f"{self._sizes_repr()}, kv_cache={cache}, block_size={block_size}, backend={backend}{requested}"

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from vattn.config.attention import CacheConfig
 from vattn.errors import ScaleError
-from vattn.layers.base.arguments import kv_scale, query_scale, refuse_calculation
+from vattn.layers.base.arguments import layer_scales
 from vattn.layers.base.buffers import OwnBuffers
-from vattn.layers.base.scales import QuantConfig, count_clipped, first_scale, make_scale
+from vattn.layers.base.scales import QuantConfig, count_clipped, first_scale
 from vattn.ops.arguments import CacheUpdateArgs
 from vattn.quantization.formats import FP8_E4M3_MAX, KV_FORMATS, dtype_name
 
@@ -40,46 +38,15 @@ class CacheScales(OwnBuffers):
             quantised: whether the cache is.
             shared: whether another layer owns it, and with it the scales.
         """
-        quant = self.quant_config
         self.calculate_kv_scales = self.cache_config.calculate_kv_scales and quantised and not shared
-        where: dict[str, Any] = {
-            "prefix": self.prefix,
-            "cache_dtype": self._cache_dtype,
-            "quantised": quantised,
-            "calculate": self.calculate_kv_scales,
-            "shared": shared,
-            "kv_heads": self.num_kv_heads,
-        }
-        # A skipped layer has no use for the scales that its model's one QuantConfig carries, nor for calculated ones.
-        skipped = self._cache_dtype != self.cache_config.cache_dtype
-        if self.cache_config.calculate_kv_scales and not quantised and not skipped:
-            refuse_calculation(self.prefix, self._cache_dtype)
-        k_scale = kv_scale("k_scale", None if skipped else quant.k_scale, **where)
-        v_scale = kv_scale("v_scale", None if skipped else quant.v_scale, **where)
-        if k_scale is not None and v_scale is not None and k_scale.numel() != v_scale.numel():
-            raise ScaleError(
-                f"k_scale has {k_scale.numel()} values and v_scale {v_scale.numel()}",
-                "the same granularity for both",
-                "repeat the single value for every KV head",
-            )
-        # A state dict holds scales once: a shared layer's entry would overwrite its target's when it is loaded.
-        self.register_buffer("k_scale", k_scale, persistent=not shared)
-        self.register_buffer("v_scale", v_scale, persistent=not shared)
-        q_scale = query_scale(
-            quant.q_scale,
-            prefix=self.prefix,
-            query_format=quant.query_format,
-            calculate=self.calculate_kv_scales,
-            kv_heads=self.num_kv_heads,
+        scales = layer_scales(
+            self, self._cache_dtype, quantised=quantised, calculate=self.calculate_kv_scales, shared=shared
         )
-        self.register_buffer("q_scale", q_scale)
-        output_scale = quant.output_scale
-        self.register_buffer(
-            "output_scale", None if output_scale is None else make_scale("output_scale", output_scale, (1,))
-        )
+        for name, scale in scales.items():
+            # A state dict holds scales once: a shared layer's entry would overwrite its target's when it is loaded.
+            self.register_buffer(name, scale, persistent=not shared or name not in ("k_scale", "v_scale"))
         # Of k_scale, v_scale and q_scale: 1 once it is calculated, or given.
-        query_ready = int(q_scale is None or quant.q_scale is not None)
-        ready = [0, 0, query_ready]
+        ready = [0, 0, int(scales["q_scale"] is None or self.quant_config.q_scale is not None)]
         self.register_buffer(
             "scales_ready",
             torch.tensor(ready, dtype=torch.int32, device="cpu") if self.calculate_kv_scales else None,

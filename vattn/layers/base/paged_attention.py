@@ -12,12 +12,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from vattn.errors import (
-    CacheError,
-    MetadataError,
-    ShapeError,
-    UnsupportedRequestError,
-)
+from vattn.errors import CacheError, MetadataError, ShapeError, UnsupportedRequestError, VattnError
 from vattn.layers.base.cache_binding import BoundCache
 from vattn.layers.base.checks import check_bound, check_inputs, check_no_gradients, given_step
 from vattn.layers.base.dcp import all_heads, attend_parts, check_step_ranks, partial_arguments
@@ -27,6 +22,7 @@ from vattn.layers.kv_transfer_utils import save_kv_layer, wait_for_layer_load
 from vattn.metadata import forward_context as context
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.hybrid import GroupedMetadata
+from vattn.metadata.lineage import called
 from vattn.ops import checks
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
 from vattn.quantization.codecs import encode_query
@@ -34,6 +30,9 @@ from vattn.quantization.codecs import encode_query
 
 class CachedAttention(BoundCache):
     """Base of the layers that read keys and values from a paged cache."""
+
+    _update_op = ""
+    """Encoded config of the op that writes keys; empty: the attention op's."""
 
     def forward(
         self,
@@ -81,16 +80,21 @@ class CachedAttention(BoundCache):
         if key is not None and value is not None:
             key = split_heads("key", key, self.num_kv_heads, self.head_size)
             value = split_heads("value", value, self.num_kv_heads, self.head_size_v)
-            update = step.update(args, key, value, op_config)
+            update = step.update(args, key, value, self._update_op or op_config)
         parts = self._parts(args, step, key, value)
         if compiling:
             self._run(query, step, update, parts, result, own.kv_transfer_token)
         else:
             check_step_ranks(self.prefix, parallel, metadata)
-            self._check_step(query, key, value, step, update, parts, own.kv_transfer_token)
-            # Gradients are refused by now: the ops need not look for them again.
-            with torch._C._AutoDispatchBelowAutograd():
-                self._run(query, step, update, parts, result, own.kv_transfer_token)
+            try:
+                self._check_step(query, key, value, step, update, parts, own.kv_transfer_token)
+                # Gradients are refused by now: the ops need not look for them again.
+                with torch._C._AutoDispatchBelowAutograd():
+                    self._run(query, step, update, parts, result, own.kv_transfer_token)
+            except VattnError as error:
+                if called(self) not in error.got:
+                    error.args = (f"{called(self)}: {error.got}", *error.args[1:])
+                raise
         return result.returned()
 
     def _run(

@@ -90,12 +90,9 @@ class LayerStep(NamedTuple):
     def of(metadata: AttentionMetadata, plan_key: str) -> LayerStep:
         """Return the step as a layer of plain decoder attention reads it."""
         seq_lens, table, prefix = metadata.seq_lens, metadata.block_table, None
-        if (
-            metadata.prefix_lens is not None
-            and metadata.prefix_start_loc is not None
-            and metadata.suffix_lens is not None
-            and metadata.suffix_block_table is not None
-        ):
+        if metadata.prefix_lens is not None:
+            assert metadata.prefix_start_loc is not None
+            assert metadata.suffix_lens is not None and metadata.suffix_block_table is not None
             prefix = CascadeStep(metadata.prefix_start_loc, metadata.prefix_lens, table[:2])
             seq_lens, table = metadata.suffix_lens, metadata.suffix_block_table
         return LayerStep(
@@ -207,7 +204,7 @@ def split_heads(name: str, tensor: Tensor, heads: int, width: int) -> Tensor:
         raise ShapeError(
             f"{name} is {None if tensor is None else type(tensor).__name__}",
             f"a tensor [tokens, {heads * width}] or [tokens, {heads}, {width}]",
-            f"pass {name}",
+            f"pass {name} as a tensor",
         )
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise not_strided(name, tensor)

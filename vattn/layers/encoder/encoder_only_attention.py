@@ -2,30 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vattn.cache.allocation import skip_names
 from vattn.config.attention import AttentionType, CacheConfig, check_window
-from vattn.errors import ConfigError, MetadataError, ScaleError, UnsupportedRequestError
+from vattn.errors import MetadataError, ScaleError, UnsupportedRequestError
 from vattn.layers.base.arguments import (
     alibi_kind,
     check_configs,
     check_extra,
-    check_per_head,
     check_type,
-    kv_scale,
-    own_tensor,
-    query_scale,
-    refuse_calculation,
+    layer_scales,
+    own_cache_dtype,
     scale_kind,
 )
+from vattn.layers.base.buffers import own_tensor
 from vattn.layers.base.checks import check_tokens, given_step
-from vattn.layers.base.scales import QuantConfig, make_scale
+from vattn.layers.base.scales import QuantConfig
 from vattn.layers.base.step import LayerResult, split_heads
 from vattn.layers.encoder.varlen_attention import VarlenAttention
 from vattn.metadata.attention_metadata import AttentionMetadata
@@ -95,12 +92,13 @@ class EncoderOnlyAttention(VarlenAttention):
         head_size_v: int | None = None,
         **extra: Any,
     ) -> None:
-        options = check_extra("EncoderOnlyAttention", extra, _NAMED_ARGUMENTS)
+        options = check_extra(EncoderOnlyAttention, extra)
         own = AttentionType.ENCODER_ONLY
         check_type("EncoderOnlyAttention", own if attn_type is None else attn_type, own)
         check_configs("EncoderOnlyAttention", cache_config, quant_config, exact_prefill=False)
-        super().__init__(num_heads, head_size, num_kv_heads, head_size_v, prefix, attn_backend)
-        _check_no_cache(prefix, kv_sharing_target_layer_name, options)
+        super().__init__()
+        self._set_sizes(num_heads, head_size, num_kv_heads, head_size_v, prefix, attn_backend)
+        _check_no_cache(prefix, {**options, "kv_sharing_target_layer_name": kv_sharing_target_layer_name})
         self.cache_config, self.quant_config = cache_config or CacheConfig(), quant_config or QuantConfig()
         window = per_layer_sliding_window
         check_window(window, "per_layer_sliding_window")
@@ -129,21 +127,11 @@ class EncoderOnlyAttention(VarlenAttention):
             batch_invariant=options["batch_invariant"],
         )
 
-    def _register_per_head(self, name: str, values: Tensor | Sequence[float] | None) -> None:
-        tensor = values if values is None or isinstance(values, nn.Parameter) else own_tensor(values)
-        if tensor is not None:
-            check_per_head(name, tensor, self.num_heads)
-        if isinstance(tensor, nn.Parameter):
-            self.register_parameter(name, tensor)
-        else:
-            self.register_buffer(name, tensor, persistent=False)
-
     def _register_scales(self) -> str:
         """Make the scales that the formats need, or refuse what is missing or too many; return the format of keys."""
-        quant, cache = self.quant_config, self.cache_config
+        cache = self.cache_config
         self.skip_names = skip_names(self.prefix, self.sliding_window)
-        skipped = not self.skip_names.isdisjoint(cache.kv_cache_dtype_skip_layers)
-        cache_dtype = "auto" if skipped else cache.cache_dtype
+        cache_dtype = own_cache_dtype(cache, self.skip_names)
         quantised = KV_FORMATS[resolve_kv_cache_dtype(cache_dtype, torch.bfloat16)].quantised
         if quantised and cache.calculate_kv_scales:
             raise ScaleError(
@@ -151,39 +139,8 @@ class EncoderOnlyAttention(VarlenAttention):
                 "given scales, or 'unit'",
                 "QuantConfig(k_scale=..., v_scale=...), or a CacheConfig of its own for this layer",
             )
-        if cache.calculate_kv_scales and not skipped:
-            refuse_calculation(self.prefix, cache_dtype)
-        where: dict[str, Any] = {
-            "prefix": self.prefix,
-            "cache_dtype": cache_dtype,
-            "quantised": quantised,
-            "calculate": False,
-            "shared": False,
-            "kv_heads": self.num_kv_heads,
-        }
-        k_scale = kv_scale("k_scale", None if skipped else quant.k_scale, **where)
-        v_scale = kv_scale("v_scale", None if skipped else quant.v_scale, **where)
-        if k_scale is not None and v_scale is not None and k_scale.numel() != v_scale.numel():
-            raise ScaleError(
-                f"k_scale has {k_scale.numel()} values and v_scale {v_scale.numel()}",
-                "the same granularity for both",
-                "repeat the single value for every KV head",
-            )
-        q_scale = query_scale(
-            quant.q_scale,
-            prefix=self.prefix,
-            query_format=quant.query_format,
-            calculate=False,
-            kv_heads=self.num_kv_heads,
-        )
-        output_scale = None if quant.output_scale is None else make_scale("output_scale", quant.output_scale, (1,))
-        for name, buffer in (
-            ("q_scale", q_scale),
-            ("k_scale", k_scale),
-            ("v_scale", v_scale),
-            ("output_scale", output_scale),
-        ):
-            self.register_buffer(name, buffer)
+        for name, scale in layer_scales(self, cache_dtype, quantised=quantised).items():
+            self.register_buffer(name, scale)
         return cache_dtype
 
     def forward(
@@ -259,35 +216,18 @@ class EncoderOnlyAttention(VarlenAttention):
     def extra_repr(self) -> str:
         """Show the request."""
         window = "" if self.sliding_window is None else f", sliding_window={self.sliding_window}"
-        return f"{self._heads_repr()}{window}, {self._backend_repr()}"
+        return f"{self._sizes_repr()}{window}, {self._backend_repr()}"
 
 
-_NAMED_ARGUMENTS = [name for name in inspect.signature(EncoderOnlyAttention).parameters if name != "extra"]
-
-
-def _check_no_cache(prefix: str, target: str | None, options: dict[str, Any]) -> None:
-    mm_prefix, fast_prefill = options["mm_prefix"], options["fast_prefill"]
-    if fast_prefill is not False:
-        raise UnsupportedRequestError(
-            f"fast_prefill={fast_prefill!r} in EncoderOnlyAttention {prefix!r}",
-            "False: keys come from the rows of the query, so all of them are needed",
-            "leave it out",
-        )
-    if options.get("context_parallel") is not None:
-        raise UnsupportedRequestError(
-            f"context_parallel={options['context_parallel']!r} in EncoderOnlyAttention {prefix!r}",
-            "None: it has no cache to share out among ranks",
-            "leave it out",
-        )
-    if target is not None:
-        raise ConfigError(
-            f"kv_sharing_target_layer_name={target!r} in EncoderOnlyAttention {prefix!r}",
-            "None: it has no cache to share",
-            "leave it out",
-        )
-    if mm_prefix != "none":
-        raise UnsupportedRequestError(
-            f"mm_prefix={mm_prefix!r} in EncoderOnlyAttention {prefix!r}",
-            "'none': all tokens of a request see each other without ranges",
-            "leave it out",
-        )
+def _check_no_cache(prefix: str, options: dict[str, Any]) -> None:
+    """Refuse options that need a cache, or positions between the tokens of a request."""
+    for name, off, why in (
+        ("fast_prefill", False, "keys come from the rows of the query, so all of them are needed"),
+        ("context_parallel", None, "it has no cache to share out among ranks"),
+        ("kv_sharing_target_layer_name", None, "it has no cache to share"),
+        ("mm_prefix", "none", "all tokens of a request see each other without ranges"),
+    ):
+        if options[name] != off:
+            raise UnsupportedRequestError(
+                f"{name}={options[name]!r} in EncoderOnlyAttention {prefix!r}", f"{off!r}: {why}", "leave it out"
+            )

@@ -76,7 +76,8 @@ class MMEncoderAttention(VarlenAttention):
         attn_backend: str | None = None,
         quant_config: EncoderFP8Config | None = None,
     ) -> None:
-        super().__init__(num_heads, head_size, num_kv_heads, None, prefix, attn_backend)
+        super().__init__()
+        self._set_sizes(num_heads, head_size, num_kv_heads, None, prefix, attn_backend)
         if quant_config is not None and not isinstance(quant_config, EncoderFP8Config):
             raise ConfigError(
                 f"quant_config of type {type(quant_config).__name__} in MMEncoderAttention",
@@ -282,7 +283,7 @@ class MMEncoderAttention(VarlenAttention):
             fp8 = ""
         else:
             fp8 = ", fp8=dynamic" if self.quant_config.dynamic else ", fp8=static"
-        return f"{self._heads_repr()}{fp8}, {self._backend_repr()}"
+        return f"{self._sizes_repr()}{fp8}, {self._backend_repr()}"
 
 
 def _default_scale(head_size: int) -> float:

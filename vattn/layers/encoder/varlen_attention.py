@@ -14,7 +14,7 @@ from torch import Tensor
 
 from vattn.backends import selector
 from vattn.config.attention import AttentionConfig
-from vattn.errors import ConfigError, DtypeError, ShapeError
+from vattn.errors import DtypeError, ShapeError
 from vattn.layers.base.buffers import OwnBuffers
 from vattn.layers.base.checks import check_no_gradients
 from vattn.ops import checks
@@ -36,26 +36,6 @@ class VarlenAttention(OwnBuffers):
     sinks: Tensor | None
     kv_cache = None
     config = None
-
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        num_kv_heads: int | None,
-        head_size_v: int | None,
-        prefix: str,
-        attn_backend: str | None,
-    ) -> None:
-        super().__init__()
-        self.num_heads, self.head_size = num_heads, head_size
-        self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        self.head_size_v = head_size if head_size_v is None else head_size_v
-        self.prefix = prefix
-        self.attn_backend = attn_backend or "auto"
-        if not isinstance(prefix, str):
-            raise ConfigError(f"prefix={prefix!r}", "a string", "name the layer, such as 'encoder.layers.3.attn'")
-        if self.attn_backend != "auto":
-            selector.get_backend(self.attn_backend)
 
     def _set_request(self, scale: float, cache_dtype: str = "auto", **request: Any) -> None:
         """Describe the request for every model dtype; `request` are further fields of `AttentionConfig`."""
@@ -144,31 +124,11 @@ class VarlenAttention(OwnBuffers):
         """Return the arguments of `vattn::varlen_attention` in the schema's order; `scales`: of q, k and v."""
         # AOTInductor hands an op None for an empty list, so that an exported one holds a schedule of no elements.
         plan = [starts.new_empty(0)] if torch.compiler.is_exporting() else []
+        nothing = (None, None, None, None)  # causal_flags, bias, tree_id, mm_ranges
         return (
-            *qkv,
-            starts,
-            starts,
-            output,
-            block_scale,
-            None,
-            self.output_scale,
-            *scales,
-            self.alibi_slopes,
-            self.sinks,
-            None,
-            None,
-            None,
-            None,
-            plan,
-            None,
-            op_config,
+            *(*qkv, starts, starts, output, block_scale, None, self.output_scale),
+            *(*scales, self.alibi_slopes, self.sinks, *nothing, plan, None, op_config),
         )
-
-    def _heads_repr(self) -> str:
-        text = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_size={self.head_size}"
-        if self.head_size_v != self.head_size:
-            text += f", head_size_v={self.head_size_v}"
-        return text
 
     def _backend_repr(self) -> str:
         return "backend=auto" if self.attn_backend == "auto" else f"backend={self.attn_backend} (requested)"

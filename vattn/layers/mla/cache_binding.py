@@ -13,7 +13,7 @@ from vattn.cache.specs import KVCacheSpec, MLAAttentionSpec
 from vattn.config.attention import CacheConfig
 from vattn.config.mla import DECODE_THRESHOLD, MLAConfig
 from vattn.errors import CacheError, ConfigError, ScaleError, UnsupportedRequestError
-from vattn.layers.base.arguments import check_configs, check_extra, named_arguments
+from vattn.layers.base.arguments import check_configs, check_extra
 from vattn.layers.base.buffers import OwnBuffers
 from vattn.layers.base.checks import check_storage_kind
 from vattn.layers.base.dcp import check_context_parallel, gather_rows, partial_request
@@ -70,7 +70,7 @@ class BoundLatents(OwnBuffers):
         **extra: Any,
     ) -> None:
         super().__init__()
-        check_extra(type(self).__name__, extra, named_arguments(type(self)), EXTRA_OPTIONS)
+        check_extra(type(self), extra, EXTRA_OPTIONS)
         options = {**EXTRA_OPTIONS, **extra}
         check_configs(type(self).__name__, cache_config, quant_config, exact_prefill=False)
         self.prefix = prefix
