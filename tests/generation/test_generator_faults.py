@@ -119,7 +119,7 @@ def test_wrong_sampling(kind: str) -> None:
 def test_what_sampling_takes() -> None:
     numpy = pytest.importorskip("numpy")
     sampling = vattn.Sampling(
-        numpy.int64(4), 1, top_k=torch.tensor(3), stop_strings=["a"], stop_token_ids=[numpy.int32(2)]
+        numpy.int64(4), 1, top_k=numpy.int32(3), stop_strings=["a"], stop_token_ids=[numpy.int32(2)]
     )  # type: ignore[arg-type]
     assert sampling.stop_strings == ("a",) and sampling.stop_token_ids == (2,)
 

@@ -92,7 +92,7 @@ def test_drafts_with_prompts_run_without(packed: PackedModel, long_expected: lis
     ("sizes", "text"),
     [
         ([65], "up to 64 tokens"),
-        ([1], "at least 2"),
+        ([1], ">= 2"),
         ([2.0], "mixed_graph_sizes=2.0"),
         (True, "a list"),
         ("8", "a list"),

@@ -17,6 +17,7 @@ from vattn.cache.allocation import KVCacheAllocation
 from vattn.cache.bindings import CacheBindings, cache_claim, take_cache
 from vattn.calibration.calibrate import check_switches
 from vattn.calibration.eval_mode import EvalMode
+from vattn.config.arguments import read_count
 from vattn.errors import CacheError, ConfigError, MissingPackageError, RequestError, VattnError
 from vattn.generation.cache_blocks import CacheBlocks, longest_that_fits
 from vattn.generation.detokenizer import TextStream
@@ -30,7 +31,6 @@ from vattn.generation.sampling import Sampling
 from vattn.generation.scheduler import Batch, Scheduler
 from vattn.generation.setup import (
     capture,
-    check_count,
     check_kind,
     check_tokenizer,
     compiled,
@@ -117,10 +117,10 @@ class Generator:
         graph_sizes: Sequence[int] | None = None,
         mixed_graph_sizes: Sequence[int] | None = None,
     ) -> None:
-        check_count("max_num_reqs", max_num_reqs)
-        check_count("token_budget", token_budget)
-        if max_queue is not None:
-            check_count("max_queue", max_queue)
+        counts = {"max_num_reqs": max_num_reqs, "token_budget": token_budget, "max_queue": max_queue}
+        for name, count in counts.items():
+            if name != "max_queue" or count is not None:
+                read_count(name, count, 1, f"change {name}")
         check_switches(reuse_prefixes=reuse_prefixes)
         check_kind("speculation", speculation, PromptLookup)
         check_kind("compile_options", compile_options, dict)
@@ -218,27 +218,24 @@ class Generator:
         """
         self._mode.check_whole()
         self._check_cache()
-        snapshot: dict[Request, int] | None = None
+        with self._lock:
+            if self._stepping:
+                raise RequestError(
+                    "a step inside of another, from a logits processor, a criterion, a tokenizer or another thread",
+                    "one step at a time, from one thread",
+                    "add requests there, and run them by the steps that run already",
+                )
+            snapshot, self._stepping = self.scheduler.snapshot(), True
         try:
-            with self._lock:
-                if self._stepping:
-                    raise RequestError(
-                        "a step inside of another, from a logits processor, a criterion, a tokenizer or another thread",
-                        "one step at a time, from one thread",
-                        "add requests there, and run them by the steps that run already",
-                    )
-                snapshot, self._stepping = self.scheduler.snapshot(), True
             progress = self._run_step()
         except BaseException:
-            if snapshot is not None:
-                self._undo(snapshot)
+            self._undo(snapshot)
             raise
         finally:
-            if snapshot is not None:
-                with self._lock:
-                    self._stepping = False
-                    while self._cancelled:
-                        self.scheduler.cancel(self._cancelled.pop())
+            with self._lock:
+                self._stepping = False
+                while self._cancelled:
+                    self.scheduler.cancel(self._cancelled.pop())
         for one in progress if self._streams else ():
             if one.request.watcher is not None:
                 one.request.watcher.append(one)

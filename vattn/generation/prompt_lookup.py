@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from vattn.config.arguments import read_count
 from vattn.errors import ConfigError
-from vattn.generation.sampling import whole_number
 
 
 @dataclass(frozen=True)
@@ -33,9 +33,7 @@ class PromptLookup:
 
     def __post_init__(self) -> None:
         for name in ("num_drafts", "shortest", "longest"):
-            value = getattr(self, name)
-            if not whole_number(value, 1):
-                raise ConfigError(f"PromptLookup({name}={value!r})", "an int, at least 1", f"change {name}")
+            read_count(name, getattr(self, name), 1, f"change {name} of PromptLookup")
         if self.longest < self.shortest:
             raise ConfigError(
                 f"PromptLookup(longest={self.longest}, shortest={self.shortest})",

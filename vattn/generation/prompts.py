@@ -6,7 +6,7 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from vattn.errors import ConfigError, RequestError
+from vattn.errors import ConfigError, RequestError, VattnError
 from vattn.generation.sampling import Sampling
 
 Prompt = str | Sequence[int]
@@ -67,22 +67,19 @@ def check_sampling(sampling: Any, tokenizer: Any, vocab_size: int | None) -> Sam
             "stop_token_ids, or a generator with tokenizer=",
             "give the generator tokenizer=",
         )
-    never = never_chosen(sampling.stop_token_ids or (), vocab_size)
-    if never is not None:
-        raise RequestError(*never)
+    check_stop_ids(sampling.stop_token_ids or (), vocab_size, RequestError)
     return sampling
 
 
-def never_chosen(stop_token_ids: Iterable[int], vocab_size: int | None) -> tuple[str, str, str] | None:
-    """Return what an error says of end tokens beyond a vocabulary, `None` without such."""
+def check_stop_ids(stop_token_ids: Iterable[int], vocab_size: int | None, error: type[VattnError]) -> None:
+    """Refuse end tokens beyond a vocabulary by an error of some class."""
     never = [token for token in stop_token_ids if vocab_size is not None and token >= vocab_size]
-    if not never:
-        return None
-    return (
-        f"stop_token_ids with {never[0]}, which the model never chooses",
-        f"ids from 0 to {(vocab_size or 0) - 1}",
-        "take the ids of the model's own tokenizer",
-    )
+    if never:
+        raise error(
+            f"stop_token_ids with {never[0]}, which the model never chooses",
+            f"ids from 0 to {(vocab_size or 0) - 1}",
+            "take the ids of the model's own tokenizer",
+        )
 
 
 def pair(prompts: Any, sampling: Any, tokenizer: Any) -> list[tuple[Prompt, Sampling | None]]:

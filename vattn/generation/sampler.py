@@ -132,21 +132,15 @@ def processors(sampling: Sampling) -> list[Any]:
         MissingPackageError: settings beyond temperature need transformers.
     """
     made: list[Any] = []
-    wanted = (
-        ("RepetitionPenaltyLogitsProcessor", sampling.repetition_penalty, sampling.repetition_penalty != 1),
-        ("TemperatureLogitsWarper", sampling.temperature, False),
-        ("TopKLogitsWarper", sampling.top_k, sampling.top_k > 0),
-        ("TopPLogitsWarper", sampling.top_p, sampling.top_p < 1),
-        ("MinPLogitsWarper", sampling.min_p, sampling.min_p > 0),
-    )
-    for name, value, needed in wanted:
-        if needed:
-            made.append(getattr(_logits_process(), name)(value))
-        elif name == "TemperatureLogitsWarper":
-            made += sampling.logits_processors
-            if sampling.temperature not in (0, 1):
-                made.append(lambda ids, scores: scores / sampling.temperature)
-    return made
+    if sampling.repetition_penalty != 1:
+        made.append(_logits_process().RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+    made += sampling.logits_processors
+    if sampling.temperature not in (0, 1):
+        made.append(lambda ids, scores: scores / sampling.temperature)
+    cuts = (("TopK", sampling.top_k, 0), ("TopP", sampling.top_p, 1), ("MinP", sampling.min_p, 0))
+    return made + [
+        getattr(_logits_process(), f"{kind}LogitsWarper")(value) for kind, value, off in cuts if value != off
+    ]
 
 
 def _logits_process() -> Any:

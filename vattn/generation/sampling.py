@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from vattn.config.arguments import integer
 from vattn.errors import ConfigError
 
 
@@ -78,14 +79,9 @@ class Sampling:
         return self.repetition_penalty != 1 or bool(self.logits_processors)
 
 
-def whole_number(value: Any, least: int = 0, most: float = math.inf) -> bool:
-    """Whether a value is an int, not a bool, within a range."""
-    if isinstance(value, bool):
-        return False
-    try:
-        return least <= operator.index(value) <= most
-    except TypeError:
-        return False
+def _whole(value: Any, least: int = 0, most: float = math.inf) -> bool:
+    number = integer(value)
+    return number is not None and least <= number <= most
 
 
 def _number(value: Any) -> bool:
@@ -93,17 +89,17 @@ def _number(value: Any) -> bool:
 
 
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "max_new_tokens": (lambda value: whole_number(value, 1), "an int, at least 1"),
+    "max_new_tokens": (lambda value: _whole(value, 1), "an int, at least 1"),
     "temperature": (lambda value: _number(value) and value >= 0, "a finite number from 0 up"),
-    "top_k": (whole_number, "0 for all tokens, or a positive int"),
+    "top_k": (_whole, "0 for all tokens, or a positive int"),
     "top_p": (lambda value: _number(value) and 0 < value <= 1, "a number above 0 and up to 1"),
     "min_p": (lambda value: _number(value) and 0 <= value <= 1, "a number from 0 to 1"),
     "repetition_penalty": (lambda value: _number(value) and value > 0, "a positive number; 1 for none"),
-    "seed": (lambda value: whole_number(value, 0, 2**64 - 1), "an int from 0 to 2**64 - 1"),
+    "seed": (lambda value: _whole(value, 0, 2**64 - 1), "an int from 0 to 2**64 - 1"),
 }
 _ITEMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stop_strings": (lambda item: isinstance(item, str) and bool(item), "a tuple of texts, none empty"),
-    "stop_token_ids": (whole_number, "a tuple of token ids from 0 up, () for none, None for the model's own"),
+    "stop_token_ids": (_whole, "a tuple of token ids from 0 up, () for none, None for the model's own"),
     "logits_processors": (callable, "a tuple of logits processors"),
     "stopping_criteria": (callable, "a tuple of stopping criteria"),
 }

@@ -296,9 +296,7 @@ class Scheduler:
 
     def snapshot(self) -> dict[Request, int]:
         """Return the requests that the next step may run, in order, each with the length of its output."""
-        # Copied first: a signal handler may add or cancel requests meanwhile.
-        requests = [*self.running, *islice(self.waiting, self.max_num_reqs)]
-        return {request: len(request.output) for request in requests}
+        return {request: len(request.output) for request in (*self.running, *islice(self.waiting, self.max_num_reqs))}
 
     def start_over(self, snapshot: Mapping[Request, int]) -> list[Request]:
         """Empty the cache and let all unfinished requests wait, with the outputs of a snapshot; return them."""

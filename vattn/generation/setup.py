@@ -12,21 +12,14 @@ from vattn.cache.allocation import KVCacheAllocation
 from vattn.calibration.eval_mode import EvalMode
 from vattn.compilation.compile import compile, compile_regions
 from vattn.compilation.cuda_graph import CUDAGraphRunner
+from vattn.config.arguments import integer, read_count
 from vattn.errors import ConfigError, UnsupportedRequestError, VattnError
 from vattn.generation.model_runner import sample_draft_inputs, sample_inputs
-from vattn.generation.prompts import never_chosen
-from vattn.generation.sampling import whole_number
+from vattn.generation.prompts import check_stop_ids
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.hybrid_builder import GroupedMetadataBuilder
 
 Forward = Callable[..., Tensor]
-
-
-def check_count(name: str, value: Any, least: int = 1) -> int:
-    """Return an int of at least `least`, or raise ConfigError."""
-    if not whole_number(value, least):
-        raise ConfigError(f"{name}={value!r}", f"an int, at least {least}", f"change {name}")
-    return int(value)
 
 
 def check_kind(name: str, value: Any, kind: type) -> None:
@@ -93,9 +86,11 @@ def longest_request(model: Any, requested: int | None, most: int) -> int:
         most: tokens that the cache can hold for one request.
     """
     # `enable(rope_length=...)` fixes the frequencies for requests of up to this length.
-    rope_length: Any = getattr(model, "rope_length", None)
-    if whole_number(rope_length, 1):
-        if requested is not None and check_count("max_seq_len", requested) > rope_length:
+    rope_length: int | None = getattr(model, "rope_length", None)
+    if requested is not None:
+        read_count("max_seq_len", requested, 1, "change max_seq_len")
+    if rope_length is not None:
+        if requested is not None and requested > rope_length:
             raise ConfigError(
                 f"max_seq_len={requested} for a model with rope_length={rope_length}",
                 f"up to {rope_length}",
@@ -105,9 +100,9 @@ def longest_request(model: Any, requested: int | None, most: int) -> int:
     if requested is None:
         config: Any = getattr(getattr(model, "model", None), "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else None
-        trained: Any = getattr(text, "max_position_embeddings", None)
-        return min(most, int(trained) if whole_number(trained, 1) else most, 32768)
-    if check_count("max_seq_len", requested) > most:
+        trained = integer(getattr(text, "max_position_embeddings", None))
+        return min(most, trained or most, 32768)
+    if requested > most:
         raise ConfigError(
             f"max_seq_len={requested} for a cache that holds a request of {most} tokens",
             f"up to {most}",
@@ -122,18 +117,16 @@ def end_tokens(model: Any, given: Iterable[int] | None) -> frozenset[int]:
     Raises:
         ConfigError: no token ids, or one beyond the model's vocabulary.
     """
-    explicit = given is not None
+    vocab_size = None if given is None else getattr(model, "vocab_size", None)
     if given is None:
         inner = getattr(model, "model", model)
         given = getattr(getattr(inner, "generation_config", None), "eos_token_id", None)
         given = () if given is None else given if isinstance(given, (list, tuple)) else (int(given),)
     elif isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
         raise ConfigError(f"stop_token_ids={given!r:.80}", "token ids, or () for none", "stop_token_ids=[2]")
-    ids = [check_count("stop_token_ids", token, 0) for token in given]
+    ids = [read_count("stop_token_ids", token, 0, "change stop_token_ids") for token in given]
     # A model's own end tokens may lie outside its vocabulary.
-    never = never_chosen(ids, getattr(model, "vocab_size", None)) if explicit else None
-    if never is not None:
-        raise ConfigError(*never)
+    check_stop_ids(ids, vocab_size, ConfigError)
     return frozenset(ids)
 
 
@@ -186,7 +179,7 @@ def mixed_sizes(
         return sorted(size for size in {*MIXED_LADDER, most} if max(2, max_num_reqs) <= size <= most)
     if not isinstance(sizes, (list, tuple, range)):
         raise ConfigError(f"mixed_graph_sizes={sizes!r:.80}", "a list of numbers of tokens", "mixed_graph_sizes=[256]")
-    read = sorted({check_count("mixed_graph_sizes", size, 2) for size in sizes})
+    read = sorted({read_count("mixed_graph_sizes", size, 2, "change mixed_graph_sizes") for size in sizes})
     if read and read[-1] > token_budget:
         raise ConfigError(
             f"mixed_graph_sizes with {read[-1]} for steps of up to {token_budget} tokens",
@@ -225,7 +218,7 @@ def graph_ladder(sizes: Sequence[int] | None, most: int, device: torch.device) -
         return sorted({size for size in ladder if size <= most}) if device.type == "cuda" else []
     if not isinstance(sizes, (list, tuple, range)):
         raise ConfigError(f"graph_sizes={sizes!r:.80}", "a list of numbers of requests, () for none", "graph_sizes=[8]")
-    return [check_count("graph_sizes", size) for size in sizes]
+    return [read_count("graph_sizes", size, 1, "change graph_sizes") for size in sizes]
 
 
 class Graphs(NamedTuple):

@@ -256,9 +256,6 @@ def _layer(
     attn_backend: str | None,
     batch_invariant: bool,
 ) -> ModelAttention:
-    extra: dict[str, Any] = {"sinks": call.sinks} if call.sinks is not None else {}
-    if batch_invariant:
-        extra["batch_invariant"] = True
     layer = ModelAttention(
         call.num_heads,
         call.head_size,
@@ -272,7 +269,8 @@ def _layer(
         prefix=name,
         attn_backend=attn_backend,
         head_size_v=call.head_size_v,
-        **extra,
+        sinks=call.sinks,
+        batch_invariant=batch_invariant,
     )
     layer._expected = call.expected_options()
     return layer

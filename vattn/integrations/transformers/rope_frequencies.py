@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vattn.config.arguments import read_count
 from vattn.errors import ConfigError, UnsupportedRequestError
 
 FIXED = "default"
@@ -25,8 +26,8 @@ def fix_frequencies(model: Any, length: int | None) -> list[tuple[nn.Module, Any
         UnsupportedRequestError: no length for a model that needs one.
         ConfigError: a length for a model with fixed frequencies, or one that is no positive int.
     """
-    if length is not None and (isinstance(length, bool) or not isinstance(length, int) or length < 1):
-        raise ConfigError(f"rope_length={length!r:.60}", "an int, at least 1", "give the longest request in tokens")
+    if length is not None:
+        length = read_count("rope_length", length, 1, "give the longest request in tokens")
     found = [(module, kinds) for module in model.modules() if (kinds := _changing(module))]
     if found and length is None:
         raise _refused(*found[0])
@@ -40,8 +41,8 @@ def fix_frequencies(model: Any, length: int | None) -> list[tuple[nn.Module, Any
     try:
         for module, kinds in found:
             # The first call takes back what longer sequences have made of it.
-            _turn(module, kinds, 0)
-            _turn(module, kinds, (length or 1) - 1)
+            _recompute(module, kinds, 0)
+            _recompute(module, kinds, (length or 1) - 1)
             module.rope_type = {**module.rope_type, **dict.fromkeys(kinds, FIXED)} if None not in kinds else FIXED
     except BaseException:
         restore_frequencies(before)
@@ -53,7 +54,7 @@ def restore_frequencies(before: list[tuple[Any, Any]]) -> None:
     """Let frequencies go by the lengths again."""
     for module, kind in before:
         module.rope_type = kind
-        _turn(module, _changing(module), 0)
+        _recompute(module, _changing(module), 0)
 
 
 def _changing(module: Any) -> dict[str | None, str]:
@@ -67,7 +68,7 @@ def _changing(module: Any) -> dict[str | None, str]:
     }
 
 
-def _turn(module: Any, kinds: dict[str | None, str], position: int) -> None:
+def _recompute(module: Any, kinds: dict[str | None, str], position: int) -> None:
     """Have a module compute its frequencies for a step up to a position."""
     device = next(module.buffers()).device
     for layer in kinds:
