@@ -17,7 +17,7 @@ COMMANDS = {
     "explain-fusion": (explain_fusion, "what the compiler passes make of your model"),
     "generate": (generate, "a transformers model continues prompts, many at once"),
     "kv-report": (kv_report, "what every KV cache format costs and saves on a model and a text"),
-    "bench": (bench, "vattn's speed beside every other library's that is found"),
+    "bench": (bench, "vattn's speed compared with that of every other library that is found"),
     "tune": (tune, "measure which backend is faster on this GPU, and write the table that auto reads"),
 }
 

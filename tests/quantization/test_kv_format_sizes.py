@@ -18,7 +18,6 @@ from tests.conformance.format_sizes import (
     config_of,
     drawn,
     is_accepted,
-    read_options,
 )
 from tests.conformance.fuzz import fuzz_seed
 from vattn.kernels.triton.cache.packed_rows import TRITON_CODECS, TritonCodec
@@ -64,22 +63,3 @@ def test_wrong_bytes_and_wrong_rows_are_seen(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_sample_of_all_sizes(name: str) -> None:
     for index, config in drawn(name, 25, fuzz_seed()):
         check_case(config, index)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "told"),
-    [
-        ("--only 99999", "has the cases 0 to"),
-        ("--only -1", "has the cases 0 to"),
-        ("--part 0 0", "from 0 to N - 1"),
-        ("--part 5 2", "from 0 to N - 1"),
-        ("--only 3 --part 1 2", "leave --part out"),
-        ("--count -3", "at least 1"),
-        ("--all --count 30", "not allowed with"),
-        ("--all --only 3", "not allowed with"),
-    ],
-)
-def test_cases_that_there_are_not(arguments: str, told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        read_options(["--formats", "int8_per_token_head", *arguments.split()])
-    assert told in capsys.readouterr().err

@@ -103,10 +103,9 @@ def _torch_rows() -> list[tuple[str, str]]:
             "on: Triton kernels run on CPU tensors, slowly" if interpreter else "off (TRITON_INTERPRET=1 turns it on)",
         ),
     ]
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            info, properties = DeviceInfo.of(f"cuda:{index}"), torch.cuda.get_device_properties(index)
-            rows.append((f"GPU {index}", f"{info}, {properties.total_memory / 2**30:.0f} GiB"))
+    for index, info in enumerate(devices()[1:]):
+        memory = torch.cuda.get_device_properties(index).total_memory
+        rows.append((f"GPU {index}", f"{info}, {memory / 2**30:.0f} GiB"))
     return rows
 
 
@@ -205,8 +204,7 @@ def _error_of_a_step(config: AttentionConfig, device: str) -> float:
     step = builder.build(query_lens=[tokens], seq_lens=[tokens], block_tables=[list(range(blocks))[::-1]])
     vattn.update_kv_cache(key, value, cache, step.slot_mapping, config)
     output = vattn.paged_attention(query, cache, step, config).output.float()
-    q, k, v = (x.float().transpose(0, 1) for x in (query, key, value))
-    scores = (q @ k.transpose(1, 2)) * config.scale
-    future = torch.ones(tokens, tokens, dtype=torch.bool, device=device).triu(1)
-    expected = (scores.masked_fill(future, float("-inf")).softmax(-1) @ v).transpose(0, 1)
+    q, k, v = (x.float().transpose(0, 1)[None] for x in (query, key, value))
+    attend = torch.nn.functional.scaled_dot_product_attention
+    expected = attend(q, k, v, is_causal=True, scale=config.scale, enable_gqa=True)[0].transpose(0, 1)
     return float((output - expected).norm() / expected.norm())

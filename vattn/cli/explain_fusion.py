@@ -59,15 +59,13 @@ def load(target: str) -> Callable[[], Sequence[Any]]:
         ConfigError: there is no such module or function.
     """
     module_name, _, name = target.partition(":")
-    if not module_name or not name:
-        raise ConfigError(f"target {target!r}", "module:function", "e.g. my_package.models:example")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(module_name), name)
-    except (ImportError, AttributeError) as error:
+    except (ImportError, AttributeError, ValueError) as error:
         raise ConfigError(
-            f"target {target!r}: {error}", "module:function that can be imported", "check both"
+            f"target {target!r}: {error}", "module:function that can be imported", "e.g. my_package.models:example"
         ) from error
     if not callable(function):
         raise ConfigError(f"target {target!r} is no function", "a function without arguments", "name the function")

@@ -147,7 +147,7 @@ def _cells(
 
 
 def _show(table: ChoiceTable) -> None:
-    """Print what each kind of layer gets, beside the speeds."""
+    """Print the speeds of each kind of layer."""
     print(f"{table.gpu} (sm_{table.capability[0]}{table.capability[1]}), {table.date}")
     for cell in table.cells:
         names = sorted({name for times in cell.us.values() for name in times})

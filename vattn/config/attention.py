@@ -1,4 +1,4 @@
-"""What one attention layer asks for: frozen, hashable, and one canonical string.
+"""What one attention layer requests: frozen, hashable, and one canonical string.
 
 `AttentionConfig` is the only static argument of the attention ops. It travels as the string `config.encode()`, equal
 for equal layers, so equal layers share one compiled graph and a graph dump can be read. `AttentionConfig.parse` is

@@ -1,4 +1,4 @@
-"""Names of what a request asks for beyond plain causal attention."""
+"""Names of what a request needs beyond plain causal attention."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ FEATURES: tuple[str, ...] = tuple(_REQUESTED)
 
 
 def requested_features(config: AttentionConfig) -> frozenset[str]:
-    """Return the names in `FEATURES` that a config asks for."""
+    """Return the names in `FEATURES` that a config needs."""
     return frozenset(name for name, requested in _REQUESTED.items() if requested(config))
 
 

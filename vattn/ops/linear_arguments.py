@@ -59,7 +59,7 @@ def check_linear(args: LinearArgs) -> None:
             raise ScaleError(
                 f"{name} {'with' if scale is not None else 'missing for'} {dtype_name(x.dtype)}",
                 "scales for e4m3 codes, and for them alone",
-                f"pass {name} as the input asks for it",
+                f"pass {name} with e4m3 codes, and leave it out otherwise",
             )
         if scale is not None and (tuple(scale.shape) not in allowed or scale.dtype is not torch.float32):
             raise ShapeError(

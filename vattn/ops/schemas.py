@@ -111,7 +111,7 @@ def _tensors(args: Sequence[Any]) -> Iterator[Tensor]:
 
 
 def wanted_gradient(tensors: Iterable[Tensor | None]) -> tuple[str, str] | None:
-    """Return how a tensor asks for a gradient, backwards or forwards, and how to avoid it; `None` if none does.
+    """Return how a tensor needs a gradient, backwards or forwards, and how to avoid it; `None` if none does.
 
     Tangents are followed without grad mode too.
     """

@@ -1,1 +1,1 @@
-"""`python -m vattn bench`: vattn beside every other library's kernels that this machine has, in one run."""
+"""`python -m vattn bench`: vattn compared with the kernels of every other library on this machine, in one run."""

@@ -19,7 +19,7 @@ ROTATED_BYTES = 300 << 20
 
 MAX_ROTATIONS = 4
 WARM_SECONDS = 0.2
-"""Load ahead of a prefill's times: such kernels run at the power limit."""
+"""Load before a prefill is timed: such kernels run at the power limit."""
 
 
 @dataclass(frozen=True)

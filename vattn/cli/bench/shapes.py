@@ -140,7 +140,7 @@ _OTHERS = (
     "qwen2.5-7b",
     "llama2-7b",
 )
-"""The layers beside the first, in the order in which they run."""
+"""The layers after the first, in the order in which they run."""
 
 _SHORT = ("decode 64x4k", "speculative 64x4k, 4", "prefill 1x8k")
 
