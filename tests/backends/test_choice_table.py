@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,19 +49,6 @@ def test_a_missing_table_is_refused_on_a_cpu_too(monkeypatch: pytest.MonkeyPatch
         selector.explain(CONFIG, "cpu")
     monkeypatch.delenv(choice_table.VARIABLE)
     assert selector.explain(CONFIG, "cpu").chosen == "TORCH_SDPA"
-
-
-def test_a_table_survives_being_written(tmp_path: Path) -> None:
-    made = table(TRITON_ATTN=10.0, FLASHINFER=9.0)
-    path = tmp_path / "t.json"
-    path.write_text(made.dump())
-    read = choice_table.read_table(path)
-    assert (read.gpu, read.capability, read.cells, read.versions) == (
-        made.gpu,
-        made.capability,
-        made.cells,
-        made.versions,
-    )
 
 
 def test_the_fastest_is_asked_first_if_it_gains_enough(use) -> None:
@@ -189,7 +175,7 @@ def test_measuring_with_a_clock_that_is_given(tmp_path: Path, capsys, monkeypatc
     assert "XFORMERS: not installed" in told and "[4/4] head 128 window, fp8, chunk 4x512 of 8k" in told
     path = tmp_path / "t.json"
     write_whole(path, made.dump())
-    assert replace(choice_table.read_table(path), source="") == made
+    assert choice_table.read_table(path) == made
 
     run_cell = attention.run_cell
 

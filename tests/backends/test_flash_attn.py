@@ -139,7 +139,7 @@ def test_the_newest_library_that_has_kernels_for_the_gpu_runs(forgotten) -> None
     installed = {"flash-attn": "2.8.3", "flash-attn-4": "4.0.0b36", "flash_attn_3": "3.0.0b1"}
     forgotten.delenv(LIBRARY_VARIABLE, raising=False)
     forgotten.setattr("torch.version.cuda", "13.0")
-    forgotten.setattr(flash_attention, "installed_version", lambda package: installed.get(package.distribution))
+    forgotten.setattr(flash_attention.FlashPackage, "version", lambda package: installed.get(package.distribution))
     forgotten.setattr(flash_attention, "package_problem", lambda package: None)
 
     def found(capability: tuple[int, int]) -> str:
@@ -159,7 +159,7 @@ def test_the_newest_library_that_has_kernels_for_the_gpu_runs(forgotten) -> None
 def test_torchs_own_pages_with_an_implementation_that_does(forgotten) -> None:
     forgotten.delenv(LIBRARY_VARIABLE, raising=False)
     forgotten.setattr("torch.version.cuda", "13.0")
-    forgotten.setattr(flash_attention, "installed_version", lambda package: None)
+    forgotten.setattr(flash_attention.FlashPackage, "version", lambda package: None)
     found = {}
     for active in (None, "FA3", "FA4"):
         forgotten.setattr(
@@ -184,8 +184,8 @@ def test_packages_too_old_or_broken_are_passed_over_and_named(forgotten) -> None
     forgotten.delenv(LIBRARY_VARIABLE, raising=False)
     forgotten.setattr("torch.version.cuda", None)
     forgotten.setattr(
-        flash_attention,
-        "installed_version",
+        flash_attention.FlashPackage,
+        "version",
         lambda package: {"flash-attn": "2.3", "flash-attn-4": "4.0"}.get(package.distribution),
     )
     flash_attention.package_problem.cache_clear()

@@ -69,7 +69,7 @@ class Package:
         module: import name.
         distribution: name to look the version up by.
         minimum: lowest version, as a tuple.
-        extra: the extra of vattn that installs it.
+        extra: the extra of vattn that installs it, `""` where no index has a wheel.
     """
 
     module: str
@@ -77,15 +77,21 @@ class Package:
     minimum: tuple[int, ...]
     extra: str
 
+    def version(self) -> str | None:
+        """Return the version that is installed, `None` if none is."""
+        try:
+            return importlib.metadata.version(self.distribution)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
     def problem(self) -> str | None:
         """Return why the package cannot be used, `None` if it can."""
-        want = ".".join(map(str, self.minimum))
-        try:
-            found = importlib.metadata.version(self.distribution)
-        except importlib.metadata.PackageNotFoundError:
+        want, found = ".".join(map(str, self.minimum)), self.version()
+        if found is None:
             return f"package {self.distribution} is not installed (pip install 'vattn[{self.extra}]', >= {want})"
         if parse_version(found) < self.minimum:
-            return f"package {self.distribution} {found} is older than {want} (pip install -U 'vattn[{self.extra}]')"
+            hint = f" (pip install -U 'vattn[{self.extra}]')" if self.extra else ""
+            return f"package {self.distribution} {found} is older than {want}{hint}"
         return None
 
 
@@ -241,10 +247,8 @@ class Backend:
         package = self.capabilities.package
         if package is None:
             return "torch", torch.__version__.split("+")[0]
-        try:
-            return package.distribution, importlib.metadata.version(package.distribution)
-        except importlib.metadata.PackageNotFoundError:
-            return None
+        version = package.version()
+        return None if version is None else (package.distribution, version)
 
     def reasons(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
         """Return why this backend refuses a request, with the value and what is allowed; empty if it accepts."""

@@ -9,9 +9,11 @@ request.
 from __future__ import annotations
 
 import json
+import math
 import os
+import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -74,10 +76,7 @@ class Measured:
     def speed(self, backend: str, other: str) -> float | None:
         """Return how much faster `backend` is than `other`: the geometric mean over their common steps."""
         ratios = [times[other] / times[backend] for times in self.us.values() if {backend, other} <= set(times)]
-        product = 1.0
-        for ratio in ratios:
-            product *= ratio
-        return float(product ** (1 / len(ratios))) if ratios else None
+        return statistics.geometric_mean(ratios) if ratios else None
 
 
 @dataclass(frozen=True)
@@ -89,7 +88,6 @@ class ChoiceTable:
         date: day of the run, ISO.
         versions: of the packages that ran.
         cells: what was measured.
-        source: file that it was read from.
     """
 
     gpu: str
@@ -97,30 +95,18 @@ class ChoiceTable:
     date: str
     versions: Mapping[str, str] = field(default_factory=dict)
     cells: tuple[Measured, ...] = ()
-    source: str = ""
 
     def cell(self, kind: Kind) -> Measured | None:
         """Return the cell of a kind, or of the nearest group size; `None` if head size, format or window differ."""
-        alike = [
-            cell
-            for cell in self.cells
-            if (cell.kind.head_size, cell.kind.kv_cache_dtype, cell.kind.window)
-            == (kind.head_size, kind.kv_cache_dtype, kind.window)
-        ]
-
-        def distance(cell: Measured) -> float:
-            pair = sorted((cell.kind.group_size, kind.group_size))
-            return pair[1] / pair[0]
-
-        return min(alike, key=distance, default=None)
+        alike = [cell for cell in self.cells if replace(cell.kind, group_size=kind.group_size) == kind]
+        return min(alike, key=lambda cell: abs(math.log(cell.kind.group_size / kind.group_size)), default=None)
 
     def dump(self) -> str:
         """Return the text of the file."""
-        data = asdict(self)
-        del data["source"]
-        return json.dumps({"format": FORMAT, **data}, indent=1) + "\n"
+        return json.dumps({"format": FORMAT, **asdict(self)}, indent=1) + "\n"
 
 
+@lru_cache(maxsize=16)
 def read_table(path: Path) -> ChoiceTable:
     """Read and check a table.
 
@@ -128,8 +114,7 @@ def read_table(path: Path) -> ChoiceTable:
         ConfigError: the file is missing, incomplete or in another format.
     """
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
-        return _table_of(data, str(path))
+        return _table_of(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(
             f"choice table {path}: {type(error).__name__}: {error}",
@@ -138,28 +123,19 @@ def read_table(path: Path) -> ChoiceTable:
         ) from error
 
 
-def _table_of(data: Any, source: str) -> ChoiceTable:
+def _table_of(data: Any) -> ChoiceTable:
     if data["format"] != FORMAT:
         raise ValueError(f"format {data['format']!r}")
-    major, minor = (int(part) for part in data["capability"])
     cells = []
     for cell in data["cells"]:
-        kind = cell["kind"]
-        measured = {
-            str(step): {str(name): float(us) for name, us in times.items()} for step, times in cell["us"].items()
-        }
-        if not all(us > 0 for times in measured.values() for us in times.values()):
+        kind, us = Kind(**cell["kind"]), cell["us"]
+        if not all(time > 0 for times in us.values() for time in times.values()):
             raise ValueError("a time that is not positive")
-        if not isinstance(kind["window"], bool):
-            raise TypeError("window is no bool")
-        cells.append(
-            Measured(
-                Kind(int(kind["head_size"]), int(kind["group_size"]), str(kind["kv_cache_dtype"]), kind["window"]),
-                measured,
-            )
-        )
-    versions = {str(name): str(version) for name, version in data["versions"].items()}
-    return ChoiceTable(str(data["gpu"]), (major, minor), str(data["date"]), versions, tuple(cells), source)
+        if [type(value) for value in astuple(kind)] != [int, int, str, bool]:
+            raise TypeError(f"a kind of {astuple(kind)}")
+        cells.append(Measured(kind, us))
+    major, minor = map(int, data["capability"])
+    return ChoiceTable(data["gpu"], (major, minor), data["date"], data["versions"], tuple(cells))
 
 
 def table_for(device: DeviceInfo) -> ChoiceTable | None:
@@ -169,15 +145,13 @@ def table_for(device: DeviceInfo) -> ChoiceTable | None:
         ConfigError: the named table is missing or incomplete, or was measured on another GPU.
     """
     named = os.environ.get(VARIABLE)
-    if device.type != "cuda":
-        # No table is for a CPU, but a wrong path is an error wherever the variable is set.
-        if named:
-            _read(named)
-        return None
     if not named:
         path = FOLDER / f"sm_{device.capability[0]}{device.capability[1]}.json"
-        return _read(str(path)) if path.is_file() else None
-    table = _read(named)
+        return read_table(path) if device.type == "cuda" and path.is_file() else None
+    # No table is for a CPU, but a wrong path is an error wherever the variable is set.
+    table = read_table(Path(named))
+    if device.type != "cuda":
+        return None
     if table.capability != device.capability or device.name not in ("GPU", table.gpu):
         raise ConfigError(
             f"choice table {named} of {table.gpu} (sm_{table.capability[0]}{table.capability[1]}) on {device}",
@@ -185,11 +159,6 @@ def table_for(device: DeviceInfo) -> ChoiceTable | None:
             f"run `python -m vattn tune --out FILE` here, or unset {VARIABLE}",
         )
     return table
-
-
-@lru_cache(maxsize=16)
-def _read(path: str) -> ChoiceTable:
-    return read_table(Path(path))
 
 
 def order(names: Sequence[str], config: AttentionConfig, device: DeviceInfo) -> tuple[tuple[str, ...], str | None]:

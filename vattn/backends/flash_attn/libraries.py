@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-import importlib.metadata
 import os
 from dataclasses import dataclass
 from functools import lru_cache
@@ -18,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vattn.backends.base import Package
 from vattn.errors import ConfigError
 
 LIBRARY_VARIABLE = "VATTN_FLASH_ATTN_LIBRARY"
@@ -83,30 +83,22 @@ class FlashLibrary:
 
 
 @dataclass(frozen=True)
-class FlashPackage:
+class FlashPackage(Package):
     """A Python package of FlashAttention.
 
     Attributes:
         name: of the library in it.
-        module: what to import.
-        distribution: name to look the version up by.
-        minimum: lowest version.
-        extra: the extra of vattn that installs it, `""` where no index has a wheel.
         majors: major compute capabilities that it has kernels for.
     """
 
     name: str
-    module: str
-    distribution: str
-    minimum: tuple[int, ...]
-    extra: str
     majors: tuple[int, ...]
 
 
 PACKAGES = (
-    FlashPackage("FlashAttention-3", "flash_attn_interface", "flash_attn_3", (3, 0), "", (9,)),
-    FlashPackage("FlashAttention-4", "flash_attn.cute", "flash-attn-4", (4, 0), "flash-attn-4", (9, 10, 11)),
-    FlashPackage("FlashAttention-2", "flash_attn", "flash-attn", (2, 6), "flash-attn-2", (8, 9, 10, 11, 12)),
+    FlashPackage("flash_attn_interface", "flash_attn_3", (3, 0), "", "FlashAttention-3", (9,)),
+    FlashPackage("flash_attn.cute", "flash-attn-4", (4, 0), "flash-attn-4", "FlashAttention-4", (9, 10, 11)),
+    FlashPackage("flash_attn", "flash-attn", (2, 6), "flash-attn-2", "FlashAttention-2", (8, 9, 10, 11, 12)),
 )
 """The packages that are looked for, in this order. FlashAttention-2 has soft caps and paged caches from 2.6 on."""
 
@@ -139,9 +131,8 @@ def library_error() -> str | None:
 
 
 def library_digest() -> str:
-    """Return the start of the SHA-256 of the FlashAttention-3 library given by path."""
-    file = _loaded.get("file")
-    return "" if file is None else _digest(file)
+    """Return the start of the SHA-256 of the FlashAttention-3 library given by path, `""` without one."""
+    return _digest(_loaded["file"]) if "file" in _loaded else ""
 
 
 @lru_cache(maxsize=4)
@@ -198,8 +189,9 @@ def find_library(capability: tuple[int, int] | None = None) -> FlashLibrary | No
         return _by_path()
     for package in PACKAGES:
         fits = capability is None or capability[0] in package.majors
-        if fits and installed_version(package) is not None and package_problem(package) is None:
-            return FlashLibrary(package.name, installed_version(package) or "", True, package.module)
+        version = package.version()
+        if fits and version is not None and package_problem(package) is None:
+            return FlashLibrary(package.name, version, True, package.module)
     return None if torch.version.cuda is None else _torchs_own(capability)
 
 
@@ -218,31 +210,19 @@ def _torchs_own(capability: tuple[int, int] | None) -> FlashLibrary:
 
 def passed_over() -> list[str]:
     """Return why packages that are installed are not used: too old, or broken."""
-    found = (package_problem(package) for package in PACKAGES if installed_version(package) is not None)
+    found = (package_problem(package) for package in PACKAGES if package.version() is not None)
     return [problem for problem in found if problem is not None]
-
-
-def installed_version(package: FlashPackage) -> str | None:
-    """Return the version of a package, `None` if it is not installed."""
-    try:
-        return importlib.metadata.version(package.distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 @lru_cache(maxsize=8)
 def package_problem(package: FlashPackage) -> str | None:
     """Return why a package that is installed cannot be used, `None` if it can."""
-    from vattn.config.device import parse_version
-
-    version = installed_version(package) or ""
-    if parse_version(version) < package.minimum:
-        want = ".".join(map(str, package.minimum))
-        hint = f" (pip install -U 'vattn[{package.extra}]')" if package.extra else ""
-        return f"package {package.distribution} {version} is older than {want}{hint}"
+    problem = package.problem()
+    if problem is not None:
+        return problem
     try:
         importlib.import_module(package.module)
     except Exception as error:  # a binary for another torch fails in many ways
         reason = (str(error).splitlines() or [type(error).__name__])[0]
-        return f"package {package.distribution} {version} cannot be imported: {reason}"
+        return f"package {package.distribution} {package.version()} cannot be imported: {reason}"
     return None
