@@ -19,7 +19,7 @@ def one_by_one(model: Any, prompt: list[int], count: int) -> list[int]:
     ids = list(prompt)
     with torch.no_grad():
         for _ in range(count):
-            ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+            ids.append(int(model(input_ids=torch.tensor([ids], device=model.device)).logits[0, -1].argmax()))
     return ids[len(prompt) :]
 
 

@@ -26,7 +26,7 @@ from tests.generation.generator_support import (
     one_by_one,
 )
 from tests.integrations.hf_families import make_model
-from vattn.integrations.transformers import PackedModel, disable, enable
+from vattn.integrations.transformers import PackedModel, enable
 
 
 @pytest.mark.parametrize(("budget", "reuse"), [(7, True), (64, False), (512, True)])
@@ -194,12 +194,13 @@ def test_stop_tokens_and_strings(packed: PackedModel, expected: list[list[int]])
     assert (ended.reason, ended.output) == ("stop token", expected[0][:at])
     assert ended.text == tokenizer.decode(expected[0][:at])
     text = tokenizer.decode(expected[0])
-    cut = text[4:7]
-    sampling = vattn.Sampling(12, stop_token_ids=(), stop_strings=("zzzz", cut))
-    streamed = list(generator.stream([tokenizer.decode(PROMPTS[0])], sampling))
-    request = streamed[-1].request
-    assert request.reason == "stop string" and request.text == text[: text.index(cut)]
-    assert "".join(came.text for came in streamed).startswith(request.text)
+    # Streams hold back what may become a stop string.
+    for cut, end in ((text[4:7], text.index(text[4:7])), (text[4:6] + "no", 12), (text[-2:] + "x", 12)):
+        sampling = vattn.Sampling(12, stop_token_ids=(), stop_strings=("zzzz", cut))
+        streamed = list(generator.stream([tokenizer.decode(PROMPTS[0])], sampling))
+        request = streamed[-1].request
+        assert request.reason == ("length" if end == 12 else "stop string") and request.text == text[:end]
+        assert "".join(part.text for part in streamed) == request.text
     check_empty(generator)
 
 
@@ -229,42 +230,6 @@ def test_the_scheduler_keeps_to_its_budget() -> None:
     assert (second.starts, second.ends, second.ready) == ([16, 0], [20, 5], 2)
     assert len(scheduler.waiting) == 1
     assert blocks.rows(second.requests, 20).tolist() == [[1, 2, 3], [4, 0, 0]]
-
-
-def test_a_cache_belongs_to_the_newest_generator(packed: PackedModel, expected: list[list[int]]) -> None:
-    first, second = make_generator(packed), make_generator(packed)
-    request = first.add(PROMPTS[0], GREEDY)
-    with pytest.raises(errors.CacheError, match="another generator"):
-        first.step()
-    first.cancel(request)
-    assert second.generate(PROMPTS[:1], GREEDY)[0].output == expected[0]
-
-
-def test_a_disabled_model_runs_no_step() -> None:
-    model = make_model("llama")
-    generator = make_generator(enable(model, num_blocks=8))
-    disable(model)
-    with pytest.raises(errors.ConfigError, match="enable it again"):
-        generator.generate([[1, 2]])
-
-
-def test_streams_hold_back_what_may_become_a_stop_string(packed: PackedModel, expected: list[list[int]]) -> None:
-    tokenizer = Characters()
-    text = tokenizer.decode(expected[0])
-    for stop in (text[4:7], text[4:6] + "no", text[-2:] + "x"):
-        sampling = vattn.Sampling(12, stop_token_ids=(), stop_strings=(stop,))
-        came = list(make_generator(packed, tokenizer=tokenizer).stream([tokenizer.decode(PROMPTS[0])], sampling))
-        assert "".join(part.text for part in came) == came[-1].request.text
-
-
-def test_wrong_requests_do_not_stop_the_others(packed: PackedModel, expected: list[list[int]]) -> None:
-    generator = make_generator(packed)
-    done = generator.generate([PROMPTS[0], [], PROMPTS[1], list(range(90)) * 2], GREEDY)
-    assert [request.state for request in done] == ["finished", "failed", "finished", "failed"]
-    assert done[0].output == expected[0] and done[2].result().output == expected[1]
-    with pytest.raises(errors.RequestError, match="empty"):
-        done[1].result()
-    check_empty(generator)
 
 
 def test_requests_that_can_never_fit_and_full_queues(packed: PackedModel) -> None:

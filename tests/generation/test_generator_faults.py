@@ -234,18 +234,6 @@ def test_wrong_calls(packed: PackedModel) -> None:
     check_empty(generator)
 
 
-@pytest.mark.parametrize(
-    ("prompt", "text"),
-    [([], "empty prompt"), ([1.5], r"a prompt of '\[1.5\]'"), ([1, 99999], "token id 99999 in a prompt")],
-)
-def test_a_failed_request_shows_why(packed: PackedModel, prompt: Any, text: str) -> None:
-    fine, failed = make_generator(packed).generate([[1], prompt], vattn.Sampling(1, stop_token_ids=()))
-    assert repr(fine) == "Request(1 + 1 tokens, finished: length)"
-    with pytest.raises(errors.RequestError, match=text):
-        failed.result()
-    assert repr(failed) == f"Request({len(failed.prompt)} + 0 tokens, failed: RequestError: {failed.error})"
-
-
 def test_requests_are_no_longer_than_the_model_was_trained_for() -> None:
     packed = enable(make_model("llama"), num_blocks=64)
     assert vattn.Generator(packed).scheduler.max_seq_len == 256

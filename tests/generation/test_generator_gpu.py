@@ -12,13 +12,12 @@ from tests.support import relative_l2
 
 pytest.importorskip("transformers")
 
+from tests.generation.generator_support import PROMPTS, one_by_one
 from tests.integrations.hf_families import FAMILIES, make_model
 from vattn import errors
 from vattn.integrations.transformers import enable
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo")]
-
-PROMPTS = [list(range(3, 44)), [7, 5, 90], list(range(50, 70)), [9], list(range(3, 40)), [11, 12] * 9]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -43,13 +42,7 @@ def test_families(name: str) -> None:
 def test_captured_generator_gives_the_same_tokens(dtype: torch.dtype) -> None:
     """Where texts part, the two best logits are a near tie of that dtype."""
     model = make_model("llama", head_dim=64).to("cuda", dtype)
-    alone = []
-    with torch.no_grad():
-        for prompt in PROMPTS:
-            ids = list(prompt)
-            for _ in range(16):
-                ids.append(int(model(input_ids=torch.tensor([ids], device="cuda")).logits[0, -1].argmax()))
-            alone.append(ids[len(prompt) :])
+    alone = [one_by_one(model, prompt, 16) for prompt in PROMPTS]
     packed = enable(model, num_blocks=64)
     generator = vattn.Generator(packed, max_num_reqs=4, token_budget=32, max_seq_len=128)
     assert generator.graphs is not None and generator.graphs.report.reason is None
@@ -61,14 +54,7 @@ def test_captured_generator_gives_the_same_tokens(dtype: torch.dtype) -> None:
     from vattn.integrations.transformers import disable
 
     disable(packed)
-    for request, want in zip(done, alone * 2, strict=True):
-        if request.output == want:
-            continue
-        at = next(i for i, (a, b) in enumerate(zip(request.output, want, strict=True)) if a != b)
-        ids = torch.tensor([request.prompt + want[:at]], device="cuda")
-        with torch.no_grad():
-            best = model(input_ids=ids).logits[0, -1].float().topk(2).values
-        assert best[0] - best[1] < (1e-3 if dtype == torch.float32 else 0.1) * best[0].abs()
+    assert_near(done, alone * 2, model, 1e-3 if dtype == torch.float32 else 0.1)
 
 
 def test_samples_repeat_and_failures_stay_alone() -> None:
@@ -84,17 +70,20 @@ def test_samples_repeat_and_failures_stay_alone() -> None:
     assert (poisoned.state, fine.state) == ("failed", "finished")
 
 
-def assert_near(requests: Any, others: Any, model: Any) -> None:
-    """Assert that texts are equal, up to a step whose two best logits nearly tie."""
-    for request, other in zip(requests, others, strict=True):
-        if request.output == other.output:
+def assert_near(requests: Any, wanted: list[list[int]], model: Any, tie: float = 1e-3) -> None:
+    """Assert that outputs are equal, up to a step in which the two best logits nearly tie."""
+    for request, want in zip(requests, wanted, strict=True):
+        if request.output == want:
             continue
-        pairs = enumerate(zip(request.output, other.output, strict=True))
-        at = next(i for i, (a, b) in pairs if a != b)
-        ids = torch.tensor([request.prompt + other.output[:at]], device="cuda")
+        at = next(i for i, (a, b) in enumerate(zip(request.output, want, strict=True)) if a != b)
+        ids = torch.tensor([request.prompt + want[:at]], device="cuda")
         with torch.no_grad():
             best = model(input_ids=ids).logits[0, -1].float().topk(2).values
-        assert best[0] - best[1] < 1e-3 * best[0].abs()
+        assert best[0] - best[1] < tie * best[0].abs()
+
+
+def outputs(requests: Any) -> list[list[int]]:
+    return [request.output for request in requests]
 
 
 @pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss"])
@@ -109,7 +98,7 @@ def test_guesses_and_groups_in_graphs(name: str) -> None:
     packed.allocate(num_blocks=80, hybrid=name != "llama", max_seq_len=256)
     sampling = vattn.Sampling(40, stop_token_ids=())
     options: dict[str, Any] = {"max_num_reqs": 4, "token_budget": 64, "max_seq_len": 128}
-    alone = vattn.Generator(packed, graph_sizes=(), compile="none", **options).generate(PROMPTS, sampling)
+    alone = outputs(vattn.Generator(packed, graph_sizes=(), compile="none", **options).generate(PROMPTS, sampling))
     lookup = vattn.PromptLookup(num_drafts=3, shortest=1)
     steps = []
     for speculation in (None, lookup):
@@ -178,22 +167,6 @@ def graph_count() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 
 
-@pytest.mark.parametrize("sizes", [(), None])
-def test_nothing_compiles_behind_the_first_requests(sizes: Any) -> None:
-    """Rows, ids and positions of prompts, chunks, decodes and following decodes are of one kind, in graphs or not."""
-    packed = enable(make_model("llama", head_dim=64).cuda(), num_blocks=64)
-    options: dict[str, Any] = {"max_num_reqs": 4, "token_budget": 32, "max_seq_len": 128, "reuse_prefixes": False}
-    generator = vattn.Generator(packed, compile="model", graph_sizes=sizes, **options)
-    counts = [vattn.Sampling(count, stop_token_ids=()) for count in (7, 20, 11, 15, 9, 18)]
-    generator.generate(PROMPTS, counts)
-    seen = graph_count()
-    generator.generate([*PROMPTS, *PROMPTS[:2]], vattn.Sampling(40, stop_token_ids=()))
-    # One token alone and one prompt alone make no graph of their own.
-    for prompt in ([9], PROMPTS[0]):
-        generator.generate([prompt], vattn.Sampling(9, stop_token_ids=()))
-    assert graph_count() == seen
-
-
 @pytest.mark.parametrize("compiled", ["none", "layers"])
 def test_following_steps_in_graphs_are_those_of_build(compiled: str) -> None:
     """Long runs that cross many blocks: advanced metadata is replayed and gives the tokens of planned steps."""
@@ -228,7 +201,7 @@ def test_steps_with_prompts_in_graphs(name: str) -> None:
     packed.allocate(num_blocks=80, hybrid=name != "llama", max_seq_len=256)
     sampling = [vattn.Sampling(count, stop_token_ids=()) for count in (7, 40, 11, 15, 9, 18)]
     options: dict[str, Any] = {"max_num_reqs": 3, "token_budget": 64, "max_seq_len": 128, "compile": "none"}
-    alone = vattn.Generator(packed, graph_sizes=(), **options).generate(PROMPTS, sampling)
+    alone = outputs(vattn.Generator(packed, graph_sizes=(), **options).generate(PROMPTS, sampling))
     generator = vattn.Generator(packed, mixed_graph_sizes=[8, 16, 32, 64], **options)
     assert generator.graphs is not None and generator.mixed_graphs is not None
     assert generator.mixed_graphs._pool == generator.graphs._pool
@@ -257,7 +230,7 @@ def test_steps_with_prompts_are_captured_by_default(compiled: str) -> None:
     prompts = [*PROMPTS, list(range(3, 90)) * 20, list(range(5, 95)) * 3]
     sampling = [vattn.Sampling(count, stop_token_ids=()) for count in (7, 40, 11, 15, 9, 18, 12, 30)]
     options: dict[str, Any] = {"max_num_reqs": 8, "token_budget": 2000, "max_seq_len": 2048, "reuse_prefixes": False}
-    alone = vattn.Generator(packed, graph_sizes=(), compile="none", **options).generate(prompts, sampling)
+    alone = outputs(vattn.Generator(packed, graph_sizes=(), compile="none", **options).generate(prompts, sampling))
     generator = vattn.Generator(packed, compile=compiled, **options)
     assert generator.mixed_graphs is not None
     print(generator.graphs.report, generator.mixed_graphs.report, sep="\n")

@@ -161,11 +161,12 @@ def test_captures_compile_what_steps_without_graphs_run(
 
 @pytest.mark.long
 @pytest.mark.parametrize("sizes", [(), [1, 2, 4]])
-def test_nothing_compiles_behind_the_first_requests(packed: PackedModel, sizes: Any) -> None:
+def test_nothing_compiles_after_the_first_requests(device: str, sizes: Any, fresh_dynamo: None) -> None:
     """Rows, ids and positions of prompts, chunks, decodes and following decodes are of one kind, in graphs or not."""
-    packed.allocate(num_blocks=64)
-    torch._dynamo.reset()
-    options: dict[str, Any] = {"compile": "model", "compile_options": {"backend": "eager"}, "token_budget": 32}
+    packed = enable(make_model("llama", head_dim=64).to(device), num_blocks=64)
+    options: dict[str, Any] = {"compile": "model", "token_budget": 32}
+    if device == "cpu":
+        options["compile_options"] = {"backend": "eager"}
     generator = make_generator(packed, graph_sizes=sizes, reuse_prefixes=False, max_seq_len=128, **options)
     generator.generate(PROMPTS, SAMPLINGS)
     seen = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -174,4 +175,3 @@ def test_nothing_compiles_behind_the_first_requests(packed: PackedModel, sizes: 
     for prompt in ([9], PROMPTS[0]):
         generator.generate([prompt], vattn.Sampling(9, stop_token_ids=()))
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == seen
-    torch._dynamo.reset()

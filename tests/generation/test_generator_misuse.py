@@ -137,9 +137,14 @@ def test_cancelling_what_another_generator_has(packed: PackedModel) -> None:
     assert waiting.state == "cancelled" and ended[0].state == "finished"
 
 
-def test_caches_and_models_that_changed_are_refused() -> None:
+def test_caches_and_models_that_changed_are_refused(expected: list[list[int]]) -> None:
     packed = enable(make_model("llama"), num_blocks=64)
-    generator = make_generator(packed)
+    first, generator = make_generator(packed), make_generator(packed)
+    request = first.add(PROMPTS[0], GREEDY)
+    with pytest.raises(errors.CacheError, match="another generator"):
+        first.step()
+    first.cancel(request)
+    assert generator.generate(PROMPTS[:1], GREEDY)[0].output == expected[0]
     for copied in (copy.copy, copy.deepcopy, pickle.dumps):
         with pytest.raises(errors.ConfigError, match="a copy of a generator"):
             copied(generator)
@@ -150,7 +155,10 @@ def test_caches_and_models_that_changed_are_refused() -> None:
     with pytest.raises(errors.ConfigError, match="training mode"):
         make_generator(packed)
     packed.model.eval()
+    generator = make_generator(packed)
     disable(packed)
+    with pytest.raises(errors.ConfigError, match="enable it again"):
+        generator.generate([[1, 2]])
     with pytest.raises(errors.ConfigError, match="took off vattn"):
         vattn.Generator(packed)
 
@@ -191,12 +199,23 @@ def test_training_mode_is_refused_whenever_it_came_and_eval_goes_on(expected: li
     check_empty(generator)
 
 
-def test_failed_requests_keep_their_prompts(packed: PackedModel) -> None:
+def test_failed_requests_say_why_and_stop_no_other(packed: PackedModel, expected: list[list[int]]) -> None:
     generator, long = make_generator(packed), list(range(5, 90)) * 2
-    done = generator.generate([long, PROMPTS[1], [5, 10**6], [], [2.5]], GREEDY)  # type: ignore[list-item]
-    assert [request.state for request in done] == ["failed", "finished", "failed", "failed", "failed"]
-    assert [request.prompt for request in done] == [long, PROMPTS[1], [5, 10**6], [], []]
-    assert "a prompt of 170 tokens" in str(done[0].error) and "170 + 0 tokens" in repr(done[0])
+    wrong = {
+        "a prompt of 170 tokens": (long, long),
+        "token id 1000000 in a prompt": ([5, 10**6], [5, 10**6]),
+        "empty prompt": ([], []),
+        r"a prompt of '\[2.5\]'": ([2.5], []),
+    }
+    prompts = [PROMPTS[0], *(prompt for prompt, _ in wrong.values()), PROMPTS[1]]
+    first, *failed, last = generator.generate(prompts, GREEDY)  # type: ignore[arg-type]
+    assert [first.output, last.result().output] == expected[:2]
+    assert repr(last) == "Request(3 + 12 tokens, finished: length)"
+    for request, (text, (_, prompt)) in zip(failed, wrong.items(), strict=True):
+        assert request.state == "failed" and request.prompt == prompt
+        with pytest.raises(errors.RequestError, match=text):
+            request.result()
+        assert repr(request) == f"Request({len(prompt)} + 0 tokens, failed: RequestError: {request.error})"
     check_empty(generator)
 
 
