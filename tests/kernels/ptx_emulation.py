@@ -65,6 +65,15 @@ OPERATIONS = {
     "cvt.rn.f16x2.e4m3x2": convert_e4m3,
     "add.rn.f32": lambda a, b: (_floats(a) + _floats(b)).view(np.uint32),
     "mul.rn.f32": lambda a, b: (_floats(a) * _floats(b)).view(np.uint32),
+    "fma.rn.f32": lambda a, b, c: (
+        (_floats(a).astype(np.float64) * _floats(b) + _floats(c)).astype(np.float32).view(np.uint32)
+    ),
+    "neg.f32": lambda a: a ^ np.uint32(1 << 31),
+    "abs.f32": lambda a: a & np.uint32((1 << 31) - 1),
+    "min.f32": lambda a, b: np.fmin(_floats(a), _floats(b)).view(np.uint32),
+    "min.xorsign.abs.f32": lambda a, b: (
+        np.fmin(np.abs(_floats(a)), np.abs(_floats(b))).view(np.uint32) | ((a ^ b) & np.uint32(1 << 31))
+    ),
     "setp.lt.f32": lambda a, b: _floats(a) < _floats(b),
     "setp.ge.f32": lambda a, b: _floats(a) >= _floats(b),
     "prmt.b32": permute,

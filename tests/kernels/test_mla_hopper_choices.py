@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
+from tests.kernels.ptx_emulation import run_ptx
 from tests.layers.mla_support import make_mla_config, random_mla_batch
 from vattn.config.device import DeviceInfo
+from vattn.quantization.codecs import encode_e2m1
 
 pytest.importorskip("triton")
 
@@ -16,6 +19,7 @@ from vattn.kernels.hopper.mla import launch as mla_launch
 from vattn.kernels.hopper.mla import prefill_launch as mla_prefill_launch
 from vattn.kernels.hopper.mla import reduce as mla_reduce
 from vattn.kernels.hopper.mla import sparse_launch as mla_sparse
+from vattn.kernels.hopper.mla.prefill_store import LIMITED_QUOTIENT, NUMBER
 
 HOPPER = DeviceInfo("cuda", (9, 0))
 
@@ -113,21 +117,18 @@ def test_which_outputs_of_prompts_are_corrected_products(output: str, groups: An
     assert mla_prefill_launch.corrects(output, groups) == corrects
 
 
-def rounded(x: torch.Tensor) -> torch.Tensor:
-    return x.float().double()
+def run_own(ptx: str, x: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
+    """Run a kernel's own assembly on values and divisors, with reciprocals that are a unit too large; return bits."""
+    infinite = divisor == torch.inf
+    near = torch.where(divisor == 0, 0.0, torch.nextafter(1 / divisor, torch.full_like(divisor, torch.inf)))
+    operands = x, torch.where(infinite, 0.0, divisor), torch.where(infinite, 0.0, near)
+    given = {f"${1 + i}": t.expand(x.shape).contiguous().numpy().view(np.uint32) for i, t in enumerate(operands)}
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(run_ptx(ptx, given)["$0"].view(np.int32))
 
 
 def limited(x: torch.Tensor, divisor: torch.Tensor) -> torch.Tensor:
-    """What `limited_quotients` computes, with a reciprocal that is a unit too large; fp64 emulates FMA."""
-    infinite = divisor == torch.inf
-    near = torch.nextafter(1 / divisor, torch.full_like(divisor, torch.inf))
-    reciprocal = torch.where(infinite, 0.0, near).double()
-    by, wide = torch.where(infinite, 0.0, divisor).double(), x.double()
-    product = rounded(wide * reciprocal)
-    least = torch.where(product.isnan(), 2.0**40, product.abs().clamp(max=2.0**40))
-    product = torch.copysign(least, product)
-    excess = rounded(product * by - wide)
-    return rounded(product - excess * reciprocal).float()
+    return run_own(LIMITED_QUOTIENT.value, x, divisor).view(torch.float32)
 
 
 @pytest.mark.parametrize("scale", [2.0**-49, 0.013, 1.0, 3.7e9, torch.inf])
@@ -144,38 +145,15 @@ def test_limited_products_saturate_and_keep_signs(scale: float) -> None:
     assert torch.equal(limited(x, divisor).isnan(), (x / divisor).isnan())
 
 
-def numbers(x: torch.Tensor) -> torch.Tensor:
-    """The e2m1 codes of quotients, by the three lines that `numbers_of` takes."""
-    magnitude = torch.fmin(x.abs(), torch.tensor(6.0)).double()
-    lines = (2 * magnitude + 12582912.0, magnitude + 12582914.0, 0.5 * magnitude + 12582916.0)
-    lowest = torch.stack([line.float() for line in lines]).amin(0).view(torch.int32) & 7
-    return lowest | ((x.view(torch.int32) >> 28) & 8)
-
-
-def test_codes_of_half_a_byte_lie_on_the_lowest_of_three_lines() -> None:
-    edges = torch.tensor([0.0, 0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0, 7.0])
-    up, down = (torch.nextafter(edges, torch.full_like(edges, end)) for end in (torch.inf, -torch.inf))
-    x = torch.cat((edges, up, down[1:], torch.linspace(0, 8, 4001), torch.tensor([3e38, torch.inf])))
-    x = torch.cat((x, -x))
-    values = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
-    away = (x.abs().clamp(max=6.0).double()[:, None] - values.double()).abs()
-    nearest = away.amin(1, keepdim=True) == away
-    # Of two that are as near the even code is taken.
-    wanted = torch.where(nearest, torch.arange(8) % 2 * 8 + torch.arange(8), 99).amin(1) % 8
-    assert torch.equal(numbers(x), wanted.int() | (torch.signbit(x).int() << 3))
-    assert numbers(torch.tensor([torch.nan])).item() == 7
+def every_number(dtype: torch.dtype) -> torch.Tensor:
+    every = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
+    return every[every.isfinite()]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_corrected_products_are_quotients(dtype: torch.dtype) -> None:
-    """Of every value by the scales of its group, which no other test has as small or large, and of maxima by six."""
-    every = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
-    every = every[every.isfinite()]
-    six = torch.tensor(6.0)
-    sixth = rounded(every.double() * rounded(1 / six.double()))
-    better = rounded(rounded(every.double() - sixth * 6) * rounded(1 / six.double()) + sixth).float()
-    normal = every / 6 >= 2.0**-100
-    assert torch.equal(better[normal], (every / 6)[normal]) and bool((better[~normal] < 2.0**-99).all())
+    """Of every value by the scales of its group, which no other test has as small or large."""
+    every = every_number(dtype)
     for largest in every[:: 997 if dtype == torch.bfloat16 else 1511]:
         step = largest.clamp(min=1e-10) / 448.0
         x = torch.cat((every[every <= largest], -every[every <= largest]))
@@ -184,42 +162,20 @@ def test_corrected_products_are_quotients(dtype: torch.dtype) -> None:
             assert torch.equal(*found)
 
 
-def codes_of_products(x: torch.Tensor, step: torch.Tensor) -> torch.Tensor:
-    """What `numbers_of` computes, with a reciprocal that is a unit too large."""
-    near = torch.nextafter(1 / step, torch.full_like(step, torch.inf))
-    reciprocal, by, wide = torch.where(step == 0, 0.0, near).double(), step.double(), x.double()
-    product = rounded(wide * reciprocal)
-    size = rounded(product - rounded(product * by - wide) * reciprocal).abs()
-    lowest = torch.full_like(x, 12582919.0)
-    for line in (2 * size + 12582912.0, size + 12582914.0, 0.5 * size + 12582916.0):
-        lowest = torch.fmin(lowest, line.float())
-    return (lowest.view(torch.int32) & 7) | ((product.float().view(torch.int32) >> 28) & 8)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_codes_of_half_a_byte_are_those_of_quotients(dtype: torch.dtype) -> None:
     """Of every value that is at most seven steps; with the largest step of all values."""
-    every = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
-    every = every[every.isfinite()]
+    every = every_number(dtype)
     for scale in (0.013, 7.0, 2.0**-49, 3e13):
         for byte in (0, 1, 9, 40, 57, 90, 126):
             step = torch.tensor(byte, dtype=torch.uint8).view(torch.float8_e4m3fn).float() * torch.tensor(scale)
             x = every if byte == 126 else every[every <= 7 * step]
             x = torch.cat((x, -x))
-            assert torch.equal(codes_of_products(x, step), numbers(x / torch.where(step == 0, torch.inf, step)))
+            wanted = encode_e2m1(x / torch.where(step == 0, torch.inf, step))
+            assert torch.equal(run_own(NUMBER.value, x, step), wanted.int())
     special = torch.tensor([torch.inf, -torch.inf, torch.nan, 1.0])
-    assert codes_of_products(special, torch.tensor(2.0)).tolist() == [7, 15, 7, 1]
-    assert codes_of_products(special, torch.tensor(torch.nan)).tolist() == [7, 7, 7, 7]
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_scales_of_groups_are_quotients(dtype: torch.dtype) -> None:
-    """What `fp8_scales` computes, of every magnitude and of the least that there is."""
-    every = torch.arange(1 << 15, dtype=torch.int32).to(torch.int16).view(dtype).float()
-    every = torch.cat((every[every.isfinite()], torch.tensor([1e-10])))
-    by = rounded(1 / torch.tensor(448.0).double())
-    product = rounded(every.double() * by)
-    assert torch.equal(rounded(rounded(every.double() - product * 448) * by + product).float(), every / 448)
+    assert run_own(NUMBER.value, special, torch.tensor(2.0)).tolist() == [7, 15, 7, 1]
+    assert run_own(NUMBER.value, special.abs(), torch.tensor(torch.nan)).tolist() == [7, 7, 7, 7]
 
 
 @pytest.mark.parametrize("scale", [0.07, 1e-12, 1e-30, 0.0, -0.07])
