@@ -146,7 +146,7 @@ def test_plans_of_hopper_have_room_for_row_tiles(monkeypatch: pytest.MonkeyPatch
                 room = mla_prefill_launch.planned_room(config, tokens, reqs, device)
                 assert room >= 8 * (1 + 2 * max_row_tiles(tokens, reqs, 128)) and room % 16 == 0
                 plan = torch.empty(shape, dtype=torch.int32)
-                assert mla_prefill_launch.tokens_of_room(room, reqs) == tokens
+                assert mla_prefill_launch.planned_tokens(room, reqs, config, device) == tokens
                 tiles, line = mla_plan.tiles_in(plan, reqs, room), mla_plan.line_in(plan, reqs)
                 assert tiles.data_ptr() + 4 * room == line.data_ptr()
         for (tokens, reqs), size in sizes.items():
@@ -155,6 +155,6 @@ def test_plans_of_hopper_have_room_for_row_tiles(monkeypatch: pytest.MonkeyPatch
         assert mla_route.plan_key(config.replace(qk_nope_head_dim=96)).endswith("align=128")
     starts = torch.tensor([0, 300, 301]).int()
     for room in (8, 16, 16 * 4 + 8):
-        assert mla_prefill_launch.tokens_of_room(room, 3) < 0
+        assert mla_prefill_launch.planned_tokens(room, 3, deepseek, device) < 0
     with pytest.raises(ShapeError, match="elements"):
         mla_launch.plan(starts, starts[1:], torch.zeros(mla_plan.MIXED, 700, dtype=torch.int32), deepseek)

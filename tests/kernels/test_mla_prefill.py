@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.layers.mla_support import exact, make_mla_config, random_mla_batch, run_mla
+from tests.layers.mla_support import compare_with_formula, exact, make_mla_config, random_mla_batch, run_mla
 from tests.support import relative_l2
 from vattn.config.mla import MLAConfig
 from vattn.ops.arguments_mla import MLAAttentionArgs
@@ -56,12 +56,8 @@ def with_room(args: MLAAttentionArgs, tokens: int | None, config: MLAConfig) -> 
 def check(config: MLAConfig, query_lens: list[int], seq_lens: list[int], room: int | None = None, **kw: Any) -> None:
     args = with_room(random_mla_batch(config, query_lens, seq_lens, **kw), room, config)
     assert mla_rule.has_prompts(config, args.query.shape[0], args.seq_lens.shape[0])
-    got, lse = run_mla(args, config)
-    expected, expected_lse = exact(args, config)
-    assert relative_l2(got, expected) < TOLERANCE[config.dtype]
-    assert not got[sum(query_lens) :].any()
-    assert lse is not None and torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
-    assert relative_l2(lse.exp(), expected_lse.exp()) < 10 * TOLERANCE[config.dtype]
+    limit = TOLERANCE[config.dtype]
+    compare_with_formula(args, config, sum(query_lens), limit, 10 * limit)
 
 
 @pytest.mark.sample(2)
@@ -246,11 +242,7 @@ def test_sparse_prompts_that_list_all_they_see_are_expanded(monkeypatch: pytest.
     args.topk_indices[15, 3] = -1
     complete = mla_prefill.complete_requests(args, config)
     assert complete is not None and complete.tolist() == [1, 0, 1, 0]
-    got, lse = run_mla(args, config)
-    expected, expected_lse = exact(args, config)
-    assert relative_l2(got, expected) < TOLERANCE["float32"] and not got[26:].any()
-    assert lse is not None and torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
-    assert relative_l2(lse.exp(), expected_lse.exp()) < 1e-5
+    compare_with_formula(args, config, 26, TOLERANCE["float32"], 1e-5)
 
 
 @pytest.mark.parametrize("output_format", ["fp8_static", "fp8_per_token", "fp8_group64", "fp8_group64_pow2", "nvfp4"])

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support import poisoned_empty
+from tests.support import poisoned_empty, relative_l2
 from vattn.cache.layout import mla_cache_dtype, mla_cache_shape
 from vattn.config.mla import MLAConfig
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
@@ -181,3 +181,14 @@ def run_mla(args: MLAAttentionArgs, config: MLAConfig) -> tuple[Tensor, Tensor |
     torch.ops.vattn.mla_attention(*args)
     out = dequantise_output(args.output, config.output_format, args.output_block_scale, args.output_scale)
     return out, args.lse
+
+
+def compare_with_formula(args: MLAAttentionArgs, config: MLAConfig, real: int, limit: float, lse_limit: float) -> None:
+    """Run the op and compare its first `real` rows with the formula; the others are zero."""
+    got, lse = run_mla(args, config)
+    expected, expected_lse = exact(args, config)
+    assert relative_l2(got, expected) < limit
+    assert not got[real:].any()
+    if lse is not None:
+        assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
+        assert relative_l2(lse.exp(), expected_lse.exp()) < lse_limit

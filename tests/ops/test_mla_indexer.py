@@ -93,24 +93,22 @@ def test_rows_list_the_highest_scores(listed: int) -> None:
     assert (args.topk_indices[9:] == -1).all()
 
 
-@pytest.mark.parametrize(("heads", "listed"), [(3, 1), (3, 5), (20, 9), (3, 24), (3, 60)])
-def test_kernels_choose_what_the_reference_chooses(heads: int, listed: int) -> None:
+@pytest.mark.parametrize(
+    ("heads", "listed", "score_bytes"),
+    [(3, 1, None), (3, 5, None), (20, 9, None), (64, 9, None), (3, 24, None), (3, 60, None), (3, 5, 4 * 48 * 3)],
+)
+def test_kernels_choose_what_the_reference_chooses(
+    heads: int, listed: int, score_bytes: int | None, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Some hold few scores at a time."""
     kernels = pytest.importorskip("vattn.kernels.triton.mla.indexer")
+    if score_bytes is not None:
+        monkeypatch.setattr(kernels, "SCORE_BYTES", score_bytes)
     args = make_select(heads, listed=listed, seed=listed)
-    expected = args._replace(topk_indices=args.topk_indices.clone())
-    mla_indexer.mla_indexer_select(expected)
-    kernels.mla_indexer_select(args)
-    assert torch.equal(args.topk_indices.sort().values, expected.topk_indices.sort().values)
-
-
-def test_kernels_hold_few_scores_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = pytest.importorskip("vattn.kernels.triton.mla.indexer")
-    monkeypatch.setattr(kernels, "SCORE_BYTES", 4 * 48 * 3)
-    args = make_select()
-    expected = args._replace(topk_indices=args.topk_indices.clone())
-    mla_indexer.mla_indexer_select(expected)
-    kernels.mla_indexer_select(args)
-    assert torch.equal(args.topk_indices.sort().values, expected.topk_indices.sort().values)
+    given = args._replace(**{name: tensor.clone().to(device) for name, tensor in args._asdict().items()})
+    mla_indexer.mla_indexer_select(args)
+    kernels.mla_indexer_select(given)
+    assert torch.equal(given.topk_indices.cpu().sort().values, args.topk_indices.sort().values)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -188,10 +188,22 @@ class Capabilities:
                 continue
             narrower = {name: self.format_head_sizes[name] for name in formats if name in self.format_head_sizes}
             found += [f"head_size {size} with {name} (runs {of})" for name, of in narrower.items() if size not in of]
-        if config.scale <= 0 and not self.negative_scales:
-            found.append(f"scale {config.scale} (runs scales above 0)")
         if config.block_size:
             found += not_allowed(config, {"block_size": self.block_sizes})
+        found += self._of_arithmetic(config)
+        fmt = OUTPUT_FORMATS[config.output_format]
+        if fmt.group_size > 0 and config.head_size_v % fmt.group_size and fmt.group_size % config.head_size_v:
+            found.append(
+                f"output_format {config.output_format} with head_size_v {config.head_size_v} "
+                "(one of group and head must divide the other)"
+            )
+        return found
+
+    def _of_arithmetic(self, config: Any) -> list[str]:
+        """Return what of the factor of scores and of the output's quotients is not allowed, of any kind of config."""
+        found = []
+        if config.scale <= 0 and not self.negative_scales:
+            found.append(f"scale {config.scale} (runs scales above 0)")
         if not self.output_variants:
             if config.output_arithmetic != "divide":
                 found.append(f"output_arithmetic {config.output_arithmetic} (divides)")
@@ -199,12 +211,6 @@ class Capabilities:
                 found.append(f"output_min_scale {config.output_min_scale} (has the default)")
         elif config.output_arithmetic.startswith("approximate") and not self.approximate_division:
             found.append(f"output_arithmetic {config.output_arithmetic} (divides exactly)")
-        fmt = OUTPUT_FORMATS[config.output_format]
-        if fmt.group_size > 0 and config.head_size_v % fmt.group_size and fmt.group_size % config.head_size_v:
-            found.append(
-                f"output_format {config.output_format} with head_size_v {config.head_size_v} "
-                "(one of group and head must divide the other)"
-            )
         return found
 
     def _of_features(self, config: AttentionConfig) -> list[str]:

@@ -11,7 +11,7 @@ from vattn.config.mla import WEIGHT_FORMATS, MLAConfig
 from vattn.config.rope import RopeConfig
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.reference.mla_rope import MLARopeUpdateArgs, rotated_rows
-from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.quantization.formats import MODEL_DTYPES
 
 MLA_FEATURES: tuple[str, ...] = ("lse", "sparse", "context_parallel")
 """What a latent attention can ask for beyond the plain one, one name each."""
@@ -51,14 +51,7 @@ class MLACapabilities(Capabilities):
         mixed = config.kv_cache_dtype in MODEL_DTYPES and config.kv_cache_dtype != config.dtype
         if mixed and "mixed_cache" not in self.features:
             found.append(f"kv_cache_dtype {config.kv_cache_dtype} in a {config.dtype} model (stores the model dtype)")
-        if config.scale <= 0 and not self.negative_scales:
-            found.append(f"scale {config.scale} (runs scales above 0)")
-        arithmetic = config.output_arithmetic != "divide" or config.output_min_scale is not None
-        if arithmetic and not self.output_variants and OUTPUT_FORMATS[config.output_format].container is not None:
-            found.append(f"output_arithmetic {config.output_arithmetic} or another minimum of scales (has the default)")
-        if config.output_arithmetic.startswith("approximate") and not self.approximate_division:
-            found.append(f"output_arithmetic {config.output_arithmetic} (divides exactly)")
-        return found
+        return found + self._of_arithmetic(config)
 
     def _of_features(self, config: Any) -> list[str]:
         return [f"{name} is not implemented" for name in _requested(config) if name not in self.features]

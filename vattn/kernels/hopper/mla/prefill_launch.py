@@ -71,22 +71,17 @@ def plan_key(config: MLAConfig) -> str:
 
 
 def planned_room(config: MLAConfig, num_tokens: int, num_reqs: int, device: torch.device) -> int:
-    """Return how many integers a plan has for the row tiles of prompts, whether the step has some or not."""
-    return tile_room(num_tokens, num_reqs) if plans(config, device) else 0
+    """Return how many integers a plan has for the row tiles of prompts, whether the step has some or not.
+
+    It tells how many tokens the step has, see `planned_tokens`.
+    """
+    return 2 * RECORD_WORDS * (num_tokens + num_reqs + 2) if plans(config, device) else 0
 
 
 def planned_tokens(room: int, num_reqs: int, config: MLAConfig, device: torch.device) -> int:
-    """Return the tokens of the step that a plan has so much room for row tiles for; 0 where it has none."""
-    return tokens_of_room(room, num_reqs) if plans(config, device) else 0
-
-
-def tile_room(num_tokens: int, num_reqs: int) -> int:
-    """Return how many integers a plan has for row tiles; it tells how many tokens the step has."""
-    return 2 * RECORD_WORDS * (num_tokens + num_reqs + 2)
-
-
-def tokens_of_room(room: int, num_reqs: int) -> int:
-    """Return the tokens of the step that room for row tiles was made for; below 0 if for none."""
+    """Return the tokens of the step that room for row tiles was made for, below 0 if for none; 0 without such room."""
+    if not plans(config, device):
+        return 0
     return -1 if room % (2 * RECORD_WORDS) else room // (2 * RECORD_WORDS) - num_reqs - 2
 
 
