@@ -5,6 +5,8 @@ from __future__ import annotations
 from types import ModuleType
 
 import pytest
+import triton.language as tl
+from triton import knobs
 
 PACKED = [
     "int8_per_token_head",
@@ -30,12 +32,8 @@ def interpret(monkeypatch: pytest.MonkeyPatch, launcher: ModuleType, *device_cod
         launcher: the module whose `decode_constants` the launches take.
         device_code: modules whose module-level constants kernels read.
     """
-    from triton import knobs
-
     if not knobs.runtime.interpret:
         pytest.skip("needs Triton's interpreter")
-    import triton.language as tl
-
     for module in device_code:
         for name, value in list(vars(module).items()):
             if isinstance(value, tl.constexpr):

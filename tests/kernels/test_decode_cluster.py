@@ -9,18 +9,16 @@ from typing import Any
 import pytest
 
 from tests.support import make_config, random_paged_batch
-
-pytest.importorskip("triton")
+from vattn.kernels.hopper.decode import cluster_launch
+from vattn.kernels.hopper.decode import launch as decode_fast
 
 LLAMA = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
 
 
 def is_taken(lengths: list[int], query_lens: list[int] | None = None, **changes: Any) -> bool:
-    from vattn.kernels.hopper.decode import cluster_launch as decode_cluster_launch
-
     config = make_config(**{**LLAMA, **changes})
     batch = random_paged_batch(config, query_lens or [1] * len(lengths), lengths)
-    return decode_cluster_launch.takes(batch.args, config)
+    return cluster_launch.takes(batch.args, config)
 
 
 @pytest.mark.parametrize(
@@ -51,14 +49,11 @@ def test_many_requests_and_several_rows_stay_where_they_are() -> None:
 
 
 def test_clusters_fill_the_card_and_hold_a_row_a_cta() -> None:
-    from vattn.kernels.hopper.decode import cluster_launch as launch
-    from vattn.kernels.hopper.decode import launch as decode_fast
-
     for heads in (4, 8, 16, 32):
         for num_reqs in range(1, decode_fast.FEW_REQUESTS + 1):
-            size = launch.cluster_size(make_config(**{**LLAMA, "num_kv_heads": heads}), num_reqs)
-            assert size in (8, 16) and size >= launch.MAX_GROUP_SIZE
-            assert heads * num_reqs * size >= launch.LEAST_CTAS
+            size = cluster_launch.cluster_size(make_config(**{**LLAMA, "num_kv_heads": heads}), num_reqs)
+            assert size in (8, 16) and size >= cluster_launch.MAX_GROUP_SIZE
+            assert heads * num_reqs * size >= cluster_launch.LEAST_CTAS
     # The kernel looks a row's request up among as many ends as this.
     assert decode_fast.FEW_REQUESTS == 4
 
@@ -67,12 +62,10 @@ def test_clusters_fill_the_card_and_hold_a_row_a_cta() -> None:
 @pytest.mark.parametrize("cache", ["bfloat16", "fp8_e4m3"])
 def test_shared_memory_is_asked_for_or_needs_no_asking(head_size: int, cache: str) -> None:
     """The runtime asks the driver for more than 48 KB by what the compiler allocates, which is not all there is."""
-    from vattn.kernels.hopper.decode import cluster_launch as launch
-
     config = make_config(**{**LLAMA, "head_size": head_size, "kv_cache_dtype": cache, "kv_scale": SCALES[cache]})
     row_bytes = head_size * (1 if cache == "fp8_e4m3" else 2)
-    ring = 2 * launch.stages(config) * launch.SLOTS * 16 * row_bytes
-    maxima_and_sums, inbox, most = 2 * launch.SLOTS * 8 * 4, 9216, 48 << 10
+    ring = 2 * cluster_launch.stages(config) * cluster_launch.SLOTS * 16 * row_bytes
+    maxima_and_sums, inbox, most = 2 * cluster_launch.SLOTS * 8 * 4, 9216, 48 << 10
     assert ring + maxima_and_sums > most or ring + maxima_and_sums + inbox + 1024 <= most
 
 

@@ -11,6 +11,9 @@ import torch
 from tests.kernels.test_decode_fast_gpu import FP8, LSE_TOLERANCE, TOLERANCE, decode_batch
 from tests.support import Batch, poisoned_empty, relative_l2
 from vattn.cache.layout import key_value_views
+from vattn.kernels.hopper.decode import cluster_launch
+from vattn.kernels.hopper.decode import launch as decode_fast
+from vattn.kernels.triton.attention.launch import finish
 from vattn.quantization.codecs import quantise_output
 from vattn.quantization.formats import MODEL_DTYPES
 
@@ -22,12 +25,9 @@ LENGTHS = [[1], [63], [1000], [5000, 0], [17, 4100], [1, 15, 16], [129, 2, 900, 
 
 
 def run(batch: Batch) -> None:
-    from vattn.kernels.hopper.decode import cluster_launch as decode_cluster_launch
-    from vattn.kernels.hopper.decode import launch as decode_fast
-
     assert decode_fast.accepts(batch.args, batch.config)
-    assert not decode_cluster_launch.refusals(batch.args, batch.config)
-    decode_cluster_launch.decode(batch.args, batch.config)
+    assert not cluster_launch.refusals(batch.args, batch.config)
+    cluster_launch.decode(batch.args, batch.config)
     torch.cuda.synchronize()
 
 
@@ -105,8 +105,6 @@ def test_quantised_output(name: str, arithmetic: str, head_size: int, cache: dic
 def check_codes(batch: Batch) -> None:
     """Check that codes and scales are those of the kernel's own plain output; of approximate quotients as plain Triton
     divides."""
-    from vattn.kernels.triton.attention.launch import finish
-
     run(batch)
     plain = batch.config.replace(output_format="none", output_arithmetic="divide")
     output = torch.empty(batch.args.query.shape, dtype=MODEL_DTYPES[plain.dtype], device="cuda")
@@ -163,8 +161,6 @@ def test_every_replay_gives_the_same_bits(lengths: list[int], cache: dict[str, A
     batch = decode_batch(lengths, **LLAMA, **cache)
     run(batch)
     first, first_lse = batch.args.output.clone(), batch.args.lse.clone()
-    from vattn.kernels.hopper.decode import cluster_launch
-
     graph = torch.cuda.CUDAGraph()
     outputs = [torch.empty_like(first) for _ in range(20)]
     with torch.cuda.graph(graph):

@@ -12,6 +12,13 @@ import torch
 from tests.conformance.compare import compare, on_cpu
 from tests.support import Batch, make_config, poisoned_empty, random_paged_batch, relative_l2
 from vattn.config.device import DeviceInfo
+from vattn.config.rope import RopeConfig
+from vattn.kernels.hopper.decode import launch as decode_fast
+from vattn.kernels.hopper.decode.launch import Tuning, choose_tuning, decode
+from vattn.kernels.triton.attention.launch import finish
+from vattn.kernels.triton.cache.rope_update import rope_update
+from vattn.kernels.triton.common.tiles import Limits
+from vattn.ops.arguments import RopeUpdateArgs
 from vattn.quantization import codecs as quantization
 
 pytestmark = pytest.mark.gpu(capability=(9, 0))
@@ -28,8 +35,6 @@ RAGGED = [1, 15, 16, 17, 300, 1000, 33, 64, 129, 2, 511, 47]
 
 def check(batch: Batch, tuning: Any = None, plan: bool = False) -> None:
     """Run the fast path on a batch and compare output and LSE with the reference."""
-    from vattn.kernels.hopper.decode import launch as decode_fast
-
     device = batch.args.query.device
     assert decode_fast.refusals(batch.config, DeviceInfo.of(device)) == []
     assert decode_fast.accepts(batch.args, batch.config)
@@ -129,8 +134,6 @@ WHOLE: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
 @pytest.mark.parametrize("name", WHOLE)
 def test_requests_that_stay_whole(name: str, cache: dict[str, Any]) -> None:
-    from vattn.kernels.hopper.decode.launch import Tuning
-
     layer = {"num_heads": 32, "num_kv_heads": 8, **WHOLE[name], **cache}
     stages = 5 if cache else 512 // (2 * layer.get("head_size", 128))
     tuning = Tuning(2, stages, 1, slots=4, overlap=True, max_registers=128, whole=True)
@@ -143,8 +146,6 @@ def test_requests_that_stay_whole(name: str, cache: dict[str, Any]) -> None:
 @pytest.mark.parametrize("name", ["fp8_static", "fp8_group128", "nvfp4"])
 def test_outputs_of_requests_that_stay_whole(name: str, cache: dict[str, Any]) -> None:
     """Every replay gives the same bytes, about those of splits."""
-    from vattn.kernels.hopper.decode import launch as decode_fast
-
     batch = decode_batch(
         [400 + 19 * i for i in range(30)], padding=2, num_heads=32, num_kv_heads=8, output_format=name, **cache
     )
@@ -174,8 +175,6 @@ GROUPED = ["fp8_group128", "fp8_group64_pow2_col", "nvfp4"]
 @pytest.mark.parametrize("name", ["fp8_static", "fp8_per_token", *GROUPED, "nvfp4_swizzled"])
 def test_quantised_output(name: str, slots: int, cache: dict[str, Any], lengths: list[int]) -> None:
     """By the Triton and the Gluon kernel, of split requests and of whole ones."""
-    from vattn.kernels.hopper.decode import launch as decode_fast
-
     tuning = decode_fast.Tuning(2, 2, 1, slots=slots, overlap=True)
     batch = decode_batch(lengths, output_format=name, num_kv_heads=4, **cache)
     decode_fast.decode(batch.args, batch.config, tuning)
@@ -198,9 +197,6 @@ def test_quantised_output(name: str, slots: int, cache: dict[str, Any], lengths:
 @pytest.mark.parametrize("name", ["nvfp4", "fp8_group128"])
 def test_approximate_quotients_are_those_of_plain_triton(name: str, slots: int, cache: dict[str, Any]) -> None:
     """Which divides as code that Inductor generates does, here the kernel's own plain output."""
-    from vattn.kernels.hopper.decode import launch as decode_fast
-    from vattn.kernels.triton.attention.launch import finish
-
     tuning = decode_fast.Tuning(2, 2, 1, slots=slots, overlap=True)
     arithmetic = "approximate_divide"
     batch = decode_batch(
@@ -222,8 +218,6 @@ def test_approximate_quotients_are_those_of_plain_triton(name: str, slots: int, 
 @pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
 @pytest.mark.parametrize("heads", [1, 2, 4, 8])
 def test_tunings(heads: int, cache: dict[str, Any]) -> None:
-    from vattn.kernels.hopper.decode.launch import Tuning
-
     batch = decode_batch([*RAGGED, 4000], num_heads=32, num_kv_heads=8, **cache)
     check(batch, Tuning(heads, 2 if heads == 8 else 3))
 
@@ -231,8 +225,6 @@ def test_tunings(heads: int, cache: dict[str, Any]) -> None:
 @pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
 @pytest.mark.parametrize(("heads", "slots"), [(4, 2), (2, 4), (4, 1)])
 def test_gluon(heads: int, slots: int, cache: dict[str, Any]) -> None:
-    from vattn.kernels.hopper.decode.launch import Tuning
-
     tuning = Tuning(heads, 2, 1, slots=slots, overlap=True)
     check(decode_batch([*RAGGED, 4000], num_heads=32, num_kv_heads=8, **cache), tuning)
     check(decode_batch([*RAGGED, 900], num_heads=18, num_kv_heads=3, padding=3, **FEATURES["all"], **cache), tuning)
@@ -252,8 +244,6 @@ GLUON: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
 @pytest.mark.parametrize("name", GLUON)
 def test_gluon_formats(name: str, cache: dict[str, Any]) -> None:
-    from vattn.kernels.hopper.decode.launch import Tuning, decode
-
     batch = decode_batch([*RAGGED, 4000], **{**GLUON[name], **cache})
     tuning = Tuning(2, 2, 1, slots=4)
     if batch.config.output_format == "none":
@@ -268,8 +258,6 @@ def test_gluon_formats(name: str, cache: dict[str, Any]) -> None:
 
 
 def test_large_groups_of_fp8_caches_use_gluon() -> None:
-    from vattn.kernels.hopper.decode import launch as decode_fast
-
     batch = decode_batch([(211 * i) % 3001 for i in range(40)], num_heads=28, num_kv_heads=4, sinks=True, **FP8)
     assert decode_fast.choose_tuning(batch.config, 40).slots
     check(batch, plan=True)
@@ -289,8 +277,6 @@ WIDE: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", WIDE)
 def test_wide_heads_of_an_fp8_cache(name: str) -> None:
-    from vattn.kernels.hopper.decode.launch import Tuning
-
     for lengths in ([(211 * i) % 3001 for i in range(40)], [20011, 3, 0, 700], [5000]):
         batch = decode_batch(lengths, padding=3, head_size=256, **{**FP8, **WIDE[name]})
         check(batch, plan=len(lengths) > 1)
@@ -304,8 +290,6 @@ def test_wide_heads_of_an_fp8_cache(name: str) -> None:
 @pytest.mark.parametrize("name", ["fp8_static", "fp8_group64", "fp8_group128", "nvfp4", "fp8_per_token"])
 def test_outputs_of_wide_heads_of_an_fp8_cache(name: str) -> None:
     """As the rounded result is quantised by itself."""
-    from vattn.kernels.hopper.decode import launch as decode_fast
-
     batch = decode_batch([(211 * i) % 3001 for i in range(40)], head_size=256, output_format=name, **FP8)
     decode_fast.decode(batch.args, batch.config)
     plain = batch.config.replace(output_format="none")
@@ -363,8 +347,6 @@ def test_speculative_features(feature: str, cache: dict[str, Any]) -> None:
 )
 def test_drafts_in_chunks(changes: dict[str, Any], query_lens: list[int], cache: dict[str, Any]) -> None:
     """Through the op, with a schedule that it made and without, on steps with padding."""
-    from vattn.kernels.hopper.decode import launch as decode_fast
-
     tokens = max(query_lens) if len(set(query_lens)) == 1 else 4
     lengths = [n + (397 * i) % 3001 for i, n in enumerate(query_lens)]
     layer = {"num_heads": 32, "num_kv_heads": 4, **changes, **cache}
@@ -397,24 +379,18 @@ def test_rows_that_are_not_dealt_out_evenly(head_size: int, cache: dict[str, Any
 
 @pytest.mark.parametrize("output_format", ["fp8_static", "fp8_group128", "nvfp4"])
 def test_speculative_outputs(output_format: str) -> None:
-    from vattn.kernels.hopper.decode import launch as decode_fast
-
     batch = speculative_batch([4, 4, 2], [3000, 7, 77], 4, 1, output_format=output_format, **FP8)
     decode_fast.decode(batch.args, batch.config)
     compare(on_cpu(batch), *(part.cpu() for part in batch.expected()))
 
 
 def test_large_batches_of_plain_caches_use_gluon() -> None:
-    from vattn.kernels.hopper.decode import launch as decode_fast
-
     batch = decode_batch([(97 * i) % 1531 for i in range(300)], num_heads=32, num_kv_heads=8)
     assert decode_fast.choose_tuning(batch.config, 300).slots
     check(batch, plan=True)
 
 
 def test_assembly_decodes_every_code_like_the_plain_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vattn.kernels.hopper.decode import launch as decode_fast
-
     batch = decode_batch([256], num_heads=2, num_kv_heads=2, **FP8)
     codes = torch.arange(256, device="cuda").to(torch.uint8)
     cache = batch.args.kv_cache
@@ -433,8 +409,6 @@ def test_assembly_decodes_every_code_like_the_plain_lowering(monkeypatch: pytest
 
 
 def test_replays_follow_the_lengths() -> None:
-    from vattn.kernels.hopper.decode import launch as decode_fast
-
     batch = decode_batch([900, 17, 300, 64], **FP8)
     args = batch.args
     shape = decode_fast.plan_shape(batch.config, 4, 4, args.query.device)
@@ -461,8 +435,6 @@ def test_replays_follow_the_lengths() -> None:
 
 
 def test_refusals_name_what_is_missing() -> None:
-    from vattn.kernels.hopper.decode import launch as decode_fast
-
     device = DeviceInfo.of("cuda")
     config = make_config(head_size=80, dtype="bfloat16", alibi="linear", block_size=24)
     text = " ".join(decode_fast.refusals(config, device))
@@ -472,8 +444,6 @@ def test_refusals_name_what_is_missing() -> None:
 
 
 def test_the_op_takes_the_fast_path_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vattn.kernels.hopper.decode import launch as decode_fast
-
     calls = []
     decode = decode_fast.decode
     monkeypatch.setattr(decode_fast, "decode", lambda *a: (calls.append(a), decode(*a)))
@@ -490,8 +460,6 @@ def test_the_op_takes_the_fast_path_where_it_can(monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("changes", [{}, {"head_size": 64}, {"dtype": "float16"}, {"num_heads": 128}], ids=str)
 @pytest.mark.parametrize("feature", ["window", "all", "no lse", "sinks"])
 def test_large_batches_in_fewer_registers(feature: str, changes: dict[str, Any]) -> None:
-    from vattn.kernels.hopper.decode import launch as decode_fast
-
     layer = {"num_heads": 32, "num_kv_heads": 8, **changes}
     batch = decode_batch([*RAGGED, 5000, 0] * 2, padding=3, **layer, **FEATURES[feature])
     assert decode_fast.choose_tuning(batch.config, 31).max_registers
@@ -501,8 +469,6 @@ def test_large_batches_in_fewer_registers(feature: str, changes: dict[str, Any])
 
 @pytest.mark.parametrize("name", ["fp8_group64", "fp8_group128", "nvfp4", "fp8_static"])
 def test_outputs_of_large_batches_in_fewer_registers(name: str) -> None:
-    from vattn.kernels.hopper.decode.launch import choose_tuning, decode
-
     batch = decode_batch([*RAGGED, 4000] * 2, num_heads=32, num_kv_heads=8, output_format=name)
     tuning = choose_tuning(batch.config, 26)
     decode(batch.args, batch.config)
@@ -517,11 +483,6 @@ def test_outputs_of_large_batches_in_fewer_registers(name: str) -> None:
 def test_rope_between_the_kernels_around_it(lengths: list[int], cache: dict[str, Any]) -> None:
     """RoPE turns what the product before wrote, and attention reads what RoPE wrote, whatever of them overlaps."""
     from vattn.compilation.graph_edges import start_early
-    from vattn.config.rope import RopeConfig
-    from vattn.kernels.hopper.decode import launch as decode_fast
-    from vattn.kernels.triton.cache.rope_update import rope_update
-    from vattn.kernels.triton.common.tiles import Limits
-    from vattn.ops.arguments import RopeUpdateArgs
 
     batch = decode_batch(lengths, num_heads=32, num_kv_heads=8, backend="TRITON_ATTN", **cache)
     args, config, rope, rows = batch.args, batch.config, RopeConfig(128), len(lengths)

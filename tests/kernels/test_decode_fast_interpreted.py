@@ -14,9 +14,9 @@ import torch
 
 from tests.kernels.decode_support import interpret
 from tests.support import Batch, make_config, poisoned_empty, random_paged_batch, relative_l2
+from vattn.kernels.hopper.decode import launch as decode_fast
+from vattn.kernels.hopper.decode import triton_kernel
 from vattn.quantization.codecs import quantise_output
-
-pytest.importorskip("triton")
 
 TOLERANCE = 1e-3
 """Relative L2: weights and results are rounded to fp16, 1.4e-4 of a value on average each."""
@@ -29,10 +29,7 @@ GROUPED = ["fp8_group64", "fp8_group64_pow2_col", "fp8_group128", "nvfp4", "nvfp
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vattn.kernels.hopper.decode import launch as decode_fast
-    from vattn.kernels.hopper.decode import triton_kernel as decode_fast_kernels
-
-    interpret(monkeypatch, decode_fast, decode_fast_kernels)
+    interpret(monkeypatch, decode_fast, triton_kernel)
 
 
 def decode_batch(lengths: list[int], *, padding: int = 0, query_lens: list[int] | None = None, **changes: Any) -> Batch:
@@ -45,8 +42,6 @@ def decode_batch(lengths: list[int], *, padding: int = 0, query_lens: list[int] 
 
 
 def check(batch: Batch, heads: int = 2) -> None:
-    from vattn.kernels.hopper.decode import launch as decode_fast
-
     decode_fast.decode(batch.args, batch.config, decode_fast.Tuning(heads, 3, 2))
     output, lse = batch.expected()
     assert relative_l2(batch.output(), output) < TOLERANCE
@@ -74,8 +69,6 @@ def test_rows_that_are_not_one_per_request() -> None:
 
 
 def attended(cache: str, lengths: tuple[int, ...], output_format: str) -> Batch:
-    from vattn.kernels.hopper.decode import launch as decode_fast
-
     fp8 = FP8 if cache == "fp8" else {}
     batch = decode_batch(list(lengths), output_format=output_format, padding=1, num_heads=4, **fp8)
     decode_fast.decode(batch.args, batch.config, decode_fast.Tuning(2, 3, 2))

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from tests.support import make_config
-
-triton = pytest.importorskip("triton")
+from vattn.kernels.hopper.decode import launch as decode_fast
+from vattn.kernels.hopper.decode.schedule import plan_kernel
+from vattn.kernels.hopper.schedule import WAVES
 
 TILE = 16
 
@@ -28,9 +29,6 @@ def make_plan(
     longest: int = 0,
 ) -> tuple[list[list[int]], list[list[int]]]:
     """Run the kernel; return items and split requests."""
-    from vattn.kernels.hopper.decode.schedule import plan_kernel
-    from vattn.kernels.hopper.schedule import WAVES
-
     num_reqs = len(seq_lens)
     waves = -(-num_reqs // ctas)
     whole = tokens == 1 and not longest
@@ -242,8 +240,6 @@ def test_no_short_request_makes_an_empty_schedule() -> None:
 def test_one_wave_of_short_requests_stays_whole(
     reqs: int, tokens: int, changes: dict[str, Any], whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vattn.kernels.hopper.decode import launch as decode_fast
-
     monkeypatch.setattr("vattn.config.device.multiprocessors", lambda device: 132)
     config = make_config(**{"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16", **changes})
     args: Any = SimpleNamespace(
@@ -275,8 +271,6 @@ def test_fp8_requests_that_fill_waves_are_two_ctas_a_multiprocessor(
     reqs: int, changes: dict[str, Any], taken: bool
 ) -> None:
     """A wave of 264 CTAs of two heads to seven eighths and more, or three and a half; of one row a request alone."""
-    from vattn.kernels.hopper.decode import launch as decode_fast
-
     layer = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
     config = make_config(**{**layer, "kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor", **changes})
     cut = decode_fast.Tuning(2, 4, ctas=2, slots=2, max_registers=128)
@@ -285,8 +279,6 @@ def test_fp8_requests_that_fill_waves_are_two_ctas_a_multiprocessor(
 
 
 def test_drafts_of_few_tiles_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vattn.kernels.hopper.decode import launch as decode_fast
-
     monkeypatch.setattr("vattn.config.device.multiprocessors", lambda device: 132)
     device = torch.device("cpu")
     layer = {"num_heads": 8, "num_kv_heads": 1, "head_size": 128, "dtype": "bfloat16"}
@@ -309,8 +301,6 @@ def test_drafts_of_few_tiles_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("cache", ["bfloat16", "fp8_e4m3"])
 def test_tunings_fit_shared_memory(cache: str, head_size: int) -> None:
     """Of the Gluon kernel: a ring of tiles of keys and values, and sums of every slot to be merged."""
-    from vattn.kernels.hopper.decode import launch as decode_fast
-
     stored, seen = (1 if cache == "fp8_e4m3" else 2), 0
     for kv_heads, group in itertools.product((1, 2, 3, 4, 8), (1, 2, 4, 5, 8, 16)):
         config = make_config(

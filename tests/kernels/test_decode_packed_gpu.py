@@ -9,10 +9,16 @@ import torch
 
 import vattn.ops.schemas  # noqa: F401  registers the ops
 from tests.kernels.decode_support import PACKED, SHORT
+from tests.kernels.test_decode_packed_codes import unpack_kernel
+from tests.quantization.test_kv_formats import SCALE, hard_rows
 from tests.support import make_config, random_paged_batch, relative_l2
 from vattn.backends import selector
 from vattn.cache.layout import kv_cache_shape
+from vattn.kernels.hopper.decode import launch as decode_fast
+from vattn.kernels.hopper.decode_packed import launch as decode_packed
+from vattn.kernels.triton.cache import packed_update
 from vattn.ops.arguments import CacheUpdateArgs
+from vattn.ops.reference import attention as reference
 from vattn.quantization.formats import KV_FORMATS
 
 pytestmark = pytest.mark.gpu(capability=(9, 0))
@@ -22,8 +28,6 @@ TOLERANCE = {"bfloat16": 2.5e-3, "float16": 1.5e-3}
 
 
 def check(fmt: str, lengths: list[int], padding: int = 0, planned: bool = True, **changes: Any) -> None:
-    from vattn.kernels.hopper.decode_packed import launch as decode_packed
-
     values = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16", "lse": True, "block_size": 16}
     kind = "tensor" if KV_FORMATS[fmt].quantised else "none"
     config = make_config(**{**values, "kv_cache_dtype": fmt, "kv_scale": kind, "backend": "TRITON_ATTN", **changes})
@@ -53,9 +57,6 @@ def test_ragged_requests(fmt: str, size: int) -> None:
 @pytest.mark.parametrize("heads", [1, 2, 4])
 @pytest.mark.parametrize("fmt", PACKED)
 def test_other_cuts(fmt: str, heads: int, slots: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vattn.kernels.hopper.decode import launch as decode_fast
-    from vattn.kernels.hopper.decode_packed import launch as decode_packed
-
     tuning = decode_fast.Tuning(heads, 3, 8 / heads, slots=slots, max_registers=None if slots else 168)
     monkeypatch.setitem(decode_packed.TUNINGS, fmt, tuning)
     check(fmt, [1, 16, 31, 33, 300, 900], padding=1, num_heads=64)
@@ -64,9 +65,6 @@ def test_other_cuts(fmt: str, heads: int, slots: int, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("fmt", SHORT)
 def test_codes_of_three_bits(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ragged requests, one that is split, masks in the other layout, and other cuts."""
-    from vattn.kernels.hopper.decode import launch as decode_fast
-    from vattn.kernels.hopper.decode_packed import launch as decode_packed
-
     masks: dict[str, Any] = {"sliding_window": 133, "logits_soft_cap": 4.0, "sinks": True}
     check(fmt, [1, 16, 17, 300, 47, 129, 1000, 2500, 33], padding=2)
     check(fmt, [9001], dtype="float16")
@@ -91,8 +89,6 @@ def test_small_and_large_queries_keep_their_digits() -> None:
 
 @pytest.mark.parametrize("codec", ["int8", "int4", "codebook"])
 def test_assembly_equals_the_plain_twin(codec: str) -> None:
-    from tests.kernels.test_decode_packed_codes import unpack_kernel
-
     codes = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).cuda()
     plain, assembly = torch.empty(2, 4, codes.numel(), dtype=torch.float16, device="cuda").view(torch.int16)
     for part, of_assembly in ((plain, False), (assembly, True)):
@@ -115,9 +111,6 @@ def test_masks(fmt: str) -> None:
 @pytest.mark.parametrize("fmt", PACKED)
 def test_masks_in_ctas_of_one_warp(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With log-sum-exps, at the depth that large batches have."""
-    from vattn.kernels.hopper.decode import launch as decode_fast
-    from vattn.kernels.hopper.decode_packed import launch as decode_packed
-
     tuning = decode_fast.Tuning(1, 3, 16, max_registers=128)
     monkeypatch.setitem(decode_packed.TUNINGS, fmt, tuning)
     test_masks(fmt)
@@ -166,10 +159,6 @@ def test_stores_give_the_bytes_of_the_reference(
     fmt: str, dtype: str, cut: tuple[int, int] | None, words: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows of ties, zeros, tiny, huge and not finite numbers among normal ones, in every cut that is timed."""
-    from tests.quantization.test_kv_formats import SCALE, hard_rows
-    from vattn.kernels.triton.cache import packed_update
-    from vattn.ops.reference import attention as reference
-
     if not words:  # As of a cache that begins inside a word.
         monkeypatch.setattr(packed_update, "has_words", lambda *given: False)
     if cut is not None:

@@ -8,9 +8,13 @@ import pytest
 
 from tests.kernels.decode_support import PACKED, SHORT, interpret
 from tests.support import make_config, random_paged_batch, relative_l2
+from vattn.cache.layout import packed_views
+from vattn.config.device import DeviceInfo
+from vattn.kernels.hopper.decode import launch as decode_fast
+from vattn.kernels.hopper.decode import triton_kernel
+from vattn.kernels.hopper.decode_packed import codes, codes_3bit, codes_e2m1, kernel
+from vattn.kernels.hopper.decode_packed import launch as decode_packed
 from vattn.quantization.formats import KV_FORMATS
-
-pytest.importorskip("triton")
 
 TOLERANCE = 1.5e-3
 """Relative L2: rotated queries, centroids, weights and results are rounded to fp16, 1.4e-4 on average each; weights
@@ -21,22 +25,12 @@ LENGTHS = [1, 17, 100, 48]
 
 @pytest.fixture(autouse=True)
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vattn.kernels.hopper.decode import triton_kernel as decode_fast_kernels
-    from vattn.kernels.hopper.decode_packed import codes
-    from vattn.kernels.hopper.decode_packed import codes_3bit as short
-    from vattn.kernels.hopper.decode_packed import codes_e2m1 as e2m1
-    from vattn.kernels.hopper.decode_packed import kernel as kernels
-    from vattn.kernels.hopper.decode_packed import launch as decode_packed
-
-    interpret(monkeypatch, decode_packed, decode_fast_kernels, codes, e2m1, short, kernels)
+    interpret(monkeypatch, decode_packed, triton_kernel, codes, codes_e2m1, codes_3bit, kernel)
 
 
 def check(
     fmt: str, padding: int = 0, heads: int = 2, slots: int = 0, lengths: list[int] = LENGTHS, **changes: Any
 ) -> None:
-    from vattn.kernels.hopper.decode import launch as decode_fast
-    from vattn.kernels.hopper.decode_packed import launch as decode_packed
-
     values = {"num_heads": 6, "num_kv_heads": 2, "head_size": 64, "dtype": "float16", "lse": True, "block_size": 16}
     kind = "tensor" if KV_FORMATS[fmt].quantised else "none"
     config = make_config(**{**values, "kv_cache_dtype": fmt, "kv_scale": kind, **changes})
@@ -82,9 +76,6 @@ def test_wide_groups_and_heads_that_do_not_fill_a_cta() -> None:
 
 
 def test_which_formats_go_the_fast_way() -> None:
-    from vattn.config.device import DeviceInfo
-    from vattn.kernels.hopper.decode_packed import launch as decode_packed
-
     hopper = DeviceInfo("cuda", (9, 0))
     packed = [name for name, fmt in KV_FORMATS.items() if fmt.packed]
     for name in packed:
@@ -97,9 +88,6 @@ def test_which_formats_go_the_fast_way() -> None:
 
 def test_a_key_that_is_nan() -> None:
     """Stored as e4m3: the rows that see it are NaN, and no others."""
-    from vattn.cache.layout import packed_views
-    from vattn.kernels.hopper.decode_packed import launch as decode_packed
-
     config = make_config(
         num_heads=6, num_kv_heads=2, head_size=64, dtype="float16", block_size=16, kv_cache_dtype="turboquant_k8v4"
     )

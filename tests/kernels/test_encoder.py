@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.conformance.cases import make_batch
 from tests.conformance.compare import compare
 from tests.support import Batch, make_config, random_packed_batch
 from vattn.config.attention import AttentionConfig
@@ -56,8 +57,6 @@ def test_quantised_outputs(name: str) -> None:
 
 @pytest.mark.parametrize("arithmetic", ["multiply", "approximate_divide"])
 def test_arithmetic_of_static_outputs(arithmetic: str) -> None:
-    from tests.conformance.cases import make_batch
-
     config = encoder_config(72, output_format="fp8_static", output_arithmetic=arithmetic)
     check(make_batch(config, [(40, 40), (17, 17)]))
 

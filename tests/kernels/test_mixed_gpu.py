@@ -9,6 +9,9 @@ import torch
 
 from tests.kernels.test_prefill_gpu import CACHES, FEATURES, FP8, NATIVE, ODD, compare_rows, prefill_batch
 from tests.support import Batch
+from vattn.backends import selector
+from vattn.kernels.hopper import mixed_launch
+from vattn.kernels.hopper.prefill import launch as prefill_launch
 
 pytestmark = pytest.mark.gpu(capability=(9, 0))
 
@@ -20,8 +23,6 @@ MIXED = [(1, 4000), (300, 300), (4, 513), (1, 17), (0, 9), (64, 1937), (5, 700),
 
 
 def check_packed(batch: Batch, groups: int, padded: bool = False) -> None:
-    from vattn.kernels.hopper.prefill import launch as prefill_launch
-
     packs = prefill_launch.padded_pack if padded else prefill_launch.packs
     cut = prefill_launch.TileConfig(groups, packs(batch.config))
     prefill_launch.prefill(batch.args, batch.config, cut)
@@ -88,8 +89,6 @@ OUTPUTS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("output_format", OUTPUTS)
 def test_output_formats(output_format: str) -> None:
-    from vattn.kernels.hopper import mixed_launch
-
     for products in ({}, NATIVE):
         batch = prefill_batch(MIXED, output_format=output_format, padding=9, **products, **OUTPUTS[output_format])
         check_packed(batch, 2)
@@ -109,8 +108,6 @@ def test_output_formats_of_groups_that_leave_rows_unused(output_format: str) -> 
 @pytest.mark.parametrize("route", ["packed_gqa", "two_kernels"])
 @pytest.mark.parametrize("cache", CACHES)
 def test_two_kernels(cache: str, route: str) -> None:
-    from vattn.kernels.hopper import mixed_launch
-
     for heads, requests in ((8, MIXED), (2, MIXED), (32, SHORT), (10, SHORT)):
         for padding in (0, 70):
             batch = prefill_batch(requests, num_heads=heads, padding=padding, **CACHES[cache])
@@ -123,8 +120,6 @@ def test_two_kernels(cache: str, route: str) -> None:
 @pytest.mark.parametrize("products", [FP8, NATIVE], ids=["fp8", "fp8 query"])
 def test_two_kernels_of_eight_rows(products: dict[str, Any], changes: dict[str, Any]) -> None:
     """Requests of more rows than the decode kernel attends at once are several chunks."""
-    from vattn.kernels.hopper import mixed_launch
-
     for heads, requests, head_size in ((8, MIXED, 128), (2, MIXED, 128), (16, SHORT, 64), (10, SHORT, 128)):
         for padding in (0, 70):
             batch = prefill_batch(
@@ -137,8 +132,6 @@ def test_two_kernels_of_eight_rows(products: dict[str, Any], changes: dict[str, 
 
 @pytest.mark.parametrize("case", FEATURES)
 def test_features_of_two_kernels(case: str) -> None:
-    from vattn.kernels.hopper import mixed_launch
-
     for products in ({}, FP8):
         batch = prefill_batch(MIXED, padding=3, **products, **FEATURES[case])
         mixed_launch.attend(batch.args, batch.config, "two_kernels")
@@ -149,8 +142,6 @@ def test_features_of_two_kernels(case: str) -> None:
 @pytest.mark.parametrize("route", ["packed_gqa", "two_kernels"])
 def test_replays_in_a_graph_with_other_lengths(route: str) -> None:
     """The kernel after an overlapped pair sees both results, replay after replay."""
-    from vattn.kernels.hopper import mixed_launch
-
     batch = prefill_batch([(300, 900), (1, 900), (20, 900), (1, 900)] * 8, padding=60)
     args = batch.args
     sizes = args.query.shape[0], args.seq_lens.shape[0], args.query.device
@@ -186,8 +177,6 @@ def test_replays_in_a_graph_with_other_lengths(route: str) -> None:
 
 def attend_as_planned(requests: list[tuple[int, int]], **changes: Any) -> Any:
     """Attend through the op, with a schedule of its own plan."""
-    from vattn.backends import selector
-
     batch = prefill_batch(requests, backend="TRITON_ATTN", lse=False, **changes)
     args = batch.args
     backend = selector.get_backend("TRITON_ATTN")
@@ -200,8 +189,6 @@ def attend_as_planned(requests: list[tuple[int, int]], **changes: Any) -> Any:
 
 
 def test_the_op_goes_the_chosen_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vattn.kernels.hopper import mixed_launch
-
     calls = []
     attend = mixed_launch.attend
     monkeypatch.setattr(mixed_launch, "attend", lambda *args: (calls.append(args), attend(*args)))
@@ -221,8 +208,6 @@ DRAFTS = {"groups of 5": (40, 8), "groups of 7": (28, 4), "one KV head": (8, 1)}
 def test_drafts_of_few_tiles_and_uneven_groups(
     case: str, products: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vattn.kernels.hopper.prefill import launch as prefill_launch
-
     heads, kv_heads = DRAFTS[case]
     cuts = []
     launch = prefill_launch.launch
@@ -249,8 +234,6 @@ TILES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
 
 @pytest.mark.parametrize("case", TILES)
 def test_other_tile_configs(case: str) -> None:
-    from vattn.kernels.hopper.prefill import launch as prefill_launch
-
     changes, tiles = TILES[case]
     for block_size in (16, 128):
         for features in ({}, {"sliding_window": 333, "sinks": True}):

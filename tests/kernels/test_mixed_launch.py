@@ -15,8 +15,10 @@ import torch
 from tests.kernels.decode_support import interpret
 from tests.support import Batch, make_config, random_paged_batch, relative_l2
 from vattn.config.device import DeviceInfo
-
-pytest.importorskip("triton")
+from vattn.kernels.hopper import mixed_launch
+from vattn.kernels.hopper.decode import launch as decode_fast
+from vattn.kernels.hopper.decode import triton_kernel
+from vattn.kernels.hopper.prefill import launch as prefill_launch
 
 LLAMA: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
 
@@ -45,16 +47,11 @@ ROUTES = {
 
 @pytest.mark.parametrize("case", ROUTES)
 def test_shapes_choose_the_route(case: str) -> None:
-    from vattn.kernels.hopper import mixed_launch
-
     tokens, reqs, route = ROUTES[case]
     assert mixed_launch.route_of(make_config(**LLAMA), tokens, reqs, torch.device("cpu")) == route
 
 
 def test_groups_that_do_not_fill_tiles_are_not_packed() -> None:
-    from vattn.kernels.hopper import mixed_launch
-    from vattn.kernels.hopper.prefill import launch as prefill_launch
-
     for heads, pack in ((8, 1), (16, 2), (32, 4), (40, 1), (64, 8), (128, 16)):
         config = make_config(**{**LLAMA, "num_heads": heads})
         assert prefill_launch.packs(config) == pack
@@ -67,9 +64,6 @@ def test_groups_that_do_not_fill_tiles_are_not_packed() -> None:
 
 
 def test_drafts_of_uneven_groups_leave_rows_unused() -> None:
-    from vattn.kernels.hopper import mixed_launch
-    from vattn.kernels.hopper.prefill import launch as prefill_launch
-
     device = torch.device("cpu")
     for heads, tokens, pack in ((24, 6, 4), (40, 4, 8), (40, 8, 8), (40, 9, 1), (56, 4, 8), (32, 8, 4), (136, 2, 1)):
         config = make_config(**{**LLAMA, "num_heads": heads})
@@ -83,8 +77,6 @@ def test_drafts_of_uneven_groups_leave_rows_unused() -> None:
 
 
 def test_few_drafts_go_to_the_decode_or_the_prefill_kernel() -> None:
-    from vattn.kernels.hopper import mixed_launch
-
     device = torch.device("cpu")
     for heads, reqs, few in (
         (8, 132, "packed_gqa"), (8, 66, "packed_gqa"), (8, 65, ""), (8, 8, ""), (16, 50, "packed_gqa"), (16, 49, ""),
@@ -96,10 +88,6 @@ def test_few_drafts_go_to_the_decode_or_the_prefill_kernel() -> None:
 
 @pytest.mark.parametrize("heads", [8, 32, 40, 128])
 def test_a_schedule_has_room_for_both_parts(heads: int) -> None:
-    from vattn.kernels.hopper import mixed_launch
-    from vattn.kernels.hopper.decode import launch as decode_fast
-    from vattn.kernels.hopper.prefill import launch as prefill_launch
-
     config, device = make_config(**{**LLAMA, "num_heads": heads}), torch.device("cpu")
     fp8 = config.replace(kv_cache_dtype="fp8_e4m3", kv_scale="tensor")
     for reqs in (2, 3, 64, 257, 1000):
@@ -163,11 +151,6 @@ def stand_in(batch: Batch, tiles: list[Any]) -> Any:
 def test_both_kernels_write_every_row_once(
     padding: int, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from vattn.kernels.hopper import mixed_launch
-    from vattn.kernels.hopper.decode import launch as decode_fast
-    from vattn.kernels.hopper.decode import triton_kernel
-    from vattn.kernels.hopper.prefill import launch as prefill_launch
-
     interpret(monkeypatch, decode_fast, triton_kernel)
     monkeypatch.setattr(mixed_launch, "tuning_of", lambda *a: decode_fast.Tuning(1, 3, 1, overlap="end"))
     batch = small_batch(padding, **changes)
@@ -184,10 +167,6 @@ def test_both_kernels_write_every_row_once(
 
 
 def test_layers_that_one_kernel_refuses_keep_the_general_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    from vattn.kernels.hopper import mixed_launch
-    from vattn.kernels.hopper.decode import launch as decode_fast
-    from vattn.kernels.hopper.prefill import launch as prefill_launch
-
     monkeypatch.setattr(DeviceInfo, "of", lambda device: DeviceInfo("cuda", (9, 0), "a Hopper GPU"))
     prefill_launch.runs.cache_clear()
     decode_fast.runs.cache_clear()
@@ -204,8 +183,6 @@ def test_layers_that_one_kernel_refuses_keep_the_general_one(monkeypatch: pytest
 
 def test_fp8_heads_of_256_are_rows_of_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """Until their decode kernel has been compared beside the prefill kernel."""
-    from vattn.kernels.hopper import mixed_launch
-
     monkeypatch.setattr("vattn.config.device.multiprocessors", lambda device: 132)
     step = (4224, 136, torch.device("cpu"))
     for changes, route in (

@@ -11,8 +11,10 @@ import torch
 from tests.conformance.compare import compare, on_cpu
 from tests.kernels.fp8_products import summed_lse
 from tests.support import Batch, make_config, random_paged_batch
+from vattn.backends import selector
 from vattn.cache.layout import key_value_views
 from vattn.config.device import DeviceInfo
+from vattn.kernels.hopper.prefill import launch as prefill_launch
 
 pytestmark = pytest.mark.gpu(capability=(9, 0))
 
@@ -49,8 +51,6 @@ def compare_rows(batch: Batch) -> None:
 
 def check(batch: Batch) -> None:
     """Run the kernel on a batch and compare output and LSE with the reference."""
-    from vattn.kernels.hopper.prefill import launch as prefill_launch
-
     assert prefill_launch.refusals(batch.config, DeviceInfo.of("cuda")) == []
     prefill_launch.prefill(batch.args, batch.config)
     torch.cuda.synchronize()
@@ -88,8 +88,6 @@ def test_row_tiles_that_see_nothing(cache: str) -> None:
 @pytest.mark.parametrize(("heads", "window", "block_size"), [(8, 128, 16), (16, 100, 32), (32, 1, 128), (4, 64, 64)])
 def test_narrow_windows(heads: int, window: int, block_size: int, products: dict[str, Any]) -> None:
     """Heads of 64 side by side in key tiles of 64, several CTAs a multiprocessor."""
-    from vattn.kernels.hopper.prefill import launch as prefill_launch
-
     changes = {"num_heads": heads, "head_size": 64, "sliding_window": window, "block_size": block_size}
     for requests in (ODD, [(3000, 3000), (40, 900), (0, 7), (9, 3)]):
         batch = prefill_batch(requests, padding=70, sinks=heads != 8, **changes, **products)
@@ -160,8 +158,6 @@ def test_features(case: str, products: str) -> None:
 @pytest.mark.parametrize("head_size", [64, 128, 256])
 def test_fp8_scores_are_what_the_instructions_sum(head_size: int) -> None:
     """Of large scores the log-sum-exp is off by as much as cut-off sums explain, and by no more than fp32 rounds."""
-    from vattn.kernels.hopper.prefill import launch as prefill_launch
-
     batch = prefill_batch(head_size=head_size, scale=3.0, padding=3, **NATIVE)
     prefill_launch.prefill(batch.args, batch.config)
     torch.cuda.synchronize()
@@ -219,9 +215,6 @@ def test_long_requests_of_narrow_heads() -> None:
 
 @pytest.mark.parametrize("products", PRODUCTS)
 def test_layers_share_a_schedule_made_once_a_step(products: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from vattn.backends import selector
-    from vattn.kernels.hopper.prefill import launch as prefill_launch
-
     batch = prefill_batch(padding=40, backend="TRITON_ATTN", **PRODUCTS[products])
     args = batch.args
     shape = selector.get_backend("TRITON_ATTN").plan_shape(batch.config, args.query.shape[0], *args.block_table.shape)
@@ -237,8 +230,6 @@ def test_layers_share_a_schedule_made_once_a_step(products: str, monkeypatch: py
 
 
 def test_replays_in_a_graph_with_other_lengths() -> None:
-    from vattn.kernels.hopper.prefill import launch as prefill_launch
-
     batch = prefill_batch([(300, 900), (40, 900), (200, 900), (1, 900)], padding=60)
     args = batch.args
     prefill_launch.prefill(args, batch.config)
@@ -256,8 +247,6 @@ def test_replays_in_a_graph_with_other_lengths() -> None:
 
 
 def test_refusals_name_what_is_missing() -> None:
-    from vattn.kernels.hopper.prefill import launch as prefill_launch
-
     device = DeviceInfo.of("cuda")
     config = make_config(head_size=80, dtype="bfloat16", alibi="linear", block_size=24)
     text = " ".join(prefill_launch.refusals(config, device))

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-pytest.importorskip("triton")
-
 from tests.support import make_config
 from vattn.backends import hopper_routes
 from vattn.config.device import DeviceInfo
+from vattn.errors import ShapeError
 from vattn.kernels.hopper import mixed_launch
+from vattn.kernels.hopper.decode import launch as decode_fast
 from vattn.kernels.hopper.prefill import launch as prefill_launch
 from vattn.kernels.hopper.prefill.launch import TileConfig
 
@@ -201,9 +201,6 @@ def test_tensor_maps_of_fp8_caches_have_whole_rows() -> None:
 
 def test_the_shape_of_a_schedule_tells_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """It says how many rows there are, holds the schedule of any kind of step, and never shrinks."""
-    from vattn.errors import ShapeError
-    from vattn.kernels.hopper.decode import launch as decode_fast
-
     monkeypatch.setattr("vattn.config.device.multiprocessors", lambda device: 132)
     config, device = make_config(**LLAMA), torch.device("cpu")
     narrow = config.replace(head_size=64, head_size_v=64, sliding_window=128)
