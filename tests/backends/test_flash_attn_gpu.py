@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.conformance.cases import batch_of_row, make_cache_update
-from tests.conformance.compare import call, compare, compare_cache_update, on_cpu, run_and_compare
+from tests.conformance.cases import batch_of_row
+from tests.conformance.compare import call, compare, on_cpu, run_and_compare
 from tests.conformance.rows import BOTH_WAYS, CAP, CROSS, DECODES, ENCODED, LONG, LSE, MIXED, SINKS, Row
 from tests.support import Batch, make_config
 from vattn.backends import selector
@@ -125,11 +125,6 @@ def fa3() -> None:
         pytest.skip("needs FlashAttention-3: VATTN_FLASH_ATTN_LIBRARY=path")
 
 
-@pytest.mark.parametrize("name", [*ROWS, *PACKED_ROWS])
-def test_flash_attention_3(name: str, fa3: None) -> None:
-    check({**ROWS, **PACKED_ROWS}[name])
-
-
 @pytest.mark.parametrize("name", ROWS)
 def test_flash_attention_3_with_a_plan(name: str, fa3: None) -> None:
     check(ROWS[name], plan=True)
@@ -176,15 +171,13 @@ def test_neighbours_and_chunks_change_no_bit(changes: dict[str, Any], fa3: None)
 
 
 @pytest.mark.parametrize("name", PACKED_ROWS)
-def test_torchs_own(name: str, torchs_own: Any) -> None:
+def test_flash_attention_3_without_a_cache(name: str, fa3: None) -> None:
     check(PACKED_ROWS[name])
 
 
-@pytest.mark.parametrize("changes", [{}, {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head"}])
-def test_cache_update(changes: dict[str, Any], fa3: None) -> None:
-    query = FP8_HEADS if changes else {}
-    config = make_config(**{**BASE, **query, **changes, "backend": "FLASH_ATTN"})
-    assert compare_cache_update(make_cache_update(config, device="cuda"), config)
+@pytest.mark.parametrize("name", PACKED_ROWS)
+def test_torchs_own(name: str, torchs_own: Any) -> None:
+    check(PACKED_ROWS[name])
 
 
 @pytest.mark.parametrize("plan", [False, True])

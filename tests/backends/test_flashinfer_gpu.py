@@ -11,31 +11,30 @@ import pytest
 import torch
 
 import vattn
-from tests.conformance.cases import batch_of_row, make_cache_update
-from tests.conformance.compare import call, compare, compare_cache_update, on_cpu, run_and_compare
-from tests.conformance.rows import BOTH_WAYS, CAP, CROSS, DECODES, ENCODED, LONG, LSE, MIXED, SINKS, TREE, Row
+from tests.backends.test_flashinfer import plan_batch
+from tests.conformance.cases import batch_of_row
+from tests.conformance.compare import call, compare, on_cpu, run_and_compare
+from tests.conformance.rows import BOTH_WAYS, CAP, DECODES, LONG, LSE, MIXED, SINKS, TREE, Row
 from tests.support import Batch, make_config
 from vattn.backends import selector
 from vattn.backends.flashinfer import plan as flashinfer_plan
 from vattn.config.device import DeviceInfo
 from vattn.errors import GraphContractError, UnsupportedRequestError
-from vattn.ops.arguments import HostPlanArgs
 
 pytestmark = pytest.mark.gpu
 
 BASE = {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16", "head_size": 128, "head_size_v": 128, "block_size": 16}
 FP8 = {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"}
-PACKED = {"block_size": 0}
 FP8_QUERY = {**FP8, "query_format": "fp8_e4m3", "query_scale": "tensor"}
 XQA = {**FP8_QUERY, "block_size": 64, "num_heads": 8, "num_kv_heads": 2}
 XQA_TOLERANCE = 2.0**-4
 """XQA rounds softmax weights to e4m3, each by half a step: at most 2^-4 of itself."""
 
+# Planned; `tests/conformance` has calls without a plan.
 ROWS: dict[str, Row] = {
     "plain": Row({}, MIXED),
     "decodes": Row({}, DECODES, padding=(0, 2)),
     "long": Row({}, LONG),
-    "all-padding": Row({}, ((0, 0), (0, 5)), padding=(4, 1)),
     "group": Row({"num_heads": 8, "num_kv_heads": 1}, MIXED),
     "block-8": Row({"block_size": 8}, MIXED),
     "block-48": Row({"block_size": 48}, LONG),
@@ -43,14 +42,10 @@ ROWS: dict[str, Row] = {
     "both-ways": Row(BOTH_WAYS, MIXED),
     "sinks-lse": Row({**SINKS, **LSE}, MIXED),
     "lse": Row(LSE, MIXED),
-    "cross": Row({**CROSS, **LSE}, ENCODED),
     "fp8": Row(FP8, MIXED),
     "fp8-heads": Row({**FP8, "kv_scale": "head", **LSE}, LONG),
     "fp8-query": Row({**FP8_QUERY, **LSE}, MIXED),
     "fp8-query-heads": Row({**FP8_QUERY, "query_scale": "head", "kv_scale": "head"}, DECODES),
-    "packed": Row(PACKED, MIXED),
-    "packed-both-ways": Row({**PACKED, **BOTH_WAYS, **LSE}, MIXED),
-    "packed-cross": Row({**PACKED, **CROSS, **LSE}, ENCODED),
 }
 COMPILED: dict[str, Row] = {
     "window-cap": Row({"sliding_window": 37, **CAP}, LONG),
@@ -76,22 +71,12 @@ def check(row: Row) -> None:
     assert run_and_compare(batch)
 
 
-@pytest.mark.parametrize("name", ROWS)
-def test_rows(name: str) -> None:
-    check(ROWS[name])
-
-
 @pytest.mark.long
 @pytest.mark.parametrize("name", COMPILED)
 def test_rows_that_flashinfer_compiles_first(name: str) -> None:
     if os.environ.get("FLASHINFER_DISABLE_JIT"):
         pytest.skip("compiles a kernel: run with FLASHINFER_DISABLE_JIT=")
     check(COMPILED[name])
-
-
-def test_cache_update() -> None:
-    config = make_config(**{**BASE, **FP8, "backend": "FLASHINFER"})
-    assert compare_cache_update(make_cache_update(config, device="cuda"), config)
 
 
 def test_a_kernel_that_is_not_built_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,32 +102,19 @@ def test_the_device_does_not_plan() -> None:
         torch.ops.vattn.plan(batch.args.query_start_loc, batch.args.seq_lens, schedule, batch.args.config)
 
 
-PLANNED = {name: row for name, row in ROWS.items() if "packed" not in name and name not in ("cross", "all-padding")}
 WIDE_PREFILL = Row(LSE, ((300, 300), (150, 420), (1, 77)), padding=(70, 1))
 """Wide enough for FlashInfer's kernels for Hopper."""
 
 
 def plan(batch: Batch, schedule: torch.Tensor | None = None) -> Batch:
     """Plan a batch as a builder does; returns it with its plan."""
-    args, backend = batch.args, selector.get_backend("FLASHINFER")
-    if schedule is None:
-        shape = backend.plan_shape(batch.config, args.query.shape[0], *args.block_table.shape)
-        schedule = torch.full(shape, -7, dtype=torch.int32, device="cuda")
-    host_plan = torch.zeros(flashinfer_plan.NUMBERS, dtype=torch.int64)
-    step = HostPlanArgs(
-        query_lens=torch.tensor(batch.query_lens), kv_lens=torch.tensor(batch.seq_lens),
-        query_start_loc=args.query_start_loc, seq_lens=args.seq_lens, block_table=args.block_table,
-        num_tokens=args.query.shape[0], num_blocks=args.kv_cache.shape[1], schedule=schedule, host_plan=host_plan,
-    )  # fmt: skip
-    backend.plan_on_host(step, batch.config)
-    assert host_plan[0] > 0
-    batch.args = args._replace(plan=[schedule, host_plan])
+    batch.args = batch.args._replace(plan=plan_batch(batch, schedule))
     return batch
 
 
-@pytest.mark.parametrize("name", [*PLANNED, "wide prefill"])
+@pytest.mark.parametrize("name", [*ROWS, "wide prefill"])
 def test_a_planned_call(name: str) -> None:
-    row = PLANNED.get(name, WIDE_PREFILL)
+    row = ROWS.get(name, WIDE_PREFILL)
     changes = {**BASE, **row.changes}
     batch = plan(batch_of_row(Row(changes, row.lens, row.padding), "FLASHINFER", device="cuda", seed=3))
     assert run_and_compare(batch)

@@ -1,24 +1,65 @@
-"""XFORMERS: what it accepts, who runs what, and its decode against the reference with a stand-in for the package."""
+"""XFORMERS: what it accepts, which kernel runs a row, and its decodes against the reference.
+
+On a CPU a stand-in takes the place of the package.
+"""
 
 from __future__ import annotations
 
 import importlib.metadata
 import sys
 import types
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.backends.test_xformers_gpu import BASE, DECODED, OWN
 from tests.conformance.cases import batch_of_row
-from tests.conformance.compare import compare
-from tests.conformance.rows import CAP, DECODES, MIXED, Row
-from tests.support import make_config
+from tests.conformance.compare import call, compare, on_cpu
+from tests.conformance.rows import CAP, DECODES, FP8, LSE, MIXED, SINKS, Row
+from tests.support import Batch, make_config
 from vattn.backends import selector, xformers
+from vattn.backends.triton_attn import TritonAttentionBackend
 from vattn.config.device import DeviceInfo
+
+BASE = {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16", "head_size": 64, "head_size_v": 64, "block_size": 64}
+FAR = ((1, 1), (1, 700), (1, 64), (1, 65), (0, 9), (1, 1500), (1, 0))
+SOME = ((1, 30), (0, 0), (2, 90), (0, 4))
+"""As many tokens as requests, though they are not one each."""
+
+DECODED: dict[str, Row] = {
+    "decodes": Row({}, DECODES, padding=(0, 2)),
+    "decodes-far": Row({}, FAR),
+    "unequal-counts": Row({}, SOME, padding=(0, 0)),
+    "one": Row({}, ((1, 213),), padding=(0, 1)),
+    "padded-rows": Row({}, ((1, 300), (1, 2)), padding=(3, 3)),
+    "all-padding": Row({}, ((0, 0), (0, 5)), padding=(2, 1)),
+    "half": Row({"dtype": "float16", "kv_cache_dtype": "float16"}, FAR),
+    "one-head": Row({"num_heads": 1, "num_kv_heads": 1}, FAR),
+    "no-groups": Row({"num_heads": 3, "num_kv_heads": 3}, FAR),
+    "group-5": Row({"num_heads": 10, "num_kv_heads": 2}, FAR),
+    "group-32": Row({"num_heads": 32, "num_kv_heads": 1}, FAR),
+    "block-192": Row({"block_size": 192}, FAR),
+    "negative-scale": Row({"scale": -0.1}, FAR),
+    **{f"head-size-{size}": Row({"head_size": size, "head_size_v": size}, FAR) for size in (32, 128, 256)},
+}
+"""What xFormers' paged kernel runs."""
+
+OWN: dict[str, Row] = {
+    "plain": Row({}, MIXED),
+    "fp32": Row({"dtype": "float32", "kv_cache_dtype": "float32"}, DECODES),
+    "head-size-80": Row({"head_size": 80, "head_size_v": 80}, DECODES),
+    "block-16": Row({"block_size": 16}, DECODES),
+    "hnd": Row({"kv_cache_layout": "HND"}, DECODES),
+    "window": Row({"sliding_window": 37}, DECODES),
+    "cap": Row(CAP, DECODES),
+    "scales-heads": Row({**FP8, "kv_scale": "head"}, DECODES),
+    "sinks-lse": Row({**SINKS, **LSE}, DECODES),
+    "out": Row({"output_format": "fp8_static"}, DECODES),
+}
+"""What vattn's own kernels run."""
 
 HOPPER = DeviceInfo("cuda", (9, 0), "H")
 PLAIN = make_config(**{**BASE, "backend": "XFORMERS"})
@@ -70,17 +111,10 @@ def attend(query: Tensor, key: Tensor, value: Tensor, attn_bias: Mask, scale: fl
     return output
 
 
-@pytest.fixture
-def package(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Install the stand-in; returns the rows of each of its calls."""
-    calls: list[int] = []
-
-    def counted(query: Tensor, *rest: Any, **named: Any) -> Tensor:
-        calls.append(query.shape[1])
-        return attend(query, *rest, **named)
-
+def install_stand_in(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Put the stand-in where xFormers would be; returns its module `fmha`."""
     fmha = types.ModuleType("xformers.ops.fmha")
-    fmha.memory_efficient_attention_forward = counted
+    fmha.memory_efficient_attention_forward = attend
     fmha.triton_splitk = types.SimpleNamespace(FwOp="triton_splitKF")
     fmha.attn_bias = types.ModuleType("xformers.ops.fmha.attn_bias")
     fmha.attn_bias.PagedBlockDiagonalCausalWithOffsetPaddedKeysMask = Mask
@@ -89,34 +123,91 @@ def package(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     modules = {"xformers": types.ModuleType("xformers"), "xformers.ops": ops, "xformers.ops.fmha": fmha}
     for name, module in {**modules, "xformers.ops.fmha.attn_bias": fmha.attn_bias}.items():
         monkeypatch.setitem(sys.modules, name, module)
+    return fmha
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[list[int]]:
+    """Rows of every call of xFormers: of the package on a GPU, of the stand-in on a CPU."""
+    seen: list[int] = []
+    if device == "cpu":
+        fmha = install_stand_in(monkeypatch)
+    else:
+        if problem := selector.get_backend("XFORMERS").problem():
+            pytest.skip(problem)
+        from xformers.ops import fmha
+    real = fmha.memory_efficient_attention_forward
+
+    def counted(query: Tensor, *rest: Any, **named: Any) -> Tensor:
+        seen.append(query.shape[1])
+        return real(query, *rest, **named)
+
+    monkeypatch.setattr(fmha, "memory_efficient_attention_forward", counted)
     xformers._bias_template.cache_clear()
-    yield calls
+    yield seen
     xformers._bias_template.cache_clear()
 
 
-def run(row: Row) -> None:
-    changes = {**BASE, **row.changes}
-    batch = batch_of_row(Row(changes, row.lens, row.padding), "XFORMERS", seed=3)
-    selector.get_backend("XFORMERS").attention(batch.args, batch.config)
-    compare(batch, *batch.expected())
+def batch_of(row: Row, device: str) -> Batch:
+    return batch_of_row(replace(row, changes={**BASE, **row.changes}), "XFORMERS", device=device, seed=3)
 
 
 @pytest.mark.parametrize("name", DECODED)
-def test_decodes_run_in_xformers(name: str, package: list[int]) -> None:
-    run(DECODED[name])
-    assert len(package) == 1
+def test_decodes_run_in_xformers(name: str, calls: list[int], device: str) -> None:
+    batch = batch_of(DECODED[name], device)
+    selector.get_backend("XFORMERS").attention(batch.args, batch.config)
+    result = on_cpu(batch)
+    compare(result, *result.expected())
+    assert len(calls) == 1
 
 
-@pytest.mark.parametrize("name", ["plain", "block-16", "window-decode", "cap-decode", "scales-heads-decode"])
-def test_everything_else_runs_in_our_kernels(name: str, package: list[int]) -> None:
-    row = OWN[name]
-    run(Row(row.changes, row.lens if name == "plain" else DECODES, row.padding))
-    assert package == []
+@pytest.mark.parametrize("name", OWN)
+def test_everything_else_runs_in_our_kernels(name: str, calls: list[int], device: str, monkeypatch) -> None:
+    own: list[Any] = []
+    monkeypatch.setattr(TritonAttentionBackend, "attention", lambda self, args, config: own.append(args))
+    batch = batch_of(OWN[name], device)
+    selector.get_backend("XFORMERS").attention(batch.args, batch.config)
+    assert len(own) == 1 and calls == []
 
 
-def test_a_mixed_step_runs_in_our_kernels(package: list[int]) -> None:
-    run(Row({}, MIXED))
-    assert package == []
+@pytest.mark.gpu
+@pytest.mark.parametrize("device", ["cuda"])
+def test_a_captured_decode_follows_lengths_and_tables(calls: list[int]) -> None:
+    first, second = (
+        batch_of_row(Row(BASE, lens, padding=(0, 1)), "XFORMERS", device="cuda", seed=5)
+        for lens in (((1, 40), (1, 900), (1, 64)), ((1, 700), (1, 1), (1, 333)))
+    )
+    width = max(batch.args.block_table.shape[1] for batch in (first, second))
+    cache = torch.zeros_like(max((first, second), key=lambda batch: batch.args.kv_cache.numel()).args.kv_cache)
+    args = first.args._replace(
+        kv_cache=cache,
+        block_table=torch.zeros(first.args.block_table.shape[0], width, dtype=torch.int32, device="cuda"),
+    )
+
+    def fill(batch: object) -> None:
+        cache[:, : batch.args.kv_cache.shape[1]] = batch.args.kv_cache
+        args.block_table[:, : batch.args.block_table.shape[1]] = batch.args.block_table
+        for name in ("query", "query_start_loc", "seq_lens"):
+            getattr(args, name).copy_(getattr(batch.args, name))
+
+    kept = [tensor.clone() for tensor in (first.args.query, first.args.query_start_loc, first.args.seq_lens)]
+    fill(first)
+    call(args)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call(args)
+    fill(second)
+    args.output.fill_(float("nan"))
+    graph.replay()
+    second.args = second.args._replace(output=args.output.clone())
+    compare(on_cpu(second), *on_cpu(second).expected())
+    for tensor, before in zip((first.args.query, first.args.query_start_loc, first.args.seq_lens), kept, strict=True):
+        tensor.copy_(before)
+    cache[:, : first.args.kv_cache.shape[1]] = first.args.kv_cache
+    args.block_table[:, : first.args.block_table.shape[1]] = first.args.block_table
+    graph.replay()
+    first.args = first.args._replace(output=args.output.clone())
+    compare(on_cpu(first), *on_cpu(first).expected())
 
 
 def reasons(monkeypatch: pytest.MonkeyPatch, **changes: object) -> list[str]:
@@ -124,9 +215,9 @@ def reasons(monkeypatch: pytest.MonkeyPatch, **changes: object) -> list[str]:
     return selector.get_backend("XFORMERS").reasons(PLAIN.replace(**changes), HOPPER)
 
 
-@pytest.mark.parametrize("size", range(32, 257, 8))
-def test_accepts_every_eighth_head_size(size: int, monkeypatch) -> None:
-    assert reasons(monkeypatch, head_size=size, head_size_v=size) == []
+def test_accepts_every_eighth_head_size(monkeypatch) -> None:
+    for size in range(32, 257, 8):
+        assert reasons(monkeypatch, head_size=size, head_size_v=size) == []
 
 
 @pytest.mark.parametrize(
