@@ -19,10 +19,8 @@ from tests.layers.layer_support import (
     SIZE,
     assert_same_state,
     backends,
-    dequantised,
     state_of,
 )
-from tests.support import make_config
 from vattn.config.device import parse_version
 from vattn.errors import (
     ConfigError,
@@ -34,7 +32,6 @@ from vattn.errors import (
 )
 from vattn.metadata.cross_attention import write_cross_slots
 from vattn.passes.report import clear_fusion_report
-from vattn.quantization.formats import OUTPUT_FORMATS
 
 # fp32 sums in another order.
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -162,21 +159,6 @@ def test_calculated_scales_come_from_the_first_encoder_states():
     assert (later - want_later).norm() < 0.1 * want_later.norm()
 
 
-@pytest.mark.parametrize("name", OUTPUT_FORMATS)
-def test_output_formats(name):
-    fmt = OUTPUT_FORMATS[name]
-    options = {"num_heads": 8, "num_kv_heads": 2}
-    quant = vattn.QuantConfig(output_format=name, output_scale=0.01 if fmt.static_scale else None)
-    step = first_step(make_builder())
-    inputs = rows(15, 8), rows(14, 2, seed=1), rows(14, 2, seed=2)
-    layer = make_layer(quant_config=quant, **options)
-    got, exact = layer(*inputs, metadata=step), make_layer(**options)(*inputs, metadata=step)
-    # As in test_layer: half a step of the container, relative to the row's largest value.
-    tolerance = {None: 0.0, torch.float8_e4m3fn: 0.07, torch.uint8: 0.3}[fmt.container]
-    error = (dequantised(layer, got).flatten(1) - exact).abs()
-    assert (error <= tolerance * exact.abs().amax(1, keepdim=True) + 1e-6).all()
-
-
 def test_soft_cap_and_sinks_reach_the_op():
     plain = run_two_steps(make_layer())[0][0]
     for options in ({"logits_soft_cap": 0.2}, {"sinks": torch.tensor([0.1, 2.0, -1.0, 0.0])}):
@@ -198,26 +180,6 @@ def test_a_profiling_call_needs_nothing():
     for key in (None, rows(7, KV_HEADS)):
         out = layer(rows(5, HEADS), key, key)
         assert out.shape == (5, HEADS * SIZE) and not out.any()
-
-
-def test_layers_share_the_states_of_another():
-    first = make_layer(bound=False, prefix="layers.0")
-    second = make_layer(bound=False, prefix="layers.1", kv_sharing_target_layer_name="layers.0")
-    bind(nn.ModuleList([first, second]))
-    step = first_step(make_builder())
-    inputs = rows(15, HEADS), rows(14, KV_HEADS, seed=1), rows(14, KV_HEADS, seed=2)
-    assert torch.equal(first(*inputs, metadata=step), second(inputs[0], None, None, metadata=step))
-
-
-def test_scales_survive_a_state_dict():
-    options = {"cache": {"cache_dtype": "fp8", "calculate_kv_scales": True}}
-    layer, other = make_layer(**options), make_layer(**options)
-    run_two_steps(layer)
-    other.load_state_dict(layer.state_dict())
-    assert other.scales_ready.tolist() == [1, 1, 1]
-    assert (other.k_scale, other.v_scale) == (layer.k_scale, layer.v_scale) and layer.k_scale != 1
-    for (out, _), (again, _) in zip(run_two_steps(layer), run_two_steps(other), strict=True):
-        assert torch.equal(out, again)
 
 
 def test_spec_and_repr():
@@ -489,7 +451,7 @@ def test_compiles_into_one_graph_for_first_and_one_for_later_steps():
     model = Decoder().eval()
     bind(model)
     builder = make_builder(layers=model)
-    compiled = vattn.compile(model, backend="aot_eager")
+    compiled = vattn.compile(model, backend="eager")
     counters = torch._dynamo.utils.counters
     counters.clear()
     with torch.no_grad():
@@ -547,76 +509,3 @@ def test_output_quantisation_fuses_after_cross_attention():
     # Inductor's projections may round differently: codes one step apart, 1/8 of a value.
     assert ((got.float() - want.float()).abs() <= want.float().abs() / 8 + 1e-2).all()
     torch._dynamo.reset()
-
-
-# Against transformers
-
-
-class OurWhisperDecoder(nn.Module):
-    """Whisper's decoder by its own weights, packed, with both kinds of attention on our caches."""
-
-    def __init__(self, theirs: nn.Module, heads: int, size: int) -> None:
-        super().__init__()
-        self.theirs = theirs
-        options = {"cache_config": vattn.CacheConfig(block_size=BLOCK)}
-        count = range(len(theirs.layers))
-        self.own = nn.ModuleList(vattn.Attention(heads, size, size**-0.5, prefix=f"{i}.own", **options) for i in count)
-        self.cross = nn.ModuleList(
-            vattn.CrossAttention(heads, size, size**-0.5, prefix=f"{i}.cross", **options) for i in count
-        )
-
-    def forward(self, ids: Tensor, positions: Tensor, states: Tensor | None) -> Tensor:
-        x = self.theirs.embed_tokens(ids) + self.theirs.embed_positions.weight[positions]
-        for layer, own, cross in zip(self.theirs.layers, self.own, self.cross, strict=True):
-            y, attn = layer.self_attn_layer_norm(x), layer.self_attn
-            x = x + attn.out_proj(own(attn.q_proj(y), attn.k_proj(y), attn.v_proj(y)))
-            y, attn = layer.encoder_attn_layer_norm(x), layer.encoder_attn
-            new = (None, None) if states is None else (attn.k_proj(states), attn.v_proj(states))
-            x = x + attn.out_proj(cross(attn.q_proj(y), *new))
-            x = x + layer.fc2(layer.activation_fn(layer.fc1(layer.final_layer_norm(x))))
-        return self.theirs.layer_norm(x)
-
-
-def test_equals_whispers_decoder():
-    """Two requests that start in different steps, prefill and decode, against theirs run whole and alone."""
-    whisper = pytest.importorskip("transformers.models.whisper.modeling_whisper")
-    config = whisper.WhisperConfig(
-        d_model=48, decoder_attention_heads=3, decoder_layers=2, encoder_layers=1, encoder_attention_heads=3,
-        decoder_ffn_dim=32, encoder_ffn_dim=32, vocab_size=50, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        decoder_start_token_id=1, max_target_positions=30, init_std=0.3,
-    )  # fmt: skip
-    theirs = whisper.WhisperDecoder(config).eval()
-    ours = OurWhisperDecoder(theirs, 3, 16)
-    bind(ours, num_blocks=12)
-    builder = make_builder(layers=ours)
-    states = [torch.randn(13, 48), torch.randn(5, 48)]
-    tokens = [torch.randint(3, 50, (9,)), torch.randint(3, 50, (8,))]
-    with torch.no_grad():
-        want = [
-            theirs(input_ids=ids[None], encoder_hidden_states=encoded[None], use_cache=False).last_hidden_state[0]
-            for ids, encoded in zip(tokens, states, strict=True)
-        ]
-        for spans, new in (
-            ([(0, 4)], [True]),
-            ([(4, 5), (0, 6)], [False, True]),
-            ([(5, 6), (6, 7)], [False, False]),
-            ([(6, 9), (7, 8)], [False, False]),
-        ):
-            active = range(len(spans))
-            lens, ends = [b - a for a, b in spans], [b for _, b in spans]
-            step = builder.build(
-                lens, ends, [[1, 2], [3]][: len(spans)], new_encoder=new, encoder_lens=[13, 5][: len(spans)],
-                cross_block_tables=[[4, 9], [7]][: len(spans)],
-            )  # fmt: skip
-            written = [states[i] for i in active if new[i]]
-            ids = torch.cat([tokens[i][a:b] for i, (a, b) in enumerate(spans)])
-            with vattn.forward_context(step):
-                out = ours(ids, step.positions, torch.cat(written) if written else None)
-            expected_rows = torch.cat([want[i][a:b] for i, (a, b) in enumerate(spans)])
-            torch.testing.assert_close(out, expected_rows, rtol=1e-4, atol=1e-4)
-
-
-def test_the_config_of_the_op_names_the_type():
-    config = make_layer().config
-    assert (config.attn_type, config.causality) == ("encoder_decoder", "bidirectional")
-    assert make_config(attn_type="encoder_decoder", causality="bidirectional").attn_type == "encoder_decoder"

@@ -357,7 +357,7 @@ def test_compiled_code_refuses_a_short_key(fresh_dynamo: None) -> None:
 
 
 def test_inductor_and_export(fresh_dynamo: None) -> None:
-    model = Encoder(2, per_layer_sliding_window=4)
+    model = Encoder(1, per_layer_sliding_window=4)
     target = vattn.compile(model)
     x, step = torch.randn(14, 64), packed_step([5, 9])
     exported = vattn.export_step(model, (x,), step)

@@ -532,35 +532,6 @@ def sharing_model(**options):
     return nn.ModuleList([first, second])
 
 
-def test_a_sharing_layer_reads_its_targets_cache_and_scales():
-    quant = vattn.QuantConfig(k_scale=[0.01, 0.02], v_scale=[0.03, 0.01])
-    cache = {"cache_dtype": "fp8"}
-    model = sharing_model(first={"quant_config": quant, "cache": cache}, cache=cache)
-    bind(model)
-    first, second = model
-    assert second.kv_cache is first.kv_cache
-    assert second.k_scale is first.k_scale
-    assert second.config.kv_scale == "head"
-    query, key, value = make_inputs(5)
-    out = first(query, key, value, metadata=make_step())
-    before = state_of(second)
-    assert torch.equal(second(query, None, None, metadata=make_step()), out)
-    assert_same_state(second, before)
-
-
-def test_saved_scales_of_a_target_survive_loading_into_a_bound_model():
-    """An entry of the sharing layer would be loaded over the target's scale."""
-    quant = vattn.QuantConfig(k_scale=0.25, v_scale=0.5)
-    options = {"first": {"quant_config": quant, "cache": {"cache_dtype": "fp8"}}, "cache": {"cache_dtype": "fp8"}}
-    saved = sharing_model(**options).state_dict()
-    model = sharing_model(**options)
-    bind(model)
-    model[0].k_scale.fill_(3.0)
-    model.load_state_dict(saved)
-    assert [layer.k_scale.item() for layer in model] == [0.25, 0.25]
-    assert [layer.v_scale.item() for layer in model] == [0.5, 0.5]
-
-
 @pytest.mark.parametrize(("key", "value"), [(True, True), (True, False), (False, True)], ids=["both", "key", "value"])
 def test_a_sharing_layer_takes_no_key_or_value(key, value):
     model = sharing_model()
@@ -568,14 +539,6 @@ def test_a_sharing_layer_takes_no_key_or_value(key, value):
     inputs = make_inputs(5)
     with pytest.raises(ShapeError, match="neither for one that shares a cache"):
         model[1](inputs[0], inputs[1] if key else None, inputs[2] if value else None, metadata=make_step())
-
-
-def test_a_sharing_layer_needs_the_tokens_of_the_step():
-    """Without keys nothing else counts the rows: the last ones would be left out in silence."""
-    model = sharing_model()
-    bind(model)
-    with pytest.raises(ShapeError, match="query has 4 tokens in layer"):
-        model[1](make_inputs(4)[0], None, None, metadata=make_step())
 
 
 def test_causal_that_is_no_flag_is_refused():

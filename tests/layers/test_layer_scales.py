@@ -195,17 +195,6 @@ def test_a_given_query_scale_is_kept():
     assert layer.scales_ready.tolist() == [1, 1, 1]
 
 
-def test_a_sharing_layer_sees_calculated_scales():
-    cache = {"cache": CALCULATE}
-    first = make_layer(bound=False, prefix="0", **cache)
-    second = make_layer(bound=False, prefix="1", kv_sharing_target_layer_name="0", **cache)
-    bind(nn.ModuleList([first, second]))
-    query, key, value = make_inputs(5)
-    out = first(query, key, value, metadata=make_step())
-    assert first.k_scale.item() != 1.0
-    assert torch.equal(second(query, None, None, metadata=make_step()), out)
-
-
 def test_compiled_scales_equal_eager_ones():
     eager, inputs = calculated(), make_inputs(9, real=5)
     layer = calculated()
