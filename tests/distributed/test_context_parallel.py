@@ -216,7 +216,7 @@ REFUSED = {
     "narrow-table": (MetadataError, "seq_len 36 over 2 ranks needs 2 blocks", lambda: build([2], [36], [[1]])),
     "long": (MetadataError, "a step of 80 positions", lambda: build([2], [80], [[1, 2, 3, 4, 5]])),
     "whole-step": (MetadataError, "metadata of whole requests", lambda: call(PAIR, None)),
-    "sharded-step": (MetadataError, "whose cache holds all tokens", lambda: call(None, PAIR)),
+    "sharded-step": (MetadataError, "which holds all tokens", lambda: call(None, PAIR)),
     "other-shard": (MetadataError, "interleave=4", lambda: call(ContextParallel(1, 2, 4), PAIR)),
     "no-group-in-call": (MetadataError, "without a process group", lambda: call(PAIR, PAIR)),
 }

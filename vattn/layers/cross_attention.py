@@ -150,16 +150,17 @@ class CrossAttention(CachedAttention):
 
     def _check_given(self, key: Tensor | None, value: Tensor | None, metadata: AttentionMetadata | None) -> None:
         shared = self.kv_sharing_target_layer_name is not None
-        came = key is not None
-        wrong = (value is not None) != came or (shared and came)
-        if metadata is not None and not shared:
-            wrong = wrong or came != (metadata.cross_slot_mapping is not None)
-        if wrong:
+        wanted = key is not None
+        if shared:
+            wanted = False
+        elif metadata is not None:
+            wanted = metadata.cross_slot_mapping is not None
+        if (key is not None) != wanted or (value is not None) != wanted:
             raise ShapeError(
                 f"layer {self.prefix!r} got key {given(key)} and value {given(value)}",
                 "both for the encoder states that a step writes (metadata.cross_slot_mapping), neither where no "
                 "encoder ran or the layer shares a cache",
-                "mark the requests whose encoder ran with builder.build(new_encoder=...), and pass their states",
+                "mark the requests that ran their encoder with builder.build(new_encoder=...), and pass their states",
             )
 
     def _layer_step(self, metadata: AttentionMetadata) -> LayerStep:

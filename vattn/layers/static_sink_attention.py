@@ -100,7 +100,7 @@ class StaticSinkAttention(Attention):
             )
         if self.calculate_kv_scales:
             raise ScaleError(
-                f"calculate_kv_scales in sink layer {self.prefix!r}, whose sinks are stored before the first step",
+                f"calculate_kv_scales in layer {self.prefix!r}, which stores its sinks before the first step",
                 "given scales",
                 "QuantConfig(k_scale=..., v_scale=...)",
             )

@@ -119,7 +119,7 @@ def check_configs(layer: str, cache_config: object, quant_config: object, *, exa
 
 
 def alibi_kind(slopes: object, sqrt: bool | None) -> str:
-    """Return the config's name of what `alibi_slopes` and `use_alibi_sqrt` ask for."""
+    """Return the config's name of what `alibi_slopes` and `use_alibi_sqrt` mean."""
     if slopes is None:
         if sqrt:
             raise ConfigError("use_alibi_sqrt without alibi_slopes", "slopes with it", "pass alibi_slopes")

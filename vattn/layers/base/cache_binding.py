@@ -1,4 +1,4 @@
-"""`BoundCache`: what a layer with a paged KV cache asks for, and what binding a storage makes of it.
+"""`BoundCache`: what a layer with a paged KV cache requests, and what binding a storage makes of it.
 
 A subclass says what its arguments mean (`__init__`) and what its cache holds (`get_kv_cache_spec`).
 """
@@ -38,7 +38,7 @@ from vattn.quantization.formats import KV_FORMATS, dtype_name, resolve_kv_cache_
 
 
 class BoundCache(CacheScales):
-    """Layer that asks for an attention over a paged cache, and gets one when a cache is bound to it.
+    """Layer that requests attention over a paged cache; binding a cache chooses the backend that runs it.
 
     Args:
         num_heads, head_size, scale, num_kv_heads, head_size_v: as for `Attention`, with `None` for a default.
@@ -221,7 +221,7 @@ class BoundCache(CacheScales):
 
         Args:
             storage: contiguous, of `kv_cache_shape(config, num_blocks)`; kept, not copied.
-            dtype: model dtype, that of the queries to come.
+            dtype: model dtype, that of the queries.
             target: the layer to share storage and scales with; needed with `kv_sharing_target_layer_name`.
 
         Raises:

@@ -1,4 +1,4 @@
-"""What a layer over a cache that several ranks share asks of its own part, and how it makes the parts one."""
+"""Context parallelism of one layer: the request for its rank's part, and how the parts of all ranks are combined."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from vattn.quantization.codecs import quantise_output
 from vattn.quantization.formats import OUTPUT_FORMATS
 
 
-def check_context_parallel(layer: Any, num_heads: int, head_size_v: int, asked: dict[str, bool]) -> None:
+def check_context_parallel(layer: Any, num_heads: int, head_size_v: int, requested: dict[str, bool]) -> None:
     """Refuse ranks that cannot share a layer.
 
     Args:
         num_heads, head_size_v: query heads of all ranks together, value columns of one.
-        asked: other requested features that need every token or one rank's order, by name.
+        requested: other features that need every token or one rank's order, by name.
 
     Raises:
         ConfigError: heads that the ranks do not divide, or no `ContextParallel`.
@@ -46,7 +46,7 @@ def check_context_parallel(layer: Any, num_heads: int, head_size_v: int, asked: 
         raise ConfigError(
             f"{num_heads} query heads for {world} ranks in {name}",
             "as many heads on every rank",
-            "use a group whose size divides num_heads",
+            "use a group with a size that divides num_heads",
         )
     columns = num_heads // world * head_size_v
     if (fmt.group_size > 0 and columns % fmt.group_size) or (fmt.group_size == 16 and head_size_v % 16):
@@ -56,7 +56,7 @@ def check_context_parallel(layer: Any, num_heads: int, head_size_v: int, asked: 
             "use another group size or per-token scales",
         )
     combinations = {
-        **asked,
+        **requested,
         "calculate_kv_scales": layer.cache_config.calculate_kv_scales,
         "exact_prefill": getattr(layer.cache_config, "exact_prefill", False),
     }
@@ -82,7 +82,7 @@ def partial_request(parallel: ContextParallel) -> dict[str, Any]:
 
 
 def check_step_ranks(prefix: str, parallel: ContextParallel | None, metadata: AttentionMetadata) -> None:
-    """Refuse a step whose table holds another share of the tokens than the layer's cache. Eager calls only.
+    """Refuse a step for another share of the tokens than the layer's cache holds. Eager calls only.
 
     Raises:
         MetadataError: another share, or a layer without a process group.
@@ -90,7 +90,7 @@ def check_step_ranks(prefix: str, parallel: ContextParallel | None, metadata: At
     shard = None if parallel is None else parallel.dcp_shard
     if metadata.dcp_shard != shard or (metadata.local_seq_lens is None) != (shard is None):
         raise MetadataError(
-            f"metadata of {metadata.dcp_shard or 'whole requests'} in layer {prefix!r}, whose cache holds "
+            f"metadata of {metadata.dcp_shard or 'whole requests'} in layer {prefix!r}, which holds "
             f"{shard or 'all tokens'}",
             "the same ContextParallel for layers and builder",
             "pass context_parallel= to AttentionMetadataBuilder and to the layers, or to neither",
@@ -109,7 +109,7 @@ def all_heads(query: Tensor, parallel: ContextParallel) -> Tensor:
 
 
 def partial_arguments(args: Args, query: Tensor, head_size_v: int, dtype: torch.dtype) -> Args:
-    """Return the arguments of this rank's part: queries of all ranks, an output of its own, and an LSE beside it."""
+    """Return the arguments of this rank's part: queries of all ranks, an output of its own, and an LSE."""
     changes: dict[str, Any] = {} if isinstance(args, MLAAttentionArgs) else {"sinks": None}
     return with_own_result(args._replace(query=query, **changes), head_size_v, dtype)
 

@@ -152,7 +152,7 @@ class CachedAttention(BoundCache):
         metadata = given_step(self, metadata)
         if isinstance(metadata, GroupedMetadata):
             raise MetadataError(
-                f"metadata with groups in layer {self.prefix!r}, whose cache has none",
+                f"metadata with groups in layer {self.prefix!r}, with a cache without groups",
                 "metadata of AttentionMetadataBuilder",
                 "allocate the cache with hybrid=True, or build steps without groups",
             )
@@ -186,7 +186,7 @@ class CachedAttention(BoundCache):
                 f"layer {self.prefix!r} cannot run this step: causality {variant[0]}, tree bias {variant[1]}, "
                 f"multimodal ranges {variant[2]}; {self._refused[variant]}",
                 "what its backend accepts",
-                "build the step without what the reason names, or ask for another attn_backend",
+                "build the step without what the reason names, or choose another attn_backend",
             )
         return self._ops[variant]
 
@@ -200,7 +200,7 @@ class CachedAttention(BoundCache):
         parts: tuple[Part, ...],
         transfer: Tensor | None,
     ) -> None:
-        """Refuse what any op but the first would refuse, before that one writes. Compiled code leaves it to the ops."""
+        """Refuse what any op but the first would refuse, before that one writes. Eager calls only."""
         for target in self._target:
             if target.kv_cache is not self.kv_cache:
                 raise CacheError(

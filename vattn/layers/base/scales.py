@@ -36,7 +36,7 @@ class QuantConfig:
         query_format: `"none"`, or `"fp8_e4m3"` to quantise the query before the op.
         q_scale: as `k_scale`, for the query.
         output_format: name in `vattn.quantization.formats.OUTPUT_FORMATS`; the layer then returns the quantised output,
-            and its scales beside it if the format computes any.
+            and its scales too if the format computes any.
         output_scale: the static FP8 scale or NVFP4 global scale, for formats that take one.
     """
 
@@ -48,14 +48,9 @@ class QuantConfig:
     output_scale: ScaleSource = None
 
     def __post_init__(self) -> None:
-        if self.query_format not in QUERY_FORMATS:
-            raise ConfigError(
-                f"query_format={self.query_format!r}", ", ".join(QUERY_FORMATS), "choose one of these names"
-            )
-        if self.output_format not in OUTPUT_FORMATS:
-            raise ConfigError(
-                f"output_format={self.output_format!r}", ", ".join(OUTPUT_FORMATS), "choose one of these names"
-            )
+        for name, formats in (("query_format", QUERY_FORMATS), ("output_format", OUTPUT_FORMATS)):
+            if getattr(self, name) not in formats:
+                raise ConfigError(f"{name}={getattr(self, name)!r}", ", ".join(formats), "choose one of these names")
         static = OUTPUT_FORMATS[self.output_format].static_scale
         if (self.output_scale is not None) != static:
             raise ScaleError(

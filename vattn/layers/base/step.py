@@ -221,7 +221,7 @@ def split_heads(name: str, tensor: Tensor, heads: int, width: int) -> Tensor:
 
 
 class LayerResult(NamedTuple):
-    """What a layer returns, as it is written: heads apart, scales beside it."""
+    """What a layer returns, before its heads are joined, and the scales of the output format."""
 
     output: Tensor
     block_scale: Tensor | None
@@ -251,7 +251,7 @@ class LayerResult(NamedTuple):
 
 
 def with_own_result(args: Args, head_size_v: int, dtype: torch.dtype) -> Args:
-    """Return an op's arguments with a result of its own `[T, heads, head_size_v]` of `dtype`, and an LSE beside it."""
+    """Return an op's arguments with a result of its own `[T, heads, head_size_v]` of `dtype`, and with an LSE."""
     tokens, heads = args.query.shape[0], args.query.shape[1]
     return args._replace(
         output=args.query.new_empty((tokens, heads, head_size_v), dtype=dtype),

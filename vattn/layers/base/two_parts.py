@@ -73,7 +73,7 @@ class CascadeOps(NamedTuple):
     prefix: str
     refused: dict[StepKind, str]
     columns: int
-    advice: str = "build the step without shared_prefix_len, or ask for another attn_backend"
+    advice: str = "build the step without shared_prefix_len, or choose another attn_backend"
 
 
 @lru_cache(maxsize=256)
@@ -105,7 +105,7 @@ def suffix_config(ops: CascadeOps, step: LayerStep, layer: str) -> str:
     if kind not in ops.suffix:
         raise UnsupportedRequestError(
             f"layer {layer!r} cannot attend a shared prefix apart ({ops.refused.get(kind, 'this kind of step')})",
-            "layers of plain decoder attention, whose backend writes LSE and takes bidirectional queries",
+            "layers of plain decoder attention with a backend that writes LSE and takes bidirectional queries",
             ops.advice,
         )
     return ops.suffix[kind]

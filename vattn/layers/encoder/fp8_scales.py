@@ -1,7 +1,7 @@
 """Scales of FP8 multimodal encoders: from a file, or from the largest values of the last steps; and that file.
 
 The file is JSON, one entry per layer: `{"layer": {"q": 0.01, "k": 0.02, "v": 0.01}}`. `q_scale` is another spelling of
-`q`, and the entries may lie under a key `"layers"` beside other keys.
+`q`, and the entries may lie under a key `"layers"` next to other keys.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from vattn.quantization.codecs import MIN_ABSMAX
 from vattn.quantization.formats import FP8_E4M3_MAX
 
 HISTORY_STEPS = 16
-"""Steps whose largest values decide a dynamic scale, the current one among them."""
+"""A dynamic scale is decided by the largest values of this many steps, the current one included."""
 
 _TENSORS = ("q", "k", "v")
 _FORMAT = '{"layer": {"q": 0.01, "k": 0.02, "v": 0.01}, ...}'
@@ -236,7 +236,7 @@ def _saved_scales(layer: Any, margin: float) -> list[float]:
 
 
 def _write_whole(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
-    """Write JSON beside a file and rename it, so that the file is either the old one or the whole new one."""
+    """Write JSON to a second file and rename it, so that the file is either the old one or the whole new one."""
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
     try:

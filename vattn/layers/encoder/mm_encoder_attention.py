@@ -146,12 +146,11 @@ class MMEncoderAttention(VarlenAttention):
                 (compiled code and CUDA leave that to `vattn.check_cu_seqlens`; nothing outside the tensors is read).
             UnsupportedRequestError: no backend, or not the requested one, runs the layer on this device.
         """
-        if not isinstance(query, Tensor):
-            raise ShapeError(
-                f"query is {type(query).__name__} in layer {self.prefix!r}",
-                f"a tensor [b, s, {self.num_heads * self.head_size}]",
-                "pass query, key and value as tensors",
-            )
+        for name, tensor in (("query", query), ("key", key), ("value", value)):
+            if not isinstance(tensor, Tensor):
+                got = None if tensor is None else type(tensor).__name__
+                allowed = "a tensor [b, s, columns] or [b, s, heads, head_size]"
+                raise ShapeError(f"{name} is {got} in layer {self.prefix!r}", allowed, f"pass {name} as a tensor")
         op_config = self._op_config(query.dtype)
         if query.dim() not in (3, 4):
             raise self._shape_error("query", query, self.num_heads)
@@ -183,12 +182,6 @@ class MMEncoderAttention(VarlenAttention):
 
     def _rows(self, name: str, tensor: Tensor, heads: int, batch: int, tokens: int) -> Tensor:
         """Return a view `[b * s, heads, head_size]`."""
-        if not isinstance(tensor, Tensor):
-            raise ShapeError(
-                f"{name} is {None if tensor is None else type(tensor).__name__} in layer {self.prefix!r}",
-                f"a tensor [{batch}, {tokens}, {heads * self.head_size}]",
-                f"pass {name}",
-            )
         if tensor.layout is not torch.strided or tensor.is_nested:
             raise not_strided(name, tensor)
         wide = tensor.dim() == 3 and tensor.shape[2] == heads * self.head_size
