@@ -263,15 +263,6 @@ def test_plain_weights_are_no_codes() -> None:
         model.load_state_dict(broken)
 
 
-def test_what_is_no_model() -> None:
-    for call in (
-        lambda: vattn.quantise_linears("model", "fp8_per_token"),
-        lambda: vattn.quantise_linears(None, "fp8_per_token", skip=["*"]),
-    ):
-        with pytest.raises(errors.ConfigError, match=r"a model of type (str|NoneType).*torch.nn.Module"):
-            call()
-
-
 @pytest.mark.parametrize(
     ("arguments", "kind"),
     [

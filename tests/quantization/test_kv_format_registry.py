@@ -28,7 +28,7 @@ found = 0
 made = rows._packed_formats()
 for index, (name, row) in enumerate(made.items()):
     for backend in ("TORCH_SDPA", "TRITON_ATTN"):
-        if name.startswith("two_bits") and (backend == "TORCH_SDPA" or index % 4 == 0):
+        if name.startswith("two_bits") and (backend == "TORCH_SDPA" or index % 12 == 0):
             found += compare.run_and_compare(cases.batch_of_row(row, backend, seed=index))
 print("rows that equal the reference:", found)
 config = vattn.AttentionConfig(6, 3, 64, 32, 1.0, "bfloat16", "two_bits", 8, "HND", backend="TRITON_ATTN")
@@ -47,7 +47,7 @@ def test_a_new_format_is_picked_up() -> None:
         [sys.executable, "-c", PICKED_UP], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "rows that equal the reference: 1" in result.stdout
+    assert int(result.stdout.partition("rows that equal the reference: ")[2].split()[0]) > 12
     assert "stored bit for bit: True" in result.stdout
     assert "drawn by the fuzz: True" in result.stdout and "in the support table: True" in result.stdout
 
