@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from tests.conformance.record import Recorder, merge_files, merged
+from tests.conformance.record import Recorder, merge_files, merged, write_runs
 from vattn.backends import recorded_runs, selector
 from vattn.backends.mla.registry import mla_backends
-from vattn.backends.recorded_runs import FOLDER, RunRecord, read_runs, verdict, write_runs
+from vattn.backends.recorded_runs import FOLDER, RunRecord, read_runs, verdict
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
 from vattn.config.features import request_parts

@@ -15,6 +15,7 @@ import dataclasses
 import datetime
 import importlib.metadata
 import itertools
+import json
 import random
 import time
 from collections.abc import Callable, Collection, Iterable
@@ -30,7 +31,7 @@ from tests.conformance.rows import ROWS
 from tests.support import Batch
 from vattn.backends import selector
 from vattn.backends.base import Backend
-from vattn.backends.recorded_runs import FOLDER, RunRecord, read_runs, write_runs
+from vattn.backends.recorded_runs import FOLDER, RunRecord, read_runs
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
 from vattn.config.features import request_parts
@@ -43,6 +44,21 @@ MOST_ERRORS = 20
 
 SAVE_SECONDS = 20.0
 """How often a long run writes its record, so that whatever ends it leaves what was seen."""
+
+
+def write_runs(path: Path, runs: Iterable[RunRecord]) -> None:
+    """Write a file of records, errors with three digits."""
+
+    def short(error: float | None) -> float | None:
+        return None if error is None else float(f"{error:.2e}")
+
+    entries = [dataclasses.asdict(run) for run in runs]
+    for entry in entries:
+        entry["cells"] = {part: short(error) for part, error in sorted(entry["cells"].items())}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.tmp")
+    partial.write_text(json.dumps(entries, indent=1) + "\n")
+    partial.replace(path)
 
 
 class Recorder:

@@ -90,9 +90,10 @@ class DifferentialFlashAttentionBackend(Backend):
     def limits(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
         """Return why no underlying backend runs a half, or why the request is not a half."""
         found = super().limits(config, device)
-        if found or underlying(config, device) is not None:
+        refusals = {} if found else _refusals(config, device)
+        if found or not all(refusals.values()):
             return found
-        return [f"{name}: {'; '.join(reasons)}" for name, reasons in _refusals(config, device).items()]
+        return [f"{name}: {'; '.join(reasons)}" for name, reasons in refusals.items()]
 
     def running(self) -> tuple[str, str] | None:
         """Return the torch version: which kernels run depends on the device."""
@@ -108,20 +109,23 @@ class DifferentialFlashAttentionBackend(Backend):
 
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::attention` of one half."""
-        backend, inner = self._underlying(config, args.query.device)
+        backend, inner = _delegate(config, args.query.device)
         backend.attention(args._replace(config=inner.encode()), inner)
 
     def kv_cache_update(self, args: CacheUpdateArgs, config: AttentionConfig) -> None:
         """Run `vattn::kv_cache_update` of one half's keys and of the values of both."""
-        backend, inner = self._underlying(config, args.key.device)
+        backend, inner = _delegate(config, args.key.device)
         backend.kv_cache_update(args._replace(config=inner.encode()), inner)
 
-    def _underlying(self, config: AttentionConfig, device: torch.device) -> tuple[Backend, AttentionConfig]:
-        from vattn.backends import selector
 
-        name = underlying(config, DeviceInfo.of(device))
-        assert name is not None  # `reasons` refused the call otherwise
-        return selector.get_backend(name), config.replace(backend=name)
+@lru_cache(maxsize=4096)
+def _delegate(config: AttentionConfig, device: torch.device) -> tuple[Backend, AttentionConfig]:
+    """Return the underlying backend of a device and the request for it."""
+    from vattn.backends import selector
+
+    name = underlying(config, DeviceInfo.of(device))
+    assert name is not None  # `reasons` refused the call otherwise
+    return selector.get_backend(name), config.replace(backend=name)
 
 
 @lru_cache(maxsize=4096)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 
@@ -28,10 +28,9 @@ class RunRecord:
         date: day of the run, ISO.
         requests, accepted, failed: how many were tried, how many the backend took, and how many of those were wrong.
         cells: part of a request (a name of `vattn.config.features.FEATURES` or a pair `field=value`) -> largest
-        relative
-            L2 error of one row of one head in the requests that have it; only parts of requests that were right. A row
-            that cancels out to less than 1 % of the values' size counts as that large. Errors of a quantised output
-            count for its format alone: parts seen with no other output have `None`.
+            relative L2 error of one row of one head in the requests that have it; only parts of requests that were
+            right. A row that cancels out to less than 1 % of the values' size counts as that large. Errors of a
+            quantised output count for its format alone: parts seen with no other output have `None`.
         errors: what went wrong, a line each.
     """
 
@@ -67,19 +66,6 @@ def read_runs(path: Path) -> tuple[RunRecord, ...]:
     return tuple(RunRecord(**entry) for entry in entries)
 
 
-def write_runs(path: Path, runs: Iterable[RunRecord]) -> None:
-    """Write a file of records."""
-    entries = [{**asdict(run), "cells": {k: _short(v) for k, v in sorted(run.cells.items())}} for run in runs]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_name(f".{path.name}.tmp")
-    beside.write_text(json.dumps(entries, indent=1) + "\n")
-    beside.replace(path)
-
-
-def _short(error: float | None) -> float | None:
-    return None if error is None else float(f"{error:.2e}")
-
-
 def verdict(
     runs: Iterable[RunRecord], running: tuple[str, str] | None, capability: tuple[int, int], parts: Iterable[str]
 ) -> str:
@@ -94,14 +80,13 @@ def verdict(
     runs, parts = list(runs), frozenset(parts)
     if not runs:
         return "untested: no run on a GPU is recorded"
-    for run in reversed(runs):
-        if (run.package, run.version) == running and run.capability == capability and parts <= set(run.cells):
+    here = [run for run in runs if (run.package, run.version) == running and run.capability == capability]
+    for run in reversed(here):
+        if parts <= set(run.cells):
             wrong = f", {run.failed} of {run.accepted} accepted requests were wrong" if run.failed else ""
             return f"ran: {run}{wrong}"
-    here = [run for run in runs if (run.package, run.version) == running and run.capability == capability]
     if here:
         missing = parts - frozenset().union(*(run.cells for run in here))
-        what = ", ".join(sorted(missing)) if missing else "this combination"
-        return f"untested: {what} never ran on {here[-1]}"
+        return f"untested: {', '.join(sorted(missing)) or 'this combination'} never ran on {here[-1]}"
     with_what = " ".join(running) if running else "no package"
     return f"untested: with {with_what} on sm_{capability[0]}{capability[1]}; recorded is {runs[-1]}"

@@ -11,10 +11,6 @@ from vattn.errors import ConfigError
 from vattn.quantization.formats import KV_FORMATS, KVFormat, kv_cache_dtypes
 from vattn.quantization.packed import CODECS, Codec
 
-TORCH_BACKENDS = ("TORCH_SDPA",)
-TRITON_BACKENDS = ("TRITON_ATTN",)
-"""Backends that read packed formats through `vattn.quantization.packed`, and through Triton functions."""
-
 
 def register_kv_format(
     fmt: KVFormat, codecs: Mapping[str, Codec] | None = None, triton: Mapping[str, tuple[Any, Any]] | None = None
@@ -49,15 +45,15 @@ def register_kv_format(
             "vattn.quantization.formats.KVFormat",
             "pass KVFormat(name, ...)",
         )
-    codecs, parts = dict(codecs or {}), (fmt.key, fmt.value)
+    codecs, used = dict(codecs or {}), {part.codec for part in (fmt.key, fmt.value) if part is not None}
     if fmt.name in kv_cache_dtypes():
         raise ConfigError(f"KV format {fmt.name!r} is there already", "a new name", "rename the format")
-    if any(part is None for part in parts):
+    if fmt.key is None or fmt.value is None:
         raise ConfigError(
             f"KV format {fmt.name!r} without key and value parts", "a packed format", "give it key= and value="
         )
     taken = sorted(set(codecs) & set(CODECS))
-    missing = sorted({part.codec for part in parts if part is not None} - set(CODECS) - set(codecs))
+    missing = sorted(used - set(CODECS) - set(codecs))
     if taken or missing:
         raise ConfigError(
             f"codecs {', '.join(taken)} are taken" if taken else f"codecs {', '.join(missing)} of {fmt.name!r}",
@@ -66,10 +62,7 @@ def register_kv_format(
         )
     CODECS.update(codecs)
     KV_FORMATS[fmt.name] = fmt
-    names = [*TORCH_BACKENDS]
-    if _in_triton({part.codec for part in parts if part is not None}, triton):
-        names += TRITON_BACKENDS
-    for name in names:
+    for name in ("TORCH_SDPA", "TRITON_ATTN") if _in_triton(used, triton) else ("TORCH_SDPA",):
         backend = selector.get_backend(name)
         can = backend.capabilities
         backend.capabilities = dataclasses.replace(can, kv_cache_dtypes=(*can.kv_cache_dtypes, fmt.name))

@@ -25,13 +25,9 @@ class TreeAttentionBackend(TritonAttentionBackend):
 
     def notes(self, config: AttentionConfig) -> list[str]:
         """Say what windows and ALiBi count where there are trees."""
-        counted = {
-            "window": config.sliding_window is not None,
-            "ALiBi": config.alibi != "none",
-        }
-        names = " and ".join(name for name, used in counted.items() if used)
+        used = (("window", config.sliding_window is not None), ("ALiBi", config.alibi != "none"))
+        names = " and ".join(name for name, present in used if present)
         if not (config.tree_bias and names):
             return super().notes(config)
-        return [f"{names} by place in the cache, where drafts lie in the tree's order, not by depth"] + super().notes(
-            config
-        )
+        note = f"{names} by place in the cache, where drafts lie in the tree's order, not by depth"
+        return [note, *super().notes(config)]
