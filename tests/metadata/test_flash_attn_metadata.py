@@ -487,7 +487,7 @@ def test_schedules_of_the_host_do_not_move_on() -> None:
     step = builder.build([1, 1], [9, 20], TABLES[:2], num_lookahead_slots=2)
     inputs = DecodeInput(torch.zeros(2).long(), torch.zeros(2).long())
     before = snapshot(step, inputs)
-    with pytest.raises(MetadataError, match="schedules that the device cannot make anew"):
+    with pytest.raises(MetadataError, match="schedules that the device cannot remake"):
         step.advance_step(inputs, torch.zeros(2).long(), BLOCK, 2, 2)
     assert snapshot(step, inputs) == before
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -319,6 +319,7 @@ def test_steps_that_the_device_moves_on() -> None:
     run(newest.common)
 
 
+@settings(max_examples=20)
 @given(st.lists(st.sampled_from(["build", "advance", "refused", "copy"]), max_size=12), st.randoms())
 def test_any_program_runs_the_newest_step_of_each_builder_alone(program: list[str], random: Random) -> None:
     """The model: an object may run if nothing was written behind it, or if it is a copy of one that may."""
@@ -393,7 +394,7 @@ def test_a_layer_with_fewer_blocks_than_the_builder_is_for_is_refused() -> None:
     with torch.no_grad():
         with pytest.raises(MetadataError) as found:
             small(*inputs, metadata=step)
-        with vattn.forward_context(step), pytest.raises(MetadataError, match=r"'layers\.7', whose cache has 2"):
+        with vattn.forward_context(step), pytest.raises(MetadataError, match=r"'layers\.7' with a cache of 2"):
             small(*inputs)
         assert not small.kv_cache.any()
         assert large(*inputs, metadata=step).any()
@@ -401,7 +402,7 @@ def test_a_layer_with_fewer_blocks_than_the_builder_is_for_is_refused() -> None:
         for fits in (make_builder(), make_builder(num_blocks=2), make_builder(layers=small)):
             assert small(*inputs, metadata=fits.build([9], [9], [[1, 0]])).any()
     text = str(found.value)
-    assert text.startswith("metadata of a builder for 16 blocks in layer 'layers.7', whose cache has 2.")
+    assert text.startswith("metadata of a builder for 16 blocks in layer 'layers.7' with a cache of 2.")
     assert "at most 2 blocks" in text and "layers=model" in text
 
 

@@ -68,7 +68,8 @@ def test_random_trees(requests: list[tuple[int, Any]]) -> None:
     case.check(case.run(), CLOSE)
 
 
-@settings(max_examples=2, deadline=None)
+@pytest.mark.slow
+@settings(max_examples=4, deadline=None)
 @given(tree=random_trees(), context=st.integers(0, 40), extend=st.integers(1, 9))
 def test_random_trees_in_the_kernels(tree: TokenTree, context: int, extend: int) -> None:
     case = TreeBatch([(context, tree), (context, extend)], usable("TREE_ATTN"))
@@ -85,13 +86,16 @@ def test_padding_comes_out_zero_and_writes_nothing() -> None:
     case.check(list(out[:-3].unflatten(1, (HEADS, SIZE)).split(case.counts)), CLOSE)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+WINDOW, SLOPES, SINKS = (
+    {"per_layer_sliding_window": 9}, {"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]}, {"sinks": [0.1, 2.0, -1.0, 0.4]}
+)  # fmt: skip
+
+
 @pytest.mark.parametrize(
-    "options",
-    [{"per_layer_sliding_window": 9}, {"alibi_slopes": [0.5, 0.25, 0.125, 0.0625]}, {"sinks": [0.1, 2.0, -1.0, 0.4]}],
-    ids=["window", "alibi", "sinks"],
+    ("backend", "options"),
+    [*(("TORCH_SDPA", options) for options in (WINDOW, SLOPES, SINKS)), ("TREE_ATTN", WINDOW | SLOPES | SINKS)],
 )
-def test_windows_and_alibi_count_places_in_the_cache(options: dict[str, Any], backend: str) -> None:
+def test_windows_and_alibi_count_places_in_the_cache(backend: str, options: dict[str, Any]) -> None:
     """What the reference says, whose rule is the place; for a chain, place and depth are one."""
     from tests.layers.layer_support import expected
 
@@ -135,6 +139,7 @@ def test_fp8_cache() -> None:
     case.check(case.run(), 5e-2)
 
 
+@pytest.mark.slow
 def test_the_fusion_pass_fuses_behind_a_tree() -> None:
     case = TreeBatch([(20, SIX), (9, 1)], "TORCH_SDPA")
     scale = torch.tensor([0.02])

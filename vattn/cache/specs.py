@@ -260,7 +260,7 @@ class TQFullAttentionSpec(FullAttentionSpec):
 
 @dataclass(frozen=True)
 class MLAAttentionSpec(FullAttentionSpec):
-    """One latent row per token, key and value at once: `head_size` is its width, and there are no values beside it.
+    """One latent row per token, key and value at once: `head_size` is its width, and there are no separate values.
 
     Attributes:
         row_bytes: bytes of one row of a packed format; `None`: `head_size` elements of `kv_cache_dtype`.

@@ -29,7 +29,7 @@ class DecodeRun:
         conflicts: knows what the layers read.
 
     Raises:
-        MetadataError: requests without exactly one new token, or anything beside lengths and block tables.
+        MetadataError: requests without exactly one new token, or anything besides lengths and block tables.
     """
 
     def __init__(self, limits: Limits, first: Step, table: Tensor, conflicts: BlockConflicts) -> None:
@@ -176,7 +176,7 @@ def _read_blocks(blocks: Any, count: int, limits: Limits) -> list[int]:
         )
     if len(blocks) != count:
         raise MetadataError(
-            f"{len(blocks)} new blocks, and {count} requests whose new token begins a block",
+            f"{len(blocks)} new blocks, and {count} requests with a new token that begins a block",
             "one block for each of them, in the order of the requests",
             "take a block where a request's length is a multiple of the block size",
         )

@@ -1,7 +1,7 @@
 """What one step's batch looks like: `AttentionMetadata`, the key of what a graph capture bakes in, and `check`.
 
-Compiled code reads tensors only. The integers beside them are for people and for the host; a test asserts that nothing
-compiled reads one.
+Compiled code reads tensors only. The integers are for people and for the host; a test asserts that nothing compiled
+reads one.
 """
 
 from __future__ import annotations

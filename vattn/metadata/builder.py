@@ -232,8 +232,8 @@ class AttentionMetadataBuilder:
             logits_indices: instead of `num_logits`, the rows that are kept, in order.
             num_logits_padded: pad the kept rows to this many, also in a step that keeps all.
             shared_prefix_len: cached tokens that all requests have in the same blocks, whole blocks of them: layers
-                attend them once for all rows. Results equal those of `None` but for rounding. A number, 0 too, and
-                `None` need separate CUDA graphs.
+                attend them once for all rows, unless the step has more new tokens than these. Results equal those of
+                `None` but for rounding. A number, 0 too, and `None` need separate CUDA graphs.
             capture_key: the key of a CUDA graph that will replay this step: the step is padded to its sizes.
 
         Raises:

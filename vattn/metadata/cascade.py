@@ -21,7 +21,8 @@ def read_shared_prefix(step: Step, length: int, block_size: int) -> int:
         length: tokens of the prefix; 0: none, in a step that replays a graph which has one.
 
     Returns:
-        The length as an int.
+        The length as an int; 0 in a step of more tokens than the prefix has. Layers attend the prefix as one request
+        with all rows of the step, and attention hides every key from rows before the first position of their request.
 
     Raises:
         MetadataError: such a prefix.
@@ -57,7 +58,7 @@ def read_shared_prefix(step: Step, length: int, block_size: int) -> int:
             "the same blocks for the prefix in every request",
             "shorten the prefix to what all of them share",
         )
-    return tokens
+    return tokens if step.num_tokens <= tokens else 0
 
 
 def write_shared_prefix(

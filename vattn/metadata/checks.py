@@ -44,9 +44,9 @@ def check_ids(table: Tensor, needed: Tensor, num_blocks: int | None) -> None:
     """Raise MetadataError for a block id out of range among the first `needed` (int64 `[B]`) ones of each request."""
     most = most_blocks(num_blocks)
     if table.numel():
-        # Most steps are right everywhere, past the last blocks too, and one pass tells.
+        # Most tables are right everywhere, also past the last blocks, and one pass shows it.
         lowest, highest = table.aminmax()
-        # As ints: beside an int32 tensor a bound beyond int32 wraps.
+        # As ints: compared with an int32 tensor, a bound beyond int32 wraps.
         if int(lowest) >= 0 and int(highest) < most:
             return
     used, table = torch.arange(table.shape[1]) < needed.unsqueeze(1), table.long()

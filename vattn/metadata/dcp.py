@@ -18,7 +18,7 @@ from vattn.metadata.step import Limits, Step, most_held
 
 
 def check_ranks(layer: object, config: Any, parallel: ContextParallel | None) -> str:
-    """Refuse a layer over other ranks than a builder's; return what it asks for, equal on all ranks.
+    """Refuse a layer over other ranks than a builder's; return its request as a string, equal on all ranks.
 
     Raises:
         ConfigError: the layer holds another share of the tokens, or combines otherwise.

@@ -1,4 +1,4 @@
-"""`FlashAttentionMetadata`: a step described by prefills first, then decodes, and moved on by `advance_step`.
+"""`FlashAttentionMetadata`: a step described by prefills first, then decodes; `advance_step` makes it the next step.
 
 It shares the tensors of an `AttentionMetadata`, which is what layers take: `metadata.common`.
 """
@@ -225,7 +225,7 @@ class FlashAttentionMetadata:
         """Move the step one token on, in place: what follows when every request has sampled a token.
 
         One kernel on the device: the sampled tokens become the inputs, positions and lengths grow by one, and slots go
-        where the block tables say. Schedules of the layers are made anew. No sync: it captures as part of a CUDA graph,
+        where the block tables say. Schedules of the layers are remade. No sync: it captures as part of a CUDA graph,
         which then runs several steps; the numbers on the host then stay as they were at the capture.
 
         Args:
@@ -327,7 +327,7 @@ class FlashAttentionMetadata:
         plans = self.common.plans
         if any(host_plan_key(key) in plans for key in plans) or (plans and self._replan is None):
             raise MetadataError(
-                "advance_step with schedules that the device cannot make anew",
+                "advance_step with schedules that the device cannot remake",
                 "layers of backends that plan on the device, and a step of FlashAttentionMetadataBuilder",
                 "take FLASH_ATTN or TRITON_ATTN, or build every step",
             )

@@ -203,7 +203,7 @@ def _groups_of(model: nn.Module) -> tuple[CacheGroup, ...]:
     if not groups or foreign or counts != {len(groups)}:
         raise ConfigError(
             f"{len(layers)} layers, of which {len(foreign)} are in no group of the same cache",
-            "a model whose cache was allocated with hybrid=True, all of it",
+            "a model with all of its caches allocated with hybrid=True",
             "allocate_kv_cache(model, hybrid=True), or AttentionMetadataBuilder for a cache without groups",
         )
     return tuple(groups[index] for index in sorted(groups))

@@ -74,7 +74,7 @@ class Lineage:
         if self.num_blocks is None or blocks is None or blocks >= self.num_blocks:
             return
         raise MetadataError(
-            f"metadata of a builder for {self.num_blocks} blocks in {called(layer)}, whose cache has {blocks}",
+            f"metadata of a builder for {self.num_blocks} blocks in {called(layer)} with a cache of {blocks}",
             f"a builder for at most {blocks} blocks",
             "build the step with a builder of this layer, AttentionMetadataBuilder(..., layers=model)",
         )
@@ -95,6 +95,6 @@ def rewritten(metadata: Any, where: str) -> MetadataError:
     """Return the error of `where`, which got such a step."""
     return MetadataError(
         f"{where} got {metadata._built.rewritten}",
-        "the newest step of a builder, all of whose steps share their tensors",
+        "the newest step of a builder: all its steps share their tensors",
         "run what build() or advance() returned last, and build steps that must last with a builder of their own",
     )

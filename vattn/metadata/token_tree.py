@@ -220,7 +220,7 @@ def _check_paths(paths: tuple[Path, ...]) -> None:
                 raise ConfigError(
                     f"tree path {path} without {needed}",
                     "every parent, and child indices that count from 0 without gaps",
-                    "add the missing node, or number the children anew",
+                    "add the missing node, or renumber the children",
                 )
         known.add(path)
         before = path
