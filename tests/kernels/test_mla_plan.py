@@ -47,14 +47,14 @@ def inputs(tokens: int) -> tuple[torch.Tensor, ...]:
 def test_one_plan_serves_all_layers_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     model = layers(2)
     planned, bare = (vattn.AttentionMetadataBuilder(4, 64, max_seq_len=80, layers=found) for found in (model, ()))
-    lens = [30, 1, 9], [61, 70, 9]
+    lens = [12, 1, 7], [33, 40, 7]
     steps = [builder.build(*lens, TABLES) for builder in (planned, bare)]
     (plan,) = steps[0].plans.values()
     assert plan.shape[0] == mla_plan.MIXED and not steps[1].plans
     # Requests of more than two rows lie on the line, from multiples of 32 on.
     assert longest_absorbed(model[0].config) == 6
     assert mla_plan.line_in(plan, 3).tolist() == [0, 64, 64, 96]
-    given = inputs(40)
+    given = inputs(20)
     with torch.no_grad():
         expected = [layer(*given, metadata=steps[1]) for layer in model]
         monkeypatch.setattr(mla_route, "lay_line", None)
@@ -78,11 +78,11 @@ def test_plans_follow_the_step_and_fit_the_builder() -> None:
 
 def test_small_workspaces_lay_their_own_line() -> None:
     small, plain = layers(1, workspace_tokens=16), layers(1)
-    given, results = inputs(40), []
+    given, results = inputs(26), []
     for model in (small, plain):
         builder = vattn.AttentionMetadataBuilder(4, 64, max_seq_len=80, layers=model)
         with torch.no_grad():
-            results.append(model[0](*given, metadata=builder.build([30, 1, 9], [30, 1, 9], TABLES)))
+            results.append(model[0](*given, metadata=builder.build([18, 1, 7], [18, 1, 7], TABLES)))
     assert (results[0] - results[1]).abs().max() < 1e-5
 
 

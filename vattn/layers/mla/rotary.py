@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,37 +50,32 @@ def check_table(rotary: LatentRotary, metadata: AttentionMetadata, prefix: str) 
         MetadataError: a position is negative.
     """
     rows = rotary.cos.shape[0] if rotary.cos.dim() == 2 else 0
-    if rows:
-        _check_positions(rotary.positions, rows, metadata.num_actual_tokens, prefix)
-    if rotary.positions is not None and rotary.positions is metadata.positions and 0 < rows <= metadata.max_position:
-        raise ShapeError(
-            f"LatentRotary with tables of {rows} rows in layer {prefix!r}, in a step with position "
-            f"{metadata.max_position}",
-            "a row for every position up to the builder's max_seq_len",
-            "make longer tables",
-        )
-
-
-def _check_positions(positions: object, rows: int, tokens: int, prefix: str) -> None:
-    # Other types and dtypes are the op's to refuse; subclasses may have no values.
-    if type(positions) is not Tensor or positions.device.type != "cpu" or positions.dim() != 1:
-        return
-    real = positions[:tokens]
-    if real.dtype not in (torch.int32, torch.int64) or not real.shape[0]:
-        return
-    least, most = int(real.min()), int(real.max())
+    least, most = _known_positions(rotary.positions, metadata) if rows else (0, -1)
     if least < 0:
         raise MetadataError(
             f"LatentRotary with position {least} in layer {prefix!r}",
             f"0 to {rows - 1}, rows of its tables",
             "pass the step's metadata.positions",
         )
-    if most >= rows:
+    if most >= rows > 0:
         raise ShapeError(
             f"LatentRotary with tables of {rows} rows in layer {prefix!r}, in a step with position {most}",
             "a row for every position up to the builder's max_seq_len",
             "make longer tables",
         )
+
+
+def _known_positions(positions: Any, metadata: AttentionMetadata) -> tuple[int, int]:
+    """Return the least and the largest position that the host knows of; `(0, -1)` for none."""
+    if positions is not None and positions is metadata.positions:
+        return 0, metadata.max_position
+    # Other types and dtypes are the op's to refuse; subclasses may have no values.
+    if type(positions) is not Tensor or positions.device.type != "cpu" or positions.dim() != 1:
+        return 0, -1
+    real = positions[: metadata.num_actual_tokens]
+    if real.dtype not in (torch.int32, torch.int64) or not real.shape[0]:
+        return 0, -1
+    return int(real.min()), int(real.max())
 
 
 def rope_string(rotary: object, prefix: str) -> str:

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vattn.config import device as devices
@@ -23,7 +22,7 @@ from vattn.kernels.hopper import availability as hopper
 from vattn.kernels.hopper.mla.decode_16_32 import mla_decode_kernel
 from vattn.kernels.hopper.mla.decode_64 import mla_decode_64_kernel
 from vattn.kernels.hopper.mla.decode_fp8 import PAIRS, ROPE_PAIRS, mla_decode_fp8_kernel
-from vattn.kernels.hopper.mla.prefill_launch import planned_room, planned_tokens
+from vattn.kernels.hopper.mla.prefill_launch import boxes_of, planned_room, planned_tokens
 from vattn.kernels.hopper.mla.reduce import merge_parts
 from vattn.kernels.hopper.mla.schedule import Parts, cut_requests, mla_schedule_kernel
 from vattn.kernels.hopper.mla.work_items import LATENT, ROPE, TILE
@@ -91,11 +90,6 @@ def accepts(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> bool
     return 0 < num_tokens <= MOST_QUERY_TOKENS * num_reqs and runs(config, absorbed.device)
 
 
-def query_tokens(num_tokens: int, num_reqs: int) -> int:
-    """Return how many tokens of the query a split request may have in a step of these shapes: 1, 2, 4 or 8."""
-    return min(MOST_QUERY_TOKENS, next_power_of_two(max(1, -(-num_tokens // num_reqs))))
-
-
 def rows_per_program(config: MLAConfig, tokens: int) -> int:
     """Return the rows of the query that one program works on: the fewest that waste no program."""
     sizes: tuple[int, ...] = (16, 32, 64) if config.scale >= LEAST_SCALE else (16, 32)
@@ -142,7 +136,7 @@ def rows_of_parts(num_tokens: int, num_reqs: int, config: MLAConfig) -> int:
     if num_tokens == num_reqs or num_tokens > MOST_QUERY_TOKENS * num_reqs:
         return 0
     if num_tokens % num_reqs == 0:
-        return query_tokens(num_tokens, num_reqs)
+        return min(MOST_QUERY_TOKENS, next_power_of_two(max(1, num_tokens // num_reqs)))
     return 1 if 2 * num_tokens < 3 * num_reqs else fewest(config)
 
 
@@ -291,19 +285,8 @@ def _launch(
     }  # fmt: skip
     grid = (ctas * groups,)
     if config.kv_cache_dtype == FP8:
-        boxes, native = _code_boxes(args.kv_cache, config), absorbed.dtype == torch.float8_e4m3fn
-        mla_decode_fp8_kernel[grid](
-            query=absorbed.view(torch.uint8) if native else absorbed,
-            q_scale=args.q_scale if native else None,
-            k_scale=args.k_scale,
-            ROWS=rows,
-            STAGES=FP8_STAGES,
-            NATIVE=native,
-            cache=None,
-            GATHER=False,
-            **boxes,
-            **common,
-        )
+        boxes = _code_boxes(args.kv_cache, config)
+        mla_decode_fp8_kernel[grid](cache=None, GATHER=False, **fp8_arguments(absorbed, args, rows), **boxes, **common)
     elif rows == 64:
         boxes = row_boxes(absorbed, args.kv_cache, rows, config)
         boxes |= result_boxes(output, partial)
@@ -324,6 +307,15 @@ def _launch(
     return output
 
 
+def fp8_arguments(absorbed: Tensor, args: MLAAttentionArgs, rows: int) -> dict[str, Any]:
+    """Return what the kernel of FP8 caches takes of queries, in the model dtype or as codes, and of scales."""
+    native = absorbed.dtype == torch.float8_e4m3fn
+    return {
+        "query": absorbed.view(torch.uint8) if native else absorbed, "q_scale": args.q_scale if native else None,
+        "k_scale": args.k_scale, "ROWS": rows, "STAGES": FP8_STAGES, "NATIVE": native,
+    }  # fmt: skip
+
+
 def partial_results(slots: int, rows: int, groups: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return room for the results of parts, and for their rows' maxima and sums, by the rows of a program."""
     dtype = torch.bfloat16 if rows == 64 else torch.float32
@@ -333,10 +325,10 @@ def partial_results(slots: int, rows: int, groups: int, device: torch.device) ->
 
 def result_boxes(output: Tensor, partial: Tensor) -> dict[str, TensorDescriptor]:
     """Return tensor maps over results of 64 rows `[T * N, 512]` and over partial results `[slots * rows, 512]`."""
-    layout, width = gl.NVMMASharedLayout(128, 16, 2), LATENT.value
+    width = LATENT.value
     return {
-        name: TensorDescriptor(rows, list(rows.shape), [width, 1], [64, width // 2], layout)
-        for name, rows in (("output_boxes", output.view(-1, width)), ("partial_boxes", partial.view(-1, width)))
+        "output_boxes": boxes_of(output.view(-1, width), 64, width // 2),
+        "partial_boxes": boxes_of(partial.view(-1, width), 64, width // 2),
     }
 
 
@@ -345,31 +337,22 @@ def row_boxes(absorbed: Tensor, kv_cache: Tensor, rows: int, config: MLAConfig) 
 
     With 64 rows of the query the halves of a tile arrive apart.
     """
-    layout = gl.NVMMASharedLayout(128, 16, 2)
     width = LATENT.value + ROPE.value
     query, cached = absorbed.view(-1, width), kv_cache.view(-1, width)
-
-    def boxes(source: Tensor, high: int, wide: int) -> TensorDescriptor:
-        return TensorDescriptor(source, list(source.shape), [width, 1], [high, wide], layout)
-
-    whole = config.block_size >= TILE.value
-    high = TILE.value if whole else config.block_size
+    whole, high = config.block_size >= TILE.value, min(TILE.value, config.block_size)
     return {
-        "query_boxes": boxes(query, rows, LATENT.value),
-        "query_rope_boxes": boxes(query, rows, ROPE.value),
-        "boxes": boxes(cached, high, (LATENT.value // (2 if rows == 64 else 1)) if whole else 64),
-        "rope_boxes": boxes(cached, high, ROPE.value),
+        "query_boxes": boxes_of(query, rows, LATENT.value),
+        "query_rope_boxes": boxes_of(query, rows, ROPE.value),
+        "boxes": boxes_of(cached, high, (LATENT.value // (2 if rows == 64 else 1)) if whole else 64),
+        "rope_boxes": boxes_of(cached, high, ROPE.value),
     }
 
 
 def _code_boxes(kv_cache: Tensor, config: MLAConfig) -> dict[str, Any]:
     """Return tensor maps over cached rows of codes, pairs of which are int16 `[slots, 288]`."""
     cached = kv_cache.view(-1, LATENT.value + ROPE.value).view(torch.int16)
-    whole = config.block_size >= TILE.value
-    high = TILE.value if whole else config.block_size
-
-    def boxes(wide: int, swizzle: int) -> TensorDescriptor:
-        layout = gl.NVMMASharedLayout(swizzle, 16, 2)
-        return TensorDescriptor(cached, list(cached.shape), [cached.shape[1], 1], [high, wide], layout)
-
-    return {"boxes": boxes(PAIRS.value if whole else 64, 128), "rope_boxes": boxes(ROPE_PAIRS.value, 64)}
+    whole, high = config.block_size >= TILE.value, min(TILE.value, config.block_size)
+    return {
+        "boxes": boxes_of(cached, high, PAIRS.value if whole else 64),
+        "rope_boxes": boxes_of(cached, high, ROPE_PAIRS.value, 64),
+    }

@@ -137,8 +137,8 @@ def attend_expanded(
     rows_of_line = expanded.view(-1, heads * (nope + values))
     tiles = max_row_tiles(tokens, reqs, ROWS) * heads
     mla_prefill_gluon_kernel[(min(devices.multiprocessors(device), tiles),)](
-        **_query_boxes(query, nope), key_boxes=_boxes(rows_of_line, KEYS.value, nope),
-        rope_boxes=_boxes(ropes.view(-1, ROPE.value), KEYS.value, ROPE.value), output=target["output"], lse=args.lse,
+        **_query_boxes(query, nope), key_boxes=boxes_of(rows_of_line, KEYS.value, nope),
+        rope_boxes=boxes_of(ropes.view(-1, ROPE.value), KEYS.value, ROPE.value), output=target["output"], lse=args.lse,
         block_scale=target["output_block_scale"] if groups[0] else None, output_scale=args.output_scale,
         scale_stride=target["stride_br"], group_stride=target["stride_bg"], line=line,
         schedule=schedule, counter=counter, block_table=args.block_table, table_stride=args.block_table.stride(0),
@@ -167,8 +167,9 @@ def static_output(config: MLAConfig) -> str:
     return _STATIC.get(config.output_arithmetic, f"fp8_{config.output_arithmetic}")
 
 
-def _boxes(source: Tensor, high: int, wide: int) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout(128, 16, 2)
+def boxes_of(source: Tensor, high: int, wide: int, swizzle: int = 128) -> TensorDescriptor:
+    """Return a tensor map over rows of 16-bit values, in boxes of `high` rows and `wide` columns."""
+    layout = gl.NVMMASharedLayout(swizzle, 16, 2)
     return TensorDescriptor(source, list(source.shape), [source.stride(0), 1], [high, wide], layout)
 
 
@@ -176,4 +177,4 @@ def _query_boxes(query: Tensor, nope: int) -> dict[str, Any]:
     tokens, heads, width = query.shape
     flat = query.as_strided((tokens, (heads - 1) * query.stride(1) + width), (query.stride(0), 1))
     rows = GROUP_ROWS.value
-    return {"query_boxes": _boxes(flat, rows, nope), "query_rope_boxes": _boxes(flat, rows, ROPE.value)}
+    return {"query_boxes": boxes_of(flat, rows, nope), "query_rope_boxes": boxes_of(flat, rows, ROPE.value)}

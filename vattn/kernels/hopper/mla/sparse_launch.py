@@ -145,11 +145,9 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) 
     }  # fmt: skip
     grid, cached = (min(ctas, items) * groups,), args.kv_cache.view(-1, LATENT.value + ROPE.value)
     if from_codes:
-        native = absorbed.dtype == torch.float8_e4m3fn
         mla_decode_fp8_kernel[grid](
-            query=absorbed.view(torch.uint8) if native else absorbed, boxes=None, rope_boxes=None,
-            cache=cached.view(torch.int16), q_scale=args.q_scale if native else None, k_scale=args.k_scale, ROWS=rows,
-            STAGES=mla_launch.FP8_STAGES, NATIVE=native, GATHER=True, **common,
+            boxes=None, rope_boxes=None, cache=cached.view(torch.int16), GATHER=True,
+            **mla_launch.fp8_arguments(absorbed, args, rows), **common,
         )  # fmt: skip
     else:
         boxes: dict[str, Any] = mla_launch.row_boxes(absorbed, args.kv_cache, rows, config)

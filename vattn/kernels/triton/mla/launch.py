@@ -6,17 +6,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from vattn.config.mla import MLAConfig
+from vattn.kernels.triton.attention.launch import TRITON_DTYPES
 from vattn.kernels.triton.common.tiles import Limits, next_power_of_two
 from vattn.kernels.triton.mla.kernels import mla_attention_kernel, mla_merge_kernel, mla_query_kernel, mla_update_kernel
 from vattn.kernels.triton.mla.rows import row_strides
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.quantization.formats import MODEL_DTYPES
-
-_TRITON_DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16, "float32": tl.float32}
 
 
 def update_cache(args: MLACacheUpdateArgs, config: MLAConfig, limits: Limits | None = None) -> None:
@@ -130,7 +128,7 @@ def attend_latents(
     sizes: dict[str, Any] = {
         "N": config.num_heads, "L": config.kv_lora_rank, "L_TILE": max(16, next_power_of_two(config.kv_lora_rank)),
     }  # fmt: skip
-    model = _TRITON_DTYPES[config.dtype]
+    model = TRITON_DTYPES[MODEL_DTYPES[config.dtype]]
     blocks = _row_blocks(config, tiles.block_m, tokens, reqs)
     if by_request:
         blocks = reqs * -(-longest * config.num_heads // tiles.block_m)
