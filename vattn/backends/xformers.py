@@ -129,7 +129,11 @@ def _decode(args: AttentionArgs, config: AttentionConfig) -> None:
     from xformers.ops import fmha
 
     key, value = key_value_views(args.kv_cache, config)
-    lengths, table, real = _rows_as_requests(args, key.shape[0], config.block_size)
+    request, lengths, _ = rows_as_requests(args.query_start_loc, args.seq_lens, args.query.shape[0])
+    real = lengths > 0
+    # An id that names no block would be read outside the cache; rows that see nothing read one key of block 0.
+    table = torch.where(real[:, None], args.block_table[request].clamp(0, key.shape[0] - 1), 0)
+    lengths = lengths.clamp(1, args.block_table.shape[1] * config.block_size)
     bias = decode_bias(lengths, table, config.block_size)
     heads = (config.num_kv_heads, config.group_size, config.head_size)
     grouped = args.query.reshape(1, -1, *heads)
@@ -141,15 +145,6 @@ def _decode(args: AttentionArgs, config: AttentionConfig) -> None:
     )
     args.output.copy_(output.reshape(args.output.shape))
     args.output.masked_fill_(~real[:, None, None], 0)
-
-
-def _rows_as_requests(args: AttentionArgs, num_blocks: int, block_size: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return for each query row its keys int32 `[T]`, its blocks int32 `[T, W]`, and bool `[T]`: it sees any."""
-    request, lengths, _ = rows_as_requests(args.query_start_loc, args.seq_lens, args.query.shape[0])
-    real = lengths > 0
-    # An id that names no block would be read outside the cache; rows that see nothing read one key of block 0.
-    table = args.block_table[request].clamp(0, num_blocks - 1)
-    return lengths.clamp(1, args.block_table.shape[1] * block_size), torch.where(real[:, None], table, 0), real
 
 
 def decode_bias(seq_lens: Tensor, block_table: Tensor, block_size: int) -> Any:

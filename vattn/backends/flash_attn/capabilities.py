@@ -15,15 +15,12 @@ _SINKS_IN_BF16 = (
     Exclusion(frozenset({"sinks", "dtype=float16"}), "FlashAttention takes sinks in bf16: use a bf16 model"),
     Exclusion(frozenset({"sinks", "lse"}), "FlashAttention rounds sinks to bf16, too coarse for a log-sum-exp"),
 )
-_SAME_DTYPES = (
+_SAME_DTYPES = tuple(
     Exclusion(
-        frozenset({"dtype=float16", "kv_cache_dtype=bfloat16"}),
-        "FlashAttention multiplies queries and keys of one dtype: use a float16 cache",
-    ),
-    Exclusion(
-        frozenset({"dtype=bfloat16", "kv_cache_dtype=float16"}),
-        "FlashAttention multiplies queries and keys of one dtype: use a bfloat16 cache",
-    ),
+        frozenset({f"dtype={dtype}", f"kv_cache_dtype={other}"}),
+        f"FlashAttention multiplies queries and keys of one dtype: use a {dtype} cache",
+    )
+    for dtype, other in (("float16", "bfloat16"), ("bfloat16", "float16"))
 )
 
 
@@ -58,13 +55,12 @@ _FP8_OF_3 = (
         frozenset({"kv_cache_dtype=fp8_e4m3", "query_format=none"}),
         "FlashAttention-3 multiplies FP8 keys only by FP8 queries: use query_format='fp8_e4m3'",
     ),
-    Exclusion(
-        frozenset({"kv_cache_dtype=float16", "query_format=fp8_e4m3"}),
-        "FlashAttention-3 multiplies FP8 queries only by FP8 keys: use an FP8 cache",
-    ),
-    Exclusion(
-        frozenset({"kv_cache_dtype=bfloat16", "query_format=fp8_e4m3"}),
-        "FlashAttention-3 multiplies FP8 queries only by FP8 keys: use an FP8 cache",
+    *(
+        Exclusion(
+            frozenset({f"kv_cache_dtype={dtype}", "query_format=fp8_e4m3"}),
+            "FlashAttention-3 multiplies FP8 queries only by FP8 keys: use an FP8 cache",
+        )
+        for dtype in ("float16", "bfloat16")
     ),
     Exclusion(
         frozenset({"kv_cache_dtype=fp8_e4m3", "dtype=float16"}),

@@ -14,6 +14,7 @@ weights to e4m3 too, up to 2^-4 of a result. FlashInfer's log-sum-exp is of weig
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import replace
 from functools import lru_cache
@@ -152,27 +153,23 @@ def _of_built_kernels() -> Capabilities:
         "": {},
         "sliding_window": {"sliding_window": 8},
         "logits_soft_cap": {"logits_soft_cap": 1.0},
+        "tree_bias": {"tree_bias": True},
     }
-    requested |= {"tree_bias": {"tree_bias": True}}
-    found = [
-        (dtype, size, feature)
-        for dtype in FLASHINFER.dtypes
-        for size in FLASHINFER.head_sizes.values
-        for feature, changes in requested.items()
-        if is_built(
-            plain.replace(dtype=dtype, kv_cache_dtype=dtype, head_size=size, head_size_v=size, **changes), "fa2"
+    dtypes, sizes, features = set(), set(), set()
+    for dtype, size, feature in itertools.product(FLASHINFER.dtypes, FLASHINFER.head_sizes.values, requested):
+        config = plain.replace(
+            dtype=dtype, kv_cache_dtype=dtype, head_size=size, head_size_v=size, **requested[feature]
         )
-    ]
-    features = {feature for _, _, feature in found}
+        if is_built(config, "fa2"):
+            dtypes.add(dtype)
+            sizes.add(size)
+            features.add(feature)
+    stored = (name for name in FLASHINFER.kv_cache_dtypes if KV_FORMATS[name].quantised or name in dtypes)
     return replace(
         FLASHINFER,
-        dtypes=tuple(name for name in FLASHINFER.dtypes if name in {dtype for dtype, _, _ in found}),
-        kv_cache_dtypes=tuple(
-            name
-            for name in FLASHINFER.kv_cache_dtypes
-            if KV_FORMATS[name].quantised or name in {dtype for dtype, _, _ in found}
-        ),
-        head_sizes=Sizes(values=tuple(sorted({size for _, size, _ in found})) or FLASHINFER.head_sizes.values),
+        dtypes=tuple(name for name in FLASHINFER.dtypes if name in dtypes),
+        kv_cache_dtypes=tuple(stored),
+        head_sizes=Sizes(values=tuple(sorted(sizes)) or FLASHINFER.head_sizes.values),
         features=FLASHINFER.features - (set(requested) - features),
     )
 
@@ -192,18 +189,14 @@ def _building(config: AttentionConfig, plan: Any) -> None:
     try:
         plan()
     except (RuntimeError, OSError) as error:
-        if isinstance(error, torch.OutOfMemoryError) or not _is_of_the_build(error):
+        words = ("ninja", "nvcc", "cuda_home", "jit cache", "could not find cuda")
+        if isinstance(error, torch.OutOfMemoryError) or not any(word in str(error).lower() for word in words):
             raise
         raise MissingPackageError(
             f"FlashInfer could not build its kernel for {plan_text(config)}: {str(error).strip().splitlines()[-1]}",
             "a prebuilt kernel, or a working nvcc and ninja",
             INSTALL,
         ) from error
-
-
-def _is_of_the_build(error: Exception) -> bool:
-    text = str(error).lower()
-    return any(word in text for word in ("ninja", "nvcc", "cuda_home", "jit cache", "could not find cuda"))
 
 
 @lru_cache(maxsize=16)

@@ -42,23 +42,9 @@ _HOPPER_ROWS = 64
 """Query rows per request from which on FlashInfer's Hopper kernels, which do not split the keys, are worth it."""
 
 PLAN_FIELDS = (
-    "num_heads",
-    "num_kv_heads",
-    "head_size",
-    "scale",
-    "dtype",
-    "kv_cache_dtype",
-    "block_size",
-    "kv_cache_layout",
-    "causality",
-    "sliding_window",
-    "logits_soft_cap",
-    "query_format",
-    "query_scale",
-    "kv_scale",
-    "sinks",
-    "lse",
-)
+    "num_heads num_kv_heads head_size scale dtype kv_cache_dtype block_size kv_cache_layout causality sliding_window "
+    "logits_soft_cap query_format query_scale kv_scale sinks lse"
+).split()
 """Fields of a config that FlashInfer plans by, or that choose its kernels."""
 
 
