@@ -211,13 +211,12 @@ class _Subject:
         )  # fmt: skip
 
     def _scales(self, scales: str) -> dict[str, Any]:
-        if scales == "unit":
-            return {"quant_config": QuantConfig("unit", "unit")}
-        if scales == "calibrated":
-            return {"calibration": self.calibration}
-        if scales == "calibrated per head":
-            return {"calibration": self.calibration, "scales_per_head": True}
-        return {}
+        given: dict[str, dict[str, Any]] = {
+            "unit": {"quant_config": QuantConfig("unit", "unit")},
+            "calibrated": {"calibration": self.calibration},
+            "calibrated per head": {"calibration": self.calibration, "scales_per_head": True},
+        }
+        return given.get(scales, {})
 
     def _run(self, packed: Any) -> tuple[Tensor, float, float]:
         """Return nats of each token, share of equal likeliest tokens, and the largest difference of a logit."""

@@ -26,7 +26,10 @@ def cells_of(row: dict[str, Any]) -> list[str]:
         return [row["model"], row["work"], row["cache"], f"failed: {row['failed']}", *["-"] * 7]
     kernels, best, peer = row["kernels"], row.get("best_own"), row.get("best_peer")
     own = kernels[best] if best else {}
-    name = "" if best in (None, "vattn") else f" ({best.removeprefix('vattn').strip(', ')}{_plain_time(kernels)})"
+    # Where the kernel that rounds the query was faster, the time of the layer as requested too.
+    plain = kernels.get("vattn", {}).get("us")
+    also = "" if plain is None else f"; {plain} with a query of 16 bits"
+    name = "" if best in (None, "vattn") else f" ({best.removeprefix('vattn').strip(', ')}{also})"
     return [
         row["model"],
         row["work"],
@@ -42,12 +45,6 @@ def cells_of(row: dict[str, Any]) -> list[str]:
     ]
 
 
-def _plain_time(kernels: dict[str, Any]) -> str:
-    """Return the time of the layer as requested, where the one that rounds the query was faster."""
-    us = kernels.get("vattn", {}).get("us")
-    return "" if us is None else f"; {us} with a query of 16 bits"
-
-
 def notes_of(row: dict[str, Any]) -> list[str]:
     """Return a line for every kernel that failed or was wrong."""
     where = f"{row['model']}, {row['work']}, {row['cache']}"
@@ -61,12 +58,14 @@ def notes_of(row: dict[str, Any]) -> list[str]:
 
 def heading(result: dict[str, Any]) -> list[str]:
     """Return the lines above a table: where and when, the ceilings, and which peers there were."""
-    ceilings = ", ".join(f"{name} {value}" for name, value in result["ceilings"].items()) or "not measured"
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    lines = [f"{result['device']}, {result['date']}; {versions}", f"ceilings of this run: {ceilings}"]
+
+    def listed(values: dict[str, Any]) -> str:
+        return ", ".join(f"{name} {value}" for name, value in values.items()) or "not measured"
+
+    lines = [f"{result['device']}, {result['date']}; {listed(result['versions'])}"]
+    lines.append(f"ceilings of this run: {listed(result['ceilings'])}")
     for part in result.get("resumed", ()):
-        text = ", ".join(f"{name} {value}" for name, value in part["ceilings"].items()) or "not measured"
-        lines.append(f"rows from {part['first_row'] + 1} on: {part['date']}, ceilings {text}")
+        lines.append(f"rows from {part['first_row'] + 1} on: {part['date']}, ceilings {listed(part['ceilings'])}")
     return lines + [f"{name}: {state}" for name, state in result["peers"].items()]
 
 
@@ -128,11 +127,9 @@ def resumed(path: Path, run: dict[str, Any]) -> dict[str, Any]:
     """
     result = read_result(path)
     for key in ("device", "capability", "versions", "peers", "block_size"):
-        # Files from before it was written have blocks of 16.
-        before = result.get(key, 16 if key == "block_size" else None)
-        if before != run[key]:
+        if result.get(key) != run[key]:
             raise ConfigError(
-                f"--resume of {path}, with {key} {before}, in a run with {key} {run[key]}",
+                f"--resume of {path}, with {key} {result.get(key)}, in a run with {key} {run[key]}",
                 "the same machine, versions, peers and block size",
                 "give another --json, or run as before",
             )
