@@ -1,4 +1,4 @@
-"""Batch-invariant attention in Triton's interpreter: a row's bits do not depend on what else is in the step."""
+"""Batch-invariant attention: a row's bits do not depend on what else is in the step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,19 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
+LARGE: dict[str, dict[str, Any]] = {
+    "bf16": {},
+    "fp16, head of 256": {"dtype": "float16", "head_size": 256, "num_heads": 4},
+    "fp8": {"kv_cache_dtype": "fp8_e4m3"},
+    "window, sinks": {"sliding_window": 300, "sinks": True, "head_size": 64},
+    "soft cap": {"logits_soft_cap": 20.0, "num_heads": 10},
+    "groups": {"output_format": "fp8_group128"},
+    "alibi": {"alibi": "linear", "head_size": 80},
+    "fp32": {"dtype": "float32", "head_size": 64},
+}
+
+
+@pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     reasons = selector.get_backend("TRITON_ATTN").reasons(make_config(batch_invariant=True), DeviceInfo.of("cpu"))
     if reasons:
@@ -30,11 +42,21 @@ def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(np, "matmul", lambda a, b, dtype: (a[:, :, None] * b).sum(1, dtype=dtype))
 
 
+@pytest.mark.usefixtures("interpreted")
 @pytest.mark.parametrize("case", ["plain", *(pytest.param(case, marks=pytest.mark.slow) for case in list(CASES)[1:])])
 def test_bits_do_not_depend_on_the_rest_of_the_step(case: str) -> None:
     check_invariance(Requests([21, 3], "cpu", block_size=8, **CASES[case]), [1, 7])
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", LARGE)
+def test_bits_of_long_requests_and_wide_heads(case: str) -> None:
+    """Steps that the fast paths would take otherwise."""
+    layer = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": "bfloat16", "block_size": 16, **LARGE[case]}
+    check_invariance(Requests([1500, 17, 333, 64], "cuda", **layer), [1, 2, 129, 512])
+
+
+@pytest.mark.usefixtures("interpreted")
 def test_a_layer_without_the_promise_is_cut_by_its_batch() -> None:
     """What the promise costs: without it tiles and splits follow the step."""
     from vattn.kernels.triton.common.tiles import Limits, choose_tiles
@@ -48,6 +70,7 @@ def test_a_layer_without_the_promise_is_cut_by_its_batch() -> None:
         assert fixed != choose_tiles(config, tokens, requests, keys, limits)
 
 
+@pytest.mark.usefixtures("interpreted")
 def test_explain_states_the_promise_and_other_backends_refuse() -> None:
     config = make_config(batch_invariant=True, dtype="bfloat16")
     found = selector.explain(config, DeviceInfo("cuda", (9, 0), "sm_90"))
