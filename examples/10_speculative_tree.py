@@ -74,7 +74,7 @@ class Decoder:
         while unfinished := [row for row in range(len(texts)) if len(texts[row]) < ends[row]]:
             new, trees = [], []
             for row in unfinished:
-                # A prompt is prefilled first, beside requests that decode; then one token waits, and drafts follow it.
+                # A prompt is prefilled first, with requests that decode; then one token waits, and drafts follow it.
                 branches = look_up(texts[row]) if speculate and cached[row] else []
                 tree, drafts = vattn.TokenTree.merge(branches, MAX_NODES) if branches else (None, [])
                 new.append(texts[row][cached[row] :] + drafts)
@@ -83,7 +83,7 @@ class Decoder:
             source, target = [], []
             for row, tokens, tree, picks in zip(unfinished, new, trees, chosen, strict=True):
                 path = [] if tree is None else tree.accepted(tokens[1:], picks)
-                # The accepted drafts lie among the others: bring their keys and values behind the root.
+                # The accepted drafts lie among the others: bring their keys and values after the root.
                 source += self.slots(row, [cached[row] + place for place in path])
                 target += self.slots(row, [cached[row] + 1 + depth for depth in range(len(path))])
                 last = picks[path[-1] if path else 0] if tree is not None else picks[-1]

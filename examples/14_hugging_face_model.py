@@ -32,8 +32,8 @@ def main(folder: Path) -> None:
     packed = enable(model, cache_config=vattn.CacheConfig(cache_dtype="fp8"), calibration=seen, memory="64MiB")
     generator = vattn.Generator(packed, tokenizer, max_num_reqs=4)
     texts = {}
-    for came in generator.stream(PROMPTS, vattn.Sampling(max_new_tokens=32, stop_strings=("\n\n",))):
-        texts[came.request] = came.request.text
+    for part in generator.stream(PROMPTS, vattn.Sampling(max_new_tokens=32, stop_strings=("\n\n",))):
+        texts[part.request] = part.request.text
     for prompt, text in zip(PROMPTS, texts.values(), strict=True):
         print("-" * 40, prompt + text, sep="\n")
     now = generator.statistics()

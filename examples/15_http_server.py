@@ -43,10 +43,10 @@ def serve() -> None:
                     put(error)
         except Empty:
             pass
-        for came in generator.step():
-            outputs[came.request](came.text)
-            if came.request.done:
-                outputs.pop(came.request)(None)
+        for part in generator.step():
+            outputs[part.request](part.text)
+            if part.request.done:
+                outputs.pop(part.request)(None)
 
 
 @app.post("/generate")

@@ -59,7 +59,7 @@ def main(folder: Path) -> None:
     print("an FP8 cache and FP8 outputs alone would do this:", audit, sep="\n")
     disable(model)
 
-    # 2. Quantised by what was seen. The file belongs beside the checkpoint.
+    # 2. Quantised by what was seen. The file belongs next to the checkpoint.
     with tempfile.TemporaryDirectory() as there:
         scales = Path(there) / "vattn_scales.json"
         found.save(scales)

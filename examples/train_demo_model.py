@@ -3,7 +3,7 @@
 The training text is the Python standard library's own source. A few modules, named in ``HELD_OUT``, are kept out
 together with their tests, and are written to ``heldout.txt`` to measure the model on text that it has not seen.
 The result is an ordinary checkpoint for ``LlamaForCausalLM.from_pretrained``; a token is a byte, so the tokenizer is
-``list(text.encode())``, and byte 0 stands between files.
+``list(text.encode())``, and byte 0 separates files.
 
     python examples/train_demo_model.py --out my_model
     python examples/train_demo_model.py --device cpu --steps 5 --batch-size 2 --context 128 --out tiny

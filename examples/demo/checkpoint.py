@@ -18,7 +18,7 @@ def read_checkpoint(folder: Path) -> tuple[LlamaConfig, dict[str, Tensor]]:
     """Read `config.json` and every `*.safetensors` of a Hugging Face Llama folder; tensors keep HF's names.
 
     Raises:
-        ConfigError: a file is missing, damaged, or asks for what this model has not.
+        ConfigError: a file is missing or damaged, or describes another architecture.
         MissingPackageError: safetensors is not installed.
     """
     try:

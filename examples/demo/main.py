@@ -57,7 +57,7 @@ them leaves the other channels above e4m3's smallest values."""
 
 @dataclass(frozen=True)
 class Setting:
-    """What the command line asked for, read and checked."""
+    """The options of the command line, read and checked."""
 
     folder: Path
     config: LlamaConfig
@@ -144,7 +144,7 @@ def read_setting(options: argparse.Namespace) -> Setting:
         raise ConfigError(
             f"--max-new-tokens {new} at --temperature {options.temperature} after a prompt of {longest - new} bytes",
             f"1 or more, {config.max_positions} bytes together, and a temperature >= 0",
-            "ask for fewer tokens or shorten the prompt",
+            "request fewer tokens or shorten the prompt",
         )
     if options.quick:
         heldout = heldout[:4096]

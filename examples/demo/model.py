@@ -1,6 +1,6 @@
-"""A Llama model on paged attention in one file: packed tokens in, logits of the rows asked for out.
+"""A Llama model on paged attention in one file: packed tokens in, logits of the requested rows out.
 
-Shapes: T packed tokens of all requests, B rows whose logits are wanted, H query heads, K KV heads, D head size.
+Shapes: T packed tokens of all requests, B rows with logits, H query heads, K KV heads, D head size.
 """
 
 from __future__ import annotations

@@ -277,7 +277,7 @@ def test_a_client_that_goes_away_in_the_stream(packed: PackedModel) -> None:
     check_empty(generator)
     del stream
     generator.stream(PROMPTS, GREEDY)
-    assert not generator.busy, "nobody has begun to read"
+    assert not generator.busy, "the iteration has not begun"
 
 
 def test_a_model_that_raises_can_be_run_again(packed: PackedModel, expected: list[list[int]]) -> None:

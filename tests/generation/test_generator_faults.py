@@ -237,11 +237,11 @@ def test_wrong_calls(packed: PackedModel) -> None:
 def test_requests_are_no_longer_than_the_model_was_trained_for() -> None:
     packed = enable(make_model("llama"), num_blocks=64)
     assert vattn.Generator(packed).scheduler.max_seq_len == 256
-    assert vattn.Generator(packed, max_seq_len=500).scheduler.max_seq_len == 500, "who asks for more gets more"
+    assert vattn.Generator(packed, max_seq_len=500).scheduler.max_seq_len == 500, "a requested length counts"
 
 
 def test_cancelling_while_a_step_is_on_its_way(packed: PackedModel, expected: list[list[int]]) -> None:
-    """The step that was launched ahead computes a token that nobody gets."""
+    """The step that was launched early computes a token that no request gets."""
     for options in ({}, {"speculation": vattn.PromptLookup(shortest=1)}):
         generator = make_generator(packed, **options)
         first, second = (generator.add(prompt, GREEDY) for prompt in PROMPTS[:2])
@@ -251,7 +251,7 @@ def test_cancelling_while_a_step_is_on_its_way(packed: PackedModel, expected: li
         count = len(first.output)
         assert count >= 3 and first.state == "cancelled" and first.table is None
         while generator.busy:
-            assert all(came.request is second for came in generator.step())
+            assert all(one.request is second for one in generator.step())
         assert len(first.output) == count and second.output == expected[1]
         generator.cancel(second)
         assert second.state == "finished"

@@ -54,7 +54,7 @@ def stand_in(generator: vattn.Generator) -> list[tuple[int, int]]:
 
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_steps_with_prompts_are_replayed(hybrid: bool) -> None:
-    """Chunks beside decodes, and steps beyond the largest graph, give the tokens of steps without graphs."""
+    """Chunks with decodes, and steps beyond the largest graph, give the tokens of steps without graphs."""
     name = "gemma2" if hybrid else "llama"
     packed, model = enable(make_model(name)), make_model(name)
     packed.allocate(num_blocks=64, hybrid=hybrid, max_seq_len=128)

@@ -80,7 +80,7 @@ def test_preempted_and_reused_with_few_blocks() -> None:
 
 
 def test_a_prefix_is_reused_as_far_as_every_group_has_it() -> None:
-    """Blocks behind a window stay known until their room is needed; then a shorter prefix is found, or none."""
+    """Blocks before a window stay known until their room is needed; then a shorter prefix is found, or none."""
     packed, model = hybrid("gemma2", 64), make_model("gemma2", sliding_window=20)
     generator = make_generator(packed, token_budget=32, max_seq_len=140)
     pool = generator.scheduler.pool

@@ -20,7 +20,7 @@ from vattn.integrations.transformers import PackedModel, disable, enable
 
 
 def test_steps_inside_of_a_step_are_refused(packed: PackedModel, expected: list[list[int]]) -> None:
-    """A callback that runs the generator fails its own request; one that cancels ends requests behind the step."""
+    """A callback that runs the generator fails its own request; one that cancels ends requests after the step."""
     generator = make_generator(packed)
 
     def runs(ids: Any, scores: Any) -> bool:
@@ -87,13 +87,13 @@ def test_streams_that_take_turns_each_get_their_own(packed: PackedModel, expecte
     generator = make_generator(packed)
     streams = [generator.stream([prompt], GREEDY) for prompt in PROMPTS[:2]]
     dropped = generator.stream([PROMPTS[2]], GREEDY)
-    came: list[list[int]] = [[], []]
+    got: list[list[int]] = [[], []]
     next(dropped)
     del dropped
     for index in [0, 1, 1, 1, 0] * 20:
         one = next(streams[index], None)
-        came[index] += one.tokens if one is not None else ()
-    assert came == expected[:2]
+        got[index] += one.tokens if one is not None else ()
+    assert got == expected[:2]
     check_empty(generator)
 
 

@@ -53,10 +53,10 @@ def run(packed: PackedModel, event: str, follow: bool, bad: int = -1) -> tuple[l
             generator.cancel(requests[3])
             requests.append(generator.add(PROMPTS[4], vattn.Sampling(9, **sampling)))
         try:
-            came = generator.step()
+            progress = generator.step()
         except ZeroDivisionError:
             continue
-        seen.append([(requests.index(one.request), one.text, one.tokens) for one in came])
+        seen.append([(requests.index(one.request), one.text, one.tokens) for one in progress])
         assert all(0 <= r.cached <= r.num_tokens for r in generator.scheduler.running)
     check_empty(generator)
     now = generator.statistics()

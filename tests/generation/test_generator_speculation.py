@@ -95,9 +95,9 @@ def test_what_follows_the_end_is_dropped(packed: PackedModel, long_expected: lis
     assert generator.generate([PROMPTS[0]], sampling)[0].output == expected[0][: expected[0].index(stop)]
     text = tokenizer.decode(expected[0])
     cut = text[20:23]
-    came = list(generator.stream([PROMPTS[0]], vattn.Sampling(40, stop_token_ids=(), stop_strings=(cut,))))
-    assert "".join(part.text for part in came) == text[: text.index(cut)] == came[-1].request.text
-    assert came[-1].request.reason == "stop string"
+    parts = list(generator.stream([PROMPTS[0]], vattn.Sampling(40, stop_token_ids=(), stop_strings=(cut,))))
+    assert "".join(part.text for part in parts) == text[: text.index(cut)] == parts[-1].request.text
+    assert parts[-1].request.reason == "stop string"
     check_empty(generator)
 
 

@@ -117,7 +117,7 @@ def assert_ended(request: vattn.Request, kind: str) -> None:
 
 
 def test_survivors_have_the_tokens_of_one_by_one() -> None:
-    """Beside failing and cancelled neighbours, in few blocks, with guesses and without."""
+    """With failing and cancelled neighbours, in few blocks, with drafts and without."""
     prompts = [[(3 * i + n) % 90 for i in range(20 + 9 * n)] for n in range(4)]
     model = make_model("llama")
     for speculation in (None, vattn.PromptLookup(shortest=1)):
@@ -149,7 +149,7 @@ def test_weights_that_are_not_finite() -> None:
     done = generator.generate([[1, 2], [3], [4] * 30], [vattn.Sampling(4), sampled, vattn.Sampling(4)])
     assert all(request.state == "failed" and not request.output for request in done)
     assert all("not finite" in str(request.error) for request in done)
-    assert generator.scheduler.pool.num_kept == 0, "nobody finds what is wrong"
+    assert generator.scheduler.pool.num_kept == 0, "no request finds what is wrong"
     check_empty(generator)
     disable(packed)
     with pytest.raises(errors.ConfigError, match="not finite"):

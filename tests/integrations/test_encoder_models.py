@@ -135,7 +135,7 @@ def compare_texts(theirs: Any, ours: Any) -> None:
     assert relative_l2(got, expected) < TOLERANCE
     with vattn.forward_context(packed_step([sum(TEXTS[:2]), *TEXTS[2:]])):
         mixed = ours(ids, position_ids=positions).last_hidden_state[0]
-    assert relative_l2(mixed, expected) > 1e-2, "two texts seen as one must be told"
+    assert relative_l2(mixed, expected) > 1e-2, "two texts seen as one must be noticed"
 
 
 def cases() -> list[Any]:

@@ -242,8 +242,8 @@ def test_scales_of_an_fp8_cache(scheme: Any, scaled: Path, tmp_path: Path) -> No
 UP = "model.layers.1.mlp.up_proj"
 
 
-def beside(name: str, tensor: Tensor) -> Any:
-    """A change that puts a tensor beside one weight."""
+def of_weight(name: str, tensor: Tensor) -> Any:
+    """A change that adds a tensor to those of one linear layer."""
     return tensors(**{f"{UP}.{name}": tensor})
 
 
@@ -283,11 +283,15 @@ INPUTS = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False
 HADAMARD = {"config_groups": {"u": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}]}}}
 
 LINEAR_FAULTS: dict[str, tuple[Any, type[Exception], str]] = {
-    "too many scales": (beside("weight_scale", torch.ones(3)), errors.ScaleError, "3 scales .* 1 or 256"),
-    "a row of scales": (beside("weight_scale", torch.ones(1, 256)), errors.ScaleError, r"\(1, 256\).*\[256, 1\]"),
-    "whole scales": (beside("weight_scale", torch.ones(256).int()), errors.ScaleError, "weight_scale in torch.int32"),
+    "too many scales": (of_weight("weight_scale", torch.ones(3)), errors.ScaleError, "3 scales .* 1 or 256"),
+    "a row of scales": (of_weight("weight_scale", torch.ones(1, 256)), errors.ScaleError, r"\(1, 256\).*\[256, 1\]"),
+    "whole scales": (
+        of_weight("weight_scale", torch.ones(256).int()),
+        errors.ScaleError,
+        "weight_scale in torch.int32",
+    ),
     "e4m3 of an input": (
-        beside("input_scale", torch.ones(1).to(torch.float8_e4m3fn)),
+        of_weight("input_scale", torch.ones(1).to(torch.float8_e4m3fn)),
         errors.ScaleError,
         "input_scale in torch.float8_e4m3fn",
     ),
@@ -297,14 +301,14 @@ LINEAR_FAULTS: dict[str, tuple[Any, type[Exception], str]] = {
         "embeddings and merged experts",
     ),
     "format": (described(format="pack-quantized"), errors.UnsupportedRequestError, "pack-quantized"),
-    "two names": (beside("weight_scale_inv", torch.ones(1)), errors.ScaleError, "weight_scale and weight_scale_inv"),
-    "bias": (beside("bias", torch.ones(256)), errors.ConfigError, "with a bias. Allowed: none"),
-    "zero point": (beside("weight_zero_point", torch.ones(1)), errors.ScaleError, "no use for"),
-    "smoothing": (beside("pre_quant_scale", torch.ones(64)), errors.ScaleError, "no use for"),
-    "output scale": (beside("output_scale", torch.ones(1)), errors.ScaleError, "no use for"),
-    "NaN": (beside("weight", NAN), errors.ScaleError, "codes of NaN"),
-    "e5m2": (beside("weight", NAN.view(torch.float8_e5m2)), errors.UnsupportedRequestError, "float8_e5m2"),
-    "shape": (beside("weight", NAN[:, :32].contiguous()), errors.ConfigError, r"\(256, 32\)"),
+    "two names": (of_weight("weight_scale_inv", torch.ones(1)), errors.ScaleError, "weight_scale and weight_scale_inv"),
+    "bias": (of_weight("bias", torch.ones(256)), errors.ConfigError, "with a bias. Allowed: none"),
+    "zero point": (of_weight("weight_zero_point", torch.ones(1)), errors.ScaleError, "no use for"),
+    "smoothing": (of_weight("pre_quant_scale", torch.ones(64)), errors.ScaleError, "no use for"),
+    "output scale": (of_weight("output_scale", torch.ones(1)), errors.ScaleError, "no use for"),
+    "NaN": (of_weight("weight", NAN), errors.ScaleError, "codes of NaN"),
+    "e5m2": (of_weight("weight", NAN.view(torch.float8_e5m2)), errors.UnsupportedRequestError, "float8_e5m2"),
+    "shape": (of_weight("weight", NAN[:, :32].contiguous()), errors.ConfigError, r"\(256, 32\)"),
     "twice": (twice, errors.ConfigError, "two files .* old.safetensors"),
     "another tower": (another_tower, errors.UnsupportedRequestError, "one of several weights"),
     "rotations": (described(transform_config=HADAMARD), errors.UnsupportedRequestError, "rotations"),
@@ -332,7 +336,7 @@ LINEAR_FAULTS: dict[str, tuple[Any, type[Exception], str]] = {
     ),
     "weight scale": (tensors("layers.1.mlp.up_proj.weight_scale"), errors.ScaleError, "without a scale"),
     "input scale": (tensors("layers.1.mlp.up_proj.input_scale"), errors.ScaleError, "without a scale of its input"),
-    "negative": (beside("weight_scale", torch.tensor([-1.0])), errors.ScaleError, "positive and finite"),
+    "negative": (of_weight("weight_scale", torch.tensor([-1.0])), errors.ScaleError, "positive and finite"),
     "stray": (tensors(**{"lm_head.weight_scale": torch.ones(1)}), errors.ScaleError, "lm_head.weight_scale"),
     "method": (
         lambda folder: edit_config(folder, quantization_config={"quant_method": "quark"}),

@@ -59,7 +59,7 @@ def test_logits_equal_those_of_transformers(name: str, compiled: bool) -> None:
     builder = vattn.AttentionMetadataBuilder(4, 64, max_seq_len=64, block_size=8, layers=packed)
     run = vattn.compile(packed, fullgraph=True) if compiled else packed
     tables, done = [[1, 2, 3, 4], [9, 8, 7]], [0, 0]
-    # Prompts whole and in chunks, beside decodes.
+    # Prompts whole and in chunks, with decodes.
     for query_lens in ([12, 0], [9, 16], [1, 1], [7, 1]):
         done = [before + query for before, query in zip(done, query_lens, strict=True)]
         spans = [slice(end - query, end) for end, query in zip(done, query_lens, strict=True)]

@@ -26,7 +26,7 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a mask for rows": ({"logits_indices": IDS > 3}, DtypeError, "logits_indices of bool"),
     "a number for rows": ({"logits_indices": 1}, DtypeError, "logits_indices of type int"),
     "rows in two dimensions": ({"logits_indices": IDS[None]}, ShapeError, "logits_indices of shape"),
-    "a row from behind": ({"logits_indices": torch.tensor([4, -1])}, MetadataError, "logits_indices with -1.*0 to 4"),
+    "a row from the end": ({"logits_indices": torch.tensor([4, -1])}, MetadataError, "logits_indices with -1.*0 to 4"),
     "a row too many": ({"logits_indices": torch.tensor([2, 5])}, MetadataError, "logits_indices with 5.*0 to 4"),
     "an unknown token": ({"input_ids": IDS * 1000}, MetadataError, "input_ids with 4000.*vocabulary"),
     "a negative token": ({"input_ids": IDS - 1}, MetadataError, "input_ids with -1.*vocabulary"),

@@ -37,7 +37,7 @@ class Runner:
         self.tables = [list(range(1, 9)), list(range(9, 17))]
 
     def step(self, parts: list[tuple[list[int], int]]) -> list[torch.Tensor]:
-        """Run new tokens of each request behind what it has cached; return the logits of all of them."""
+        """Run new tokens of each request after what it has cached; return the logits of all of them."""
         query_lens = [len(tokens) for tokens, _ in parts]
         metadata = self.builder.build(
             query_lens, [n + c for n, (_, c) in zip(query_lens, parts, strict=True)], self.tables[: len(parts)]
@@ -49,7 +49,7 @@ class Runner:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_family_equals_its_eager_attention(name: str) -> None:
-    """Prefill, chunked prefill, decode and mixed steps, of two requests packed behind each other."""
+    """Prefill, chunked prefill, decode and mixed steps, of two requests packed after each other."""
     model = make_model(name)
     expected = [eager_logits(model, tokens) for tokens in PROMPTS]
     runner = Runner(enable(model, num_blocks=17))
@@ -86,20 +86,18 @@ def test_the_documented_families_are_those_tested() -> None:
     assert table() in page, "put what tests.integrations.hf_families.table() returns between the marks"
 
 
-COMPILED = [
-    "llama",
-    *(pytest.param(name, marks=pytest.mark.long) for name in ("gemma2", "gpt_oss", "mixtral", "bloom", "gpt2")),
-]
+COMPILED = ("llama", "gemma2", "gpt_oss", "mixtral", "bloom", "gpt2")
 
 
-@pytest.mark.parametrize("name", COMPILED)
-def test_whole_models_compile_into_one_graph(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("llama", "eager"), *(pytest.param(name, "inductor", marks=pytest.mark.long) for name in COMPILED)],
+)
+def test_whole_models_compile_into_one_graph(name: str, backend: str, fresh_dynamo: None) -> None:
     model = make_model(name)
     expected = eager_logits(model, PROMPTS[0])
     packed = enable(model, num_blocks=17)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    runner = Runner(packed, vattn.compile(packed))
+    runner = Runner(packed, vattn.compile(packed, backend=backend))
     long, short = PROMPTS
     steps = ([(long[:20], 0), (short[:3], 0)], [(long[20:33], 20), (short[3:4], 3)], [(long[33:], 33)])
     got = [runner.step(parts)[0] for parts in steps]
@@ -282,7 +280,7 @@ def test_merged_weights_that_moved_are_refused() -> None:
 
 REFUSED = {
     "mamba": ({}, "takes no position_ids"),
-    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "a state beside keys and values"),
+    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "a state besides keys and values"),
     "llama4_text": (
         {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 64, "head_dim": 16},
         "a mask by",
@@ -291,7 +289,7 @@ REFUSED = {
     "gptj": ({"n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 8}, "no exchangeable attention"),
     "recurrent_gemma": (
         {},
-        "layers of RecurrentGemmaForCausalLM call attention|a state beside keys|fails on packed tokens",
+        "layers of RecurrentGemmaForCausalLM call attention|a state besides keys|fails on packed tokens",
     ),
     "biogpt": ({}, "padding mask"),
 }

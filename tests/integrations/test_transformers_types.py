@@ -1,6 +1,6 @@
-"""Every causal model type that transformers lists: equal to its own eager attention, or refused with an error of ours.
+"""Every causal model type that transformers lists: equal to its own eager attention, or refused with an error of vattn.
 
-Sizes are guessed, for types that nobody here has looked at; those that cannot be made or run so are passed over.
+Sizes are guessed, for unknown types; those that cannot be made or run so are passed over.
 """
 
 from __future__ import annotations

@@ -626,7 +626,7 @@ def test_the_decorator_needs_the_parameter():
     def collect(*args, layer_name=None):
         return args
 
-    assert collect([1], [2]) == ([1], [2]), "no position gives a name that stands behind *args"
+    assert collect([1], [2]) == ([1], [2]), "no position gives a name that follows *args"
     with pytest.raises(SignatureError, match="has no parameter"):
         maybe_transfer_kv_layer(lambda *layer_name: None)
     with pytest.raises(SignatureError, match=r"f\(x, name\) has no parameter 'layer_name'"):

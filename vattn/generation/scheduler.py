@@ -162,7 +162,7 @@ class Scheduler:
             raise RequestError(
                 f"a prompt of {prompt} tokens and {new} new ones",
                 f"{self.max_seq_len} tokens together",
-                "shorten the prompt, ask for fewer tokens, or give the generator a larger max_seq_len and cache",
+                "shorten the prompt, request fewer tokens, or give the generator a larger max_seq_len and cache",
             )
         # The last token is chosen and never computed.
         needed = blocks_needed(self.blocks.cache, prompt + new - 1, self.token_budget)
@@ -171,7 +171,7 @@ class Scheduler:
             raise OutOfBlocksError(
                 f"a request of {prompt} + {new} tokens needs {needed} blocks",
                 f"up to {usable} blocks, all of the pool",
-                "allocate more blocks or ask for fewer tokens",
+                "allocate more blocks or request fewer tokens",
             )
         if self.max_queue is not None and len(self.waiting) >= self.max_queue:
             raise QueueFullError(

@@ -121,7 +121,7 @@ def _is_page_rows(piece: Tensor, width: int, device: torch.device) -> bool:
 
 
 class LoadJob(Job):
-    """Copy pages to the device ahead of the layers that need them."""
+    """Copy pages to the device before the layers need them."""
 
     def __init__(self, *args: object, **kwargs: object) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[arg-type]

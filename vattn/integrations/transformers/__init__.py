@@ -293,8 +293,8 @@ def check_model(model: Any) -> None:
     empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if empty is not None:
         raise ConfigError(
-            f"enable() of a model whose {empty!r} has no values (device meta), as after offloading",
-            "a model whose weights are all on its device",
+            f"enable() of a model in which {empty!r} has no values (device meta), as after offloading",
+            "a model with all weights on its device",
             "load it whole, with device_map=None or one device",
         )
     if "_vattn_before" in model.__dict__:

@@ -90,7 +90,7 @@ def find_scales(model: nn.Module, names: list[str]) -> Scales:
         )
     if not found and not (isinstance(scheme, dict) and scheme.get("dynamic")):
         raise ScaleError(
-            f"{folder}, whose configuration has {key} and whose files have no k_scale and v_scale",
+            f"{folder} with {key} in its configuration, and no k_scale and v_scale in its files",
             "scales of keys and values in the files",
             FIX,
         )

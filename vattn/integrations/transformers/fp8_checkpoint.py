@@ -24,7 +24,7 @@ from vattn.layers.fp8_linear import LINEAR_FORMATS, FP8Linear, check_scales
 SCALE_NAMES = ("weight_scale", "weight_scale_inv")
 INPUT_NAMES = ("input_scale", "activation_scale")
 USED = {"weight", "bias", *SCALE_NAMES, *INPUT_NAMES, "k_scale", "v_scale", "kv_scale"}
-"""Names of tensors beside an FP8 weight that linear layers or the cache take."""
+"""Names of tensors of an FP8 layer that linear layers or the cache take."""
 
 
 def load_fp8_linears(model: nn.Module, folder: str | os.PathLike[str] | None = None) -> dict[str, str]:
@@ -108,7 +108,7 @@ def _read(checkpoint: Checkpoint, prefix: str, name: str, linear: nn.Linear) -> 
     if (given is not None) != LINEAR_FORMATS[fmt].given:
         raise ScaleError(
             f"{prefix[:-1]} {'without' if given is None else 'with'} a scale of its input",
-            f"{'one' if LINEAR_FORMATS[fmt].given else 'none'}, as the configuration asks for {fmt}",
+            f"{'one' if LINEAR_FORMATS[fmt].given else 'none'}, as the configuration requests {fmt}",
             "check config.json",
         )
     device = linear.weight.device
@@ -166,7 +166,7 @@ def _check_all_used(checkpoint: Checkpoint, weights: set[str]) -> None:
         prefix, _, last = name.rpartition(".")
         quantised = f"{prefix}.weight" in weights
         if last in (*SCALE_NAMES, *INPUT_NAMES) and not quantised:
-            raise ScaleError(f"{name}, whose weight is not FP8", "scales of FP8 weights", "check the checkpoint")
+            raise ScaleError(f"{name} for a weight that is not FP8", "scales of FP8 weights", "check the checkpoint")
         if not quantised or last in USED or (last == "output_scale" and prefix.endswith(CACHED)):
             continue
         if not (last.endswith("zero_point") and not bool(checkpoint.tensor(name).float().any())):

@@ -127,7 +127,7 @@ class MergedFP8Part(FP8Linear):
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         raise ConfigError(
-            "a state dict for merged FP8 projections, whose product keeps scales of its own",
+            "a state dict for merged FP8 projections, which keep scales of their product",
             "one for projections that are not merged",
             "disable(model), load it, and enable the model again",
         )

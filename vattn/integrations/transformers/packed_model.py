@@ -22,7 +22,7 @@ class _NoStates(list[Any]):
 
     def __getitem__(self, index: Any) -> Any:
         raise UnsupportedRequestError(
-            "layers that keep a state beside keys and values (state-space, linear attention, convolution, an indexer)",
+            "layers that keep a state besides keys and values (state-space, linear attention, convolution, an indexer)",
             "models whose tokens meet in causal attention, full or in a window, and nowhere else",
             "keep this model on transformers' own attention",
         )

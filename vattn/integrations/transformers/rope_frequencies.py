@@ -33,7 +33,7 @@ def fix_frequencies(model: Any, length: int | None) -> list[tuple[nn.Module, Any
         raise _refused(*found[0])
     if length is not None and not found:
         raise ConfigError(
-            f"rope_length={length} for {type(model).__name__}, whose frequencies are the same for every length",
+            f"rope_length={length} for {type(model).__name__}, with frequencies that are the same for every length",
             "models with RoPE of the types longrope and dynamic",
             "leave rope_length out",
         )
