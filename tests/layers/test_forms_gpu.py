@@ -21,7 +21,7 @@ from harness import COLUMNS, WIDTH, Bundle
 from test_forms import FORMS, assert_same_bits
 
 import vattn
-from vattn.passes.probe import probe_values
+from vattn.passes.probe_inputs import probe_values
 from vattn.passes.report import clear_fusion_report
 
 pytestmark = pytest.mark.gpu

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 import vattn
 from vattn.backends import dispatch
-from vattn.passes.probe import probe_values
+from vattn.passes.probe_inputs import probe_values
 from vattn.passes.report import clear_fusion_report
 
 pytestmark = pytest.mark.gpu

@@ -14,55 +14,9 @@ from typing import Any
 
 import torch
 from harness import COLUMNS
-from productions import (
-    APPLIED,
-    APPLIED_2,
-    CAST,
-    CAST_2,
-    CLAMPED,
-    CLAMPED_2,
-    E4M3,
-    GROUPS,
-    GROUPS_2,
-    HELD_OUT,
-    LARGEST,
-    LARGEST_2,
-    PLACED,
-    PLACED_2,
-    POWER,
-    POWER_2,
-    RETURNED,
-    RETURNED_2,
-    SCALE,
-    SCALE_2,
-    SCALED,
-    SCALED_2,
-    SHAPED,
-    SHAPED_2,
-    WIDEN,
-    WIDEN_2,
-)
+from productions import DYNAMIC_PARTS, E4M3, HELD_OUT, STATIC_PARTS
 from torch import Tensor
 
-STATIC_PARTS: dict[str, dict[str, Any]] = {
-    "widen": WIDEN | WIDEN_2,
-    "scaled": SCALED | SCALED_2,
-    "clamped": CLAMPED | CLAMPED_2,
-    "cast": CAST | CAST_2,
-    "shaped": SHAPED | SHAPED_2,
-}
-DYNAMIC_PARTS: dict[str, dict[str, Any]] = {
-    "widen": WIDEN | WIDEN_2,
-    "largest": LARGEST | LARGEST_2,
-    "scale": SCALE | SCALE_2,
-    "applied": APPLIED | APPLIED_2,
-    "power": POWER | POWER_2,
-    "groups": GROUPS | GROUPS_2,
-    "clamped": CLAMPED | CLAMPED_2,
-    "cast": CAST | CAST_2,
-    "returned": RETURNED | RETURNED_2,
-    "placed": PLACED | PLACED_2,
-}
 STATIC_BASE = ("float()", "/ s", "clamp", "to", "none")
 DYNAMIC_BASE = ("float()", "abs().amax()", "clamp 1e-10", "/", "any", "token", "clamp", "to", "[T, G]", "whole")
 

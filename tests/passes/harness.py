@@ -1,6 +1,6 @@
 """Runs the passes on the graphs that Inductor would give them, without generating code, so that a form costs little.
 
-`captured` compiles a function down to the point where Inductor calls the passes, keeps the graph before and after, and
+`Capture` compiles a function down to the point where Inductor calls the passes, keeps the graph before and after, and
 runs either of them op by op.
 """
 
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -24,22 +24,42 @@ HEADS, WIDTH = 4, 64
 COLUMNS = HEADS * WIDTH
 
 
-@dataclass
 class Capture:
-    """What became of one compiled function.
+    """Compiles a function down to the passes.
+
+    Args:
+        formats, rope: which output formats may be used, and whether RoPE is fused.
+        compiler: `vattn.compile` or a relative of it, and its options.
 
     Attributes:
-        before, after: the post-grad graph without and with the passes.
+        target: what to call.
+        before, after: the post-grad graphs without and with the passes.
         report: what the passes said.
         fused: which of the two runs.
-        formats: output formats that may be used.
     """
 
-    before: list[torch.fx.GraphModule] = field(default_factory=list)
-    after: list[torch.fx.GraphModule] = field(default_factory=list)
-    report: list[NodeReport] = field(default_factory=list)
-    fused: bool = True
-    formats: Sequence[str] = tuple(OUTPUT_FORMATS)
+    def __init__(
+        self,
+        function: Any,
+        formats: Sequence[str] = tuple(OUTPUT_FORMATS),
+        rope: str = "auto",
+        compiler: Callable[..., Any] = vattn.compile,
+        **options: Any,
+    ) -> None:
+        torch._dynamo.reset()
+        self.formats, self.rope, self.fused = formats, rope, True
+        self.before: list[torch.fx.GraphModule] = []
+        self.after: list[torch.fx.GraphModule] = []
+        self.report: list[NodeReport] = []
+        self.target = compiler(function, backend=self.backend, **options)
+
+    def both(self, call: Callable[[], Any]) -> list[Any]:
+        """Return what a call of the target gives with the passes and without."""
+        results = []
+        for self.fused in (True, False):
+            results.append(call())
+        self.fused = True
+        return results
 
     def backend(self, gm: torch.fx.GraphModule, inputs: list[Any]) -> Any:
         from torch._inductor.compile_fx import compile_fx
@@ -52,10 +72,8 @@ class Capture:
 
         view_to_reshape(gm)
         gm.graph.eliminate_dead_code()
-        copied = torch.fx.Graph()
-        copied.output(copied.graph_copy(gm.graph, {}))
-        before = torch.fx.GraphModule(gm, copied)
-        self.report += fuse_graph(gm.graph, self.formats)
+        before = torch.fx.GraphModule(gm, copied(gm.graph))
+        self.report += fuse_graph(gm.graph, self.formats, self.rope)
         gm.graph.lint()
         gm.recompile()
         self.before.append(before)
@@ -65,6 +83,18 @@ class Capture:
             return torch.fx.Interpreter(gm if self.fused else before).run(*args)
 
         return make_boxed_func(run)
+
+
+def copied(graph: torch.fx.Graph) -> torch.fx.Graph:
+    copy = torch.fx.Graph()
+    copy.output(copy.graph_copy(graph, {}))
+    return copy
+
+
+def in_regions(model: nn.Module, **options: Any) -> nn.Module:
+    """Compile the layers of a model in place; returns the model."""
+    vattn.compile_regions(model, **options)
+    return model
 
 
 class Attend(nn.Module):
@@ -148,13 +178,43 @@ class Bundle:
             return target(*inputs, starts, self.scale)
 
 
-def captured_bundle(bundle: Bundle) -> tuple[Capture, Any]:
-    """Compile forms up to the passes; returns what happened and the callable."""
-    torch._dynamo.reset()
-    capture = Capture()
-    target = vattn.compile(bundle.__call__, backend=capture.backend)
-    bundle.run(target, [3, 4])
-    return capture, target
+def captured_bundle(forms: Sequence[Callable[..., Any]], query_lens: Sequence[int] = (3, 4)) -> tuple[Capture, Bundle]:
+    """Compile forms up to the passes, side by side."""
+    bundle = Bundle(forms)
+    capture = Capture(bundle.__call__)
+    bundle.run(capture.target, list(query_lens))
+    return capture, bundle
+
+
+def generated_code(call: Callable[[], Any]) -> str:
+    """Return the code that Inductor generates for a call; it is neither compiled nor run."""
+    from torch._inductor.graph import GraphLowering
+
+    codes: list[str] = []
+
+    def generate(graph: GraphLowering) -> None:
+        codes.append(graph.codegen()[0].value)
+        raise InterruptedError("the code is generated")
+
+    with (
+        mock.patch.object(GraphLowering, "compile_to_module", generate),
+        torch._inductor.config.patch(fx_graph_cache=False),
+        torch._functorch.config.patch(enable_autograd_cache=False),
+    ):
+        torch._dynamo.reset()
+        try:
+            call()
+        except Exception:
+            if not codes:
+                raise
+    (code,) = codes
+    return code
+
+
+def code_of(target: Callable[..., Any], model: nn.Module, query_lens: list[int], *inputs: Any) -> str:
+    """Return the code that is generated for a step of a model."""
+    with step(model, query_lens):
+        return generated_code(lambda: target(*inputs))
 
 
 def after_attention(graph: torch.fx.GraphModule) -> list[list[torch.fx.Node]]:
@@ -190,13 +250,13 @@ def step(model: nn.Module, query_lens: list[int], **options: Any) -> Any:
 
 
 def captured(
-    model: nn.Module, query_lens: list[int] | None = None, dtype: torch.dtype = torch.bfloat16
-) -> tuple[Capture, Any]:
-    """Compile a model up to the passes; returns what happened and the callable."""
-    query_lens = query_lens or [3, 4]
-    torch._dynamo.reset()
-    capture = Capture()
-    target = vattn.compile(model, backend=capture.backend)
-    with step(model, query_lens):
-        target(*inputs_of(sum(query_lens), dtype))
-    return capture, target
+    model: nn.Module,
+    query_lens: Sequence[int] = (3, 4),
+    inputs: Callable[[int], Sequence[Tensor]] = inputs_of,
+    **options: Any,
+) -> Capture:
+    """Compile a model up to the passes on a step of some lengths."""
+    capture = Capture(model, **options)
+    with step(model, list(query_lens)):
+        capture.target(*inputs(sum(query_lens)))
+    return capture

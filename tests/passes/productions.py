@@ -354,3 +354,23 @@ SECOND: dict[str, dict[str, Any]] = {
     "placed": PLACED_2,
 }
 HELD_OUT = frozenset(f"{kind}: {name}" for kind, table in SECOND.items() for name in table if held_out(name))
+
+STATIC_PARTS: dict[str, dict[str, Any]] = {
+    "widen": WIDEN | WIDEN_2,
+    "scaled": SCALED | SCALED_2,
+    "clamped": CLAMPED | CLAMPED_2,
+    "cast": CAST | CAST_2,
+    "shaped": SHAPED | SHAPED_2,
+}
+DYNAMIC_PARTS: dict[str, dict[str, Any]] = {
+    "widen": WIDEN | WIDEN_2,
+    "largest": LARGEST | LARGEST_2,
+    "scale": SCALE | SCALE_2,
+    "applied": APPLIED | APPLIED_2,
+    "power": POWER | POWER_2,
+    "groups": GROUPS | GROUPS_2,
+    "clamped": CLAMPED | CLAMPED_2,
+    "cast": CAST | CAST_2,
+    "returned": RETURNED | RETURNED_2,
+    "placed": PLACED | PLACED_2,
+}

@@ -31,31 +31,42 @@ def rotate_half(x: Tensor) -> Tensor:
     return torch.cat((-second, first), dim=-1)
 
 
-def chunked(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
-    """As vattn's own demo writes it: fp32, chunk and cat."""
-    cos, sin = gathered(layer, positions)
-
-    def turn(x: Tensor) -> Tensor:
-        first, second = x.float().chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
-    return turn(query), turn(key)
+Turn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def scaled_cosines(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
-    """Cosines are scaled in the model dtype, sines are not."""
-    cos, sin = (table.to(key.dtype) for table in gathered(layer, positions))
-    return tuple(pairs_of_halves(x, cos * 1.25, sin) for x in (query, key))  # type: ignore[return-value]
+def by_tables(change: Callable[[Tensor], Tensor] = lambda table: table) -> Callable[[Turn], Write]:
+    """Make a form of a function that turns a query or key by cosines and sines `[T, 1, D / 2]`, changed first."""
+
+    def form(turn: Turn) -> Write:
+        def write(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
+            cos, sin = map(change, gathered(layer, positions))
+            return turn(query, cos, sin), turn(key, cos, sin)
+
+        return write
+
+    return form
 
 
-def tables_in_fp64(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
-    cos, sin = (table.double() * 1.5 for table in gathered(layer, positions))
-    return tuple(pairs_of_halves(x, cos, sin) for x in (query, key))  # type: ignore[return-value]
-
-
-def pairs_of_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def halves_turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+@by_tables()
+def chunked(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """As vattn's own demo writes it: fp32, chunk and cat."""
+    return halves_turned(x.float(), cos, sin).to(x.dtype)
+
+
+@by_tables(lambda table: table.bfloat16())
+def scaled_cosines(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Cosines are scaled in the model dtype, sines are not."""
+    return halves_turned(x, cos * 1.25, sin).to(x.dtype)
+
+
+@by_tables(lambda table: table.double() * 1.5)
+def tables_in_fp64(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return halves_turned(x, cos, sin).to(x.dtype)
 
 
 def hf(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
@@ -77,40 +88,28 @@ def hf_batched(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tens
     return query[0].transpose(0, 1), key[0].transpose(0, 1)
 
 
-def half_tables_fp32(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
-    cos, sin = gathered(layer, positions)
-
-    def turn(x: Tensor) -> Tensor:
-        out = torch.empty_like(x)
-        half = x.shape[-1] // 2
-        first, second = x[..., :half].float(), x[..., half:].float()
-        out[..., :half] = first * cos - second * sin
-        out[..., half:] = first * sin + second * cos
-        return out
-
-    return turn(query), turn(key)
+@by_tables()
+def half_tables_fp32(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    out = torch.empty_like(x)
+    half = x.shape[-1] // 2
+    first, second = x[..., :half].float(), x[..., half:].float()
+    out[..., :half] = first * cos - second * sin
+    out[..., half:] = first * sin + second * cos
+    return out
 
 
-def gptj(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
+@by_tables(lambda table: table.repeat_interleave(2, dim=-1))
+def gptj(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Interleaved pairs, tables repeated for both members."""
-    cos, sin = (t.repeat_interleave(2, dim=-1) for t in gathered(layer, positions))
-
-    def turn(x: Tensor) -> Tensor:
-        x = x.float()
-        turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
-        return (x * cos + turned * sin).bfloat16()
-
-    return turn(query), turn(key)
+    x = x.float()
+    turned = torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2)
+    return (x * cos + turned * sin).bfloat16()
 
 
-def interleaved_stack(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
-    cos, sin = gathered(layer, positions)
-
-    def turn(x: Tensor) -> Tensor:
-        first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
-        return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2).to(x.dtype)
-
-    return turn(query), turn(key)
+@by_tables()
+def interleaved_stack(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    first, second = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2).to(x.dtype)
 
 
 def complex_numbers(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
@@ -125,28 +124,20 @@ def complex_numbers(layer: LayerWithRope, query: Tensor, key: Tensor, positions:
     return turn(query), turn(key)
 
 
-def partial(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
+@by_tables(lambda table: table[..., : WIDTH // 4])
+def partial(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """The first half of the columns turn, as in GPT-NeoX."""
-    cos, sin = (t[..., : WIDTH // 4] for t in gathered(layer, positions))
-
-    def turn(x: Tensor) -> Tensor:
-        x, rest = x.float().split(WIDTH // 2, dim=-1)
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).bfloat16()
-
-    return turn(query), turn(key)
+    x, rest = x.float().split(WIDTH // 2, dim=-1)
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).bfloat16()
 
 
-def partial_interleaved(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
-    cos, sin = (t[..., :6] for t in gathered(layer, positions))
-
-    def turn(x: Tensor) -> Tensor:
-        pairs = x[..., :12].float().unflatten(-1, (-1, 2))
-        first, second = pairs[..., 0], pairs[..., 1]
-        turned = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1).flatten(-2)
-        return torch.cat((turned.to(x.dtype), x[..., 12:]), dim=-1)
-
-    return turn(query), turn(key)
+@by_tables(lambda table: table[..., :6])
+def partial_interleaved(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    pairs = x[..., :12].float().unflatten(-1, (-1, 2))
+    first, second = pairs[..., 0], pairs[..., 1]
+    turned = torch.stack((first * cos - second * sin, first * sin + second * cos), dim=-1).flatten(-2)
+    return torch.cat((turned.to(x.dtype), x[..., 12:]), dim=-1)
 
 
 def stacked_heads(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
@@ -162,12 +153,7 @@ def table_of_both(layer: LayerWithRope, query: Tensor, key: Tensor, positions: T
     """As vLLM keeps them: cosines and sines in the rows of one table."""
     cos, sin = layer.cos_sin.index_select(0, positions).chunk(2, dim=-1)
     cos, sin = cos[:, None], sin[:, None]
-
-    def turn(x: Tensor) -> Tensor:
-        first, second = torch.chunk(x, 2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
-    return turn(query), turn(key)
+    return tuple(halves_turned(x, cos, sin).to(x.dtype) for x in (query, key))  # type: ignore[return-value]
 
 
 def embedded(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
@@ -181,23 +167,14 @@ def embedded(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor
 def looked_up(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
     """Whole tables and positions, which the op can take as they are."""
     cos, sin = layer.cos[positions][:, None], layer.sin[positions][:, None]
-
-    def turn(x: Tensor) -> Tensor:
-        first, second = x.float().chunk(2, dim=-1)
-        return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
-
-    return turn(query), turn(key)
+    return tuple(halves_turned(x.float(), cos, sin).to(x.dtype) for x in (query, key))  # type: ignore[return-value]
 
 
-def rolled(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
+@by_tables(lambda table: torch.cat((table, table), dim=-1))
+def rolled(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """rotate_half by rolling, its signs in the table."""
-    cos, sin = (torch.cat((t, t), dim=-1) for t in gathered(layer, positions))
     sign = torch.cat((-torch.ones(WIDTH // 2), torch.ones(WIDTH // 2)))
-
-    def turn(x: Tensor) -> Tensor:
-        return (x.float() * cos + x.float().roll(WIDTH // 2, dims=-1) * sign * sin).to(x.dtype)
-
-    return turn(query), turn(key)
+    return (x.float() * cos + x.float().roll(WIDTH // 2, dims=-1) * sign * sin).to(x.dtype)
 
 
 def rms(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -244,27 +221,19 @@ def biased(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) 
     return chunked(layer, query, key, positions)
 
 
-def swapped(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
+@by_tables()
+def swapped(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Halves in the wrong places."""
-    cos, sin = gathered(layer, positions)
-
-    def turn(x: Tensor) -> Tensor:
-        first, second = x.float().chunk(2, dim=-1)
-        return torch.cat((second * cos + first * sin, first * cos - second * sin), dim=-1).to(x.dtype)
-
-    return turn(query), turn(key)
+    first, second = x.float().chunk(2, dim=-1)
+    return torch.cat((second * cos + first * sin, first * cos - second * sin), dim=-1).to(x.dtype)
 
 
-def by_matrices(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
+@by_tables()
+def by_matrices(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Pairs of columns times matrices of cosines and sines."""
-    cos, sin = gathered(layer, positions)
     turns = torch.stack((torch.stack((cos, -sin), -1), torch.stack((sin, cos), -1)), -2)
-
-    def turn(x: Tensor) -> Tensor:
-        pairs = torch.stack(x.float().chunk(2, dim=-1), -1).unsqueeze(-1)
-        return torch.cat((turns @ pairs).squeeze(-1).unbind(-1), -1).to(x.dtype)
-
-    return turn(query), turn(key)
+    pairs = torch.stack(x.float().chunk(2, dim=-1), -1).unsqueeze(-1)
+    return torch.cat((turns @ pairs).squeeze(-1).unbind(-1), -1).to(x.dtype)
 
 
 def first_positions(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:

@@ -2,146 +2,166 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import library_forms
 import pytest
 import torch
-from forms import static
-from harness import Attend, captured
+from forms import E4M3, static
+from harness import captured_bundle
+from torch import Tensor
 
 from vattn.passes import region_division as division
 from vattn.passes.region import Match
 
-E4M3 = torch.float8_e4m3fn
+Form = Callable[[Tensor, Tensor], Any]
+Seen = dict[Form, tuple[Match, Any, Any]]
+CUDA = torch.device("cuda")
 
 
-def per_token(o: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = o.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448.0
-    return (o.float() / scale).clamp(-448, 448).to(E4M3), scale
+def rounded(x: Tensor) -> Tensor:
+    return x.clamp(-448, 448).to(E4M3)
 
 
-def floor_of_the_scale(o: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = (o.float().abs().amax(-1, keepdim=True) / 448.0).clamp(min=3e-7)
-    return (o.float() * scale.reciprocal()).clamp(-448, 448).to(E4M3), scale
+def largest(o: Tensor) -> Tensor:
+    return o.float().abs().amax(-1, keepdim=True)
 
 
-def by_a_number(o: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-    return (o.float() / 0.0137).clamp(-448, 448).to(E4M3)
+def divided(scale_of: Callable[[Tensor], Tensor]) -> Form:
+    """Return quantisation by computed scales."""
+
+    def function(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        scale = scale_of(o)
+        return rounded(o.float() / scale), scale
+
+    return function
 
 
-def by_reciprocal(o: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-    return (o.float() * s.reciprocal()).clamp(-448, 448).to(E4M3)
+def floor_of_the_scale(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    scale = (largest(o) / 448.0).clamp(min=3e-7)
+    return rounded(o.float() * scale.reciprocal()), scale
 
 
-def by_our_op(o: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+def by_a_number(o: Tensor, s: Tensor) -> Tensor:
+    return rounded(o.float() / 0.0137)
+
+
+def by_reciprocal(o: Tensor, s: Tensor) -> Tensor:
+    return rounded(o.float() * s.reciprocal())
+
+
+def by_our_op(o: Tensor, s: Tensor) -> Tensor:
     return torch.ops.vattn.quant_fp8_static(o, s)
 
 
-AS_GENERATED = division.as_generated
+def in_fp64(o: Tensor, s: Tensor) -> Tensor:
+    return rounded(o.double() / s.double())
 
 
-def seen_by_the_pass(form: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Match, Any, Any]:
-    """Return what probing a form found, the nodes of its region and the constants that they read."""
-    seen: list[tuple[Match, Any, Any]] = []
-    monkeypatch.setattr(
-        division, "as_generated", lambda match, nodes, _, known: seen.append((match, nodes, known)) or match
-    )
-    captured(Attend(form))
-    return seen[0]
+def per_token_in_fp64(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    scale = (o.double().abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448.0).float()
+    return rounded(o.double() / scale.double()), scale
 
 
-def matched(form: Any, monkeypatch: pytest.MonkeyPatch, device: str) -> tuple[Match, Match]:
+def half_in_fp64(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    scale = largest(o).clamp(min=1e-12) / 448.0
+    return rounded(o.double() / scale.double()), scale
+
+
+def by_torchao(o: Tensor, s: Tensor) -> Tensor:
+    return torch.ops.torchao.quantize_affine_float8_non_decomposed(o, s, E4M3)
+
+
+def by_torchao_with_computed_scales(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    scale = largest(o).clamp(min=1e-12) / 448.0
+    return by_torchao(o, scale), scale
+
+
+FLOOR = torch.tensor(1e-8)
+per_token = divided(lambda o: largest(o).clamp(min=1e-12) / 448.0)
+under_the_maximum = divided(lambda o: torch.maximum(largest(o), torch.tensor(1e-8)) / 448.0)
+under_the_scale = divided(lambda o: torch.maximum(largest(o) / 448.0, torch.tensor(1e-8)))
+
+ON_A_CPU = (static, per_token, floor_of_the_scale, by_a_number, by_reciprocal, by_our_op)
+FORMS = [*ON_A_CPU, under_the_maximum, under_the_scale, in_fp64, per_token_in_fp64, half_in_fp64]
+TORCHAO = library_forms.missing("torchao")
+if not TORCHAO:
+    FORMS += [by_torchao, by_torchao_with_computed_scales]
+
+
+@pytest.fixture(scope="module")
+def seen() -> Seen:
+    """Return what probing each form found, the nodes of its region and the constants that they read."""
+    found: list[Any] = []
+
+    def noted(match: Match, nodes: Any, device: torch.device, constants: Any) -> Match:
+        found.append((match, nodes, constants))
+        return match
+
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad():
+        patch.setattr(division, "as_generated", noted)
+        captured_bundle(FORMS)
+    return dict(zip(FORMS, found, strict=True))
+
+
+def matched(seen: Seen, form: Form, device: torch.device = CUDA) -> tuple[Match, Match]:
     """Return a form's match as the CPU shows it and as code for a device would compute it."""
-    match, nodes, constants = seen_by_the_pass(form, monkeypatch)
-    return match, AS_GENERATED(match, nodes, torch.device(device), constants)
+    match, nodes, constants = seen[form]
+    return match, division.as_generated(match, nodes, device, constants)
 
 
-@pytest.mark.parametrize("form", [static, per_token, floor_of_the_scale, by_a_number, by_reciprocal, by_our_op])
-def test_on_a_cpu_it_is_what_was_probed(form: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    probed, made = matched(form, monkeypatch, "cpu")
-    assert made == probed and not probed.arithmetic.startswith("approximate")
+def test_on_a_cpu_it_is_what_was_probed(seen: Seen) -> None:
+    for form in ON_A_CPU:
+        probed, made = matched(seen, form, torch.device("cpu"))
+        assert made == probed and not probed.arithmetic.startswith("approximate")
 
 
-def test_on_cuda_quotients_are_approximate(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert matched(static, monkeypatch, "cuda")[1].arithmetic == "approximate_divide"
-    assert matched(by_reciprocal, monkeypatch, "cuda")[1].arithmetic == "approximate_multiply"
-    assert matched(by_our_op, monkeypatch, "cuda")[1].arithmetic == "divide"
+def test_on_cuda_quotients_are_approximate(seen: Seen) -> None:
+    assert matched(seen, static)[1].arithmetic == "approximate_divide"
+    assert matched(seen, by_reciprocal)[1].arithmetic == "approximate_multiply"
+    assert matched(seen, by_our_op)[1].arithmetic == "divide"
 
 
-def test_on_cuda_a_constant_divisor_is_a_factor(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, made = matched(by_a_number, monkeypatch, "cuda")
+def test_on_cuda_a_constant_divisor_is_a_factor(seen: Seen) -> None:
+    _, made = matched(seen, by_a_number)
     assert made.arithmetic == "approximate_multiply" and made.scale == 1.0 / 0.0137
-    factor = torch.tensor(1.0 / 448.0)
-    probed, made = matched(per_token, monkeypatch, "cuda")
+    probed, made = matched(seen, per_token)
     assert probed.min_scale == float(torch.tensor(1e-12) / 448.0)
-    assert made.arithmetic == "approximate_divide" and made.min_scale == float(torch.tensor(1e-12) * factor)
-    probed, made = matched(floor_of_the_scale, monkeypatch, "cuda")
+    assert made.arithmetic == "approximate_divide"
+    assert made.min_scale == float(torch.tensor(1e-12) * torch.tensor(1.0 / 448.0))
+    probed, made = matched(seen, floor_of_the_scale)
     assert made.arithmetic == "approximate_multiply" and made.min_scale == probed.min_scale
 
 
-def test_on_cuda_a_floor_is_found_in_a_tensor_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    def under_the_maximum(o: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scale = torch.maximum(o.float().abs().amax(-1, keepdim=True), torch.tensor(1e-8)) / 448.0
-        return (o.float() / scale).clamp(-448, 448).to(E4M3), scale
-
-    def under_the_scale(o: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scale = torch.maximum(o.float().abs().amax(-1, keepdim=True) / 448.0, torch.tensor(1e-8))
-        return (o.float() / scale).clamp(-448, 448).to(E4M3), scale
-
-    floor = torch.tensor(1e-8)
-    probed, made = matched(under_the_maximum, monkeypatch, "cuda")
-    assert probed.min_scale == float(floor / 448.0) != float(floor * torch.tensor(1.0 / 448.0)) == made.min_scale
-    probed, made = matched(under_the_scale, monkeypatch, "cuda")
-    assert probed.min_scale == made.min_scale == float(floor)
+def test_on_cuda_a_floor_is_found_in_a_tensor_too(seen: Seen) -> None:
+    probed, made = matched(seen, under_the_maximum)
+    assert probed.min_scale == float(FLOOR / 448.0) != float(FLOOR * torch.tensor(1.0 / 448.0)) == made.min_scale
+    probed, made = matched(seen, under_the_scale)
+    assert probed.min_scale == made.min_scale == float(FLOOR)
     with pytest.raises(division.Refusal, match="is computed"):
-        AS_GENERATED(probed, seen_by_the_pass(per_token, monkeypatch)[1], torch.device("cuda"))
+        division.as_generated(probed, seen[per_token][1], CUDA)
 
 
-def in_fp64(o: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-    return (o.double() / s.double()).clamp(-448, 448).to(E4M3)
-
-
-def per_token_in_fp64(o: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = (o.double().abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448.0).float()
-    return (o.double() / scale.double()).clamp(-448, 448).to(E4M3), scale
-
-
-def half_in_fp64(o: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    scale = o.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448.0
-    return (o.double() / scale.double()).clamp(-448, 448).to(E4M3), scale
-
-
-def test_on_cuda_quotients_in_fp64_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_cuda_quotients_in_fp64_are_exact(seen: Seen) -> None:
     for form in (in_fp64, per_token_in_fp64):
-        probed, made = matched(form, monkeypatch, "cuda")
+        probed, made = matched(seen, form)
         assert made == probed and made.arithmetic == "divide"
     with pytest.raises(division.Refusal, match="some of its divisions are in float64"):
-        matched(half_in_fp64, monkeypatch, "cuda")
+        matched(seen, half_in_fp64)
 
 
-def test_on_cuda_ops_of_other_libraries_divide_exactly(monkeypatch: pytest.MonkeyPatch) -> None:
-    why = library_forms.missing("torchao")
-    if why:
-        pytest.skip(why)
-    quantise = torch.ops.torchao.quantize_affine_float8_non_decomposed
-
-    def by_op(o: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
-        return quantise(o, s, E4M3)
-
-    def with_computed_scales(o: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        scale = o.float().abs().amax(-1, keepdim=True).clamp(min=1e-12) / 448.0
-        return quantise(o, scale, E4M3), scale
-
-    probed, made = matched(by_op, monkeypatch, "cuda")
+@pytest.mark.skipif(bool(TORCHAO), reason=TORCHAO)
+def test_on_cuda_ops_of_other_libraries_divide_exactly(seen: Seen) -> None:
+    probed, made = matched(seen, by_torchao)
     assert made == probed and made.arithmetic == "divide"
     with pytest.raises(division.Refusal, match="another library's op"):
-        matched(with_computed_scales, monkeypatch, "cuda")
+        matched(seen, by_torchao_with_computed_scales)
 
 
-def test_rounded_divisions_are_taken_over_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rounded_divisions_are_taken_over_or_refused(seen: Seen) -> None:
     with torch._inductor.config.patch({"eager_numerics.division_rounding": True}):
-        assert matched(static, monkeypatch, "cuda")[1].arithmetic == "divide"
-        assert matched(by_a_number, monkeypatch, "cuda")[1].arithmetic == "approximate_multiply"
+        assert matched(seen, static)[1].arithmetic == "divide"
+        assert matched(seen, by_a_number)[1].arithmetic == "approximate_multiply"
         with pytest.raises(division.Refusal, match="division_rounding"):
-            matched(per_token, monkeypatch, "cuda")
+            matched(seen, per_token)

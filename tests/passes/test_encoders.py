@@ -59,20 +59,20 @@ MODELS: dict[str, Callable[[Callable[..., Any]], nn.Module]] = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", MODELS)
 def test_quantisation_fuses(name: str, form: str) -> None:
-    model, capture = MODELS[name](FORMS[form]), Capture()
-    target = vattn.compile(model, backend=capture.backend)
+    model = MODELS[name](FORMS[form])
+    capture = Capture(model)
     builder = vattn.AttentionMetadataBuilder(8, 64, 64, 16)
     for lens in ([3, 4], [5, 1, 2]):
         step, rows = builder.build(lens), [torch.randn(sum(lens), HEADS * SIZE).bfloat16() for _ in range(3)]
-        results = []
-        for fused in (True, False):
-            capture.fused = fused
+
+        def run(step: Any = step, rows: Any = rows, count: int = len(lens)) -> Any:
             for buffer in model.buffers():
                 buffer.zero_()
             with vattn.forward_context(step):
-                got = target(*rows, step.query_start_loc[: len(lens) + 1].clone())
-            results.append(got if isinstance(got, tuple) else (got,))
-        for a, b in zip(*results, strict=True):
+                got = capture.target(*rows, step.query_start_loc[: count + 1].clone())
+            return got if isinstance(got, tuple) else (got,)
+
+        for a, b in zip(*capture.both(run), strict=True):
             assert a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
     (node,) = capture.report
     assert (node.op, node.outcome, node.output_format) == ("varlen_attention", "fused", form), str(node)

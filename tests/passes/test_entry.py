@@ -16,16 +16,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import second_process
 import torch
 from forms import escaping, static, unquantised
 from forms import plain as plain_output
-from harness import Attend, Capture, inputs_of, step
+from harness import Attend, captured, code_of, generated_code, inputs_of, step
 from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import vattn
 from vattn.backends import selector
 from vattn.errors import ConfigError, FusionError, UnknownOptionError
-from vattn.passes import pipeline
+from vattn.passes import pipeline, report
+from vattn.passes.region_run import same_bits
 
 SLOT = "post_grad_custom_pre_pass"
 
@@ -77,7 +79,7 @@ def test_every_entry_point_fuses(name: str) -> None:
 def test_without_the_passes_the_quantiser_is_a_kernel() -> None:
     """What the test above would see if nothing were fused."""
     model = Attend(static)
-    _, (code,) = run_and_get_codes(torch.compile(model), model, [3, 4])
+    code = code_of(torch.compile(model), model, [3, 4], *inputs_of(7))
     assert "cpp_fused" in code and "output_format" not in code
     assert len(vattn.fusion_report()) == 0
 
@@ -103,8 +105,7 @@ def test_a_pass_in_the_users_options_keeps_running() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
-@pytest.mark.parametrize("listed", [False, True], ids=["one", "a list"])
-@pytest.mark.parametrize("entry", ["enable", "backend", "options"])
+@pytest.mark.parametrize(("entry", "listed"), [("enable", True), ("backend", False), ("options", True)])
 def test_passes_that_were_there_keep_running(entry: str, listed: bool) -> None:
     """Inductor takes lists from torch 2.12 on; vattn's is one pass that runs them, on older versions too."""
     calls: list[str] = []
@@ -205,8 +206,7 @@ def test_equal_options_share_graphs() -> None:
     assert vattn.options() != vattn.options(strict=True)
 
 
-@pytest.mark.parametrize("form", [unquantised, escaping])
-@pytest.mark.parametrize("entry", ["enable", "backend", "options"])
+@pytest.mark.parametrize(("entry", "form"), [("enable", escaping), ("backend", unquantised), ("options", escaping)])
 def test_strict_raises_our_error(entry: str, form: Any) -> None:
     model = Attend(form)
     if entry == "enable":
@@ -229,7 +229,7 @@ def test_strict_raises_our_error(entry: str, form: Any) -> None:
 def test_formats_can_be_left_out() -> None:
     model = Attend(static)
     target = torch.compile(model, options=vattn.options(output_formats=["fp8_per_token"]))
-    _, (code,) = run_and_get_codes(target, model, [3, 4])
+    code = code_of(target, model, [3, 4], *inputs_of(7))
     assert "output_format=" not in code
     (node,) = vattn.fusion_report()
     assert (node.outcome, node.reason) == ("near miss", "it is fp8_static, which is not among output_formats")
@@ -240,38 +240,30 @@ def test_scales_are_written_in_a_listed_layout_alone(listed: str) -> None:
     def columns(o: torch.Tensor, s: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.ops.vattn.quant_fp8_group(o, 64, False, True)
 
-    model, capture = Attend(columns), Capture(formats=(listed,))
-    with step(model, [3, 4]):
-        vattn.compile(model, backend=capture.backend)(*inputs_of(7))
-    (node,) = capture.report
+    (node,) = captured(Attend(columns), formats=(listed,)).report
     assert node.output_format == ("fp8_group64_col" if listed.endswith("col") else "none")
 
 
 def test_log_is_one_line(caplog: pytest.LogCaptureFixture) -> None:
     model = Attend(escaping)
     with caplog.at_level(logging.INFO, "vattn"):
-        run_and_get_codes(torch.compile(model, options=vattn.options()), model, [3, 4])
+        code_of(torch.compile(model, options=vattn.options()), model, [3, 4], *inputs_of(7))
     (line,) = [r.message for r in caplog.records if r.message.startswith("fusion:")]
     assert line.startswith("fusion: 1 attention nodes: 0 fused, 0 refused, 1 near miss; near miss: ")
 
 
-@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
-def test_a_matcher_that_throws_breaks_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("place", ["find.find", "rewrite._replacements"])
+def test_a_matcher_that_throws_breaks_nothing(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*args: Any) -> None:
         raise ZeroDivisionError("for the test")
 
+    monkeypatch.setattr(f"vattn.passes.output_quant.{place}", broken)
     model = Attend(static)
+    capture = captured(model)
     with step(model, [3, 4]):
-        expected = model(*inputs_of(7))
-    for place in ("vattn.passes.output_quant.find.find", "vattn.passes.output_quant.rewrite._replacements"):
-        monkeypatch.setattr(place, broken)
-        torch._dynamo.reset()
-        with torch._inductor.config.patch(force_disable_caches=True):
-            got, _ = run_and_get_codes(torch.compile(model, options=vattn.options()), model, [3, 4])
-        monkeypatch.undo()
-        assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
-        (node,) = vattn.fusion_report()
-        assert node.outcome == "refused" and node.reason == "the matcher failed: ZeroDivisionError: for the test"
+        assert same_bits(*capture.both(lambda: capture.target(*inputs_of(7))))
+    (node,) = capture.report
+    assert node.outcome == "refused" and node.reason == "the matcher failed: ZeroDivisionError: for the test"
 
 
 def test_passes_that_throw_as_a_whole_break_nothing(
@@ -311,44 +303,25 @@ def test_threads_compile_for_themselves() -> None:
     assert {node.outcome for node in vattn.fusion_report()} == {"fused"}
 
 
-def run_process(folder: Path, strict: str) -> dict[str, Any]:
+def test_second_process_hits_the_caches_and_has_the_report() -> None:
+    first = json.loads(json.dumps(second_process.compiled()))
     here = Path(__file__).parent
     paths = [str(here), str(here.parents[1]), os.environ.get("PYTHONPATH", "")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-    environment["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
-    command = [sys.executable, str(here / "second_process.py"), strict]
+    command = [sys.executable, str(here / "second_process.py")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
-
-
-def assert_same_but_cached(first: dict[str, Any], second: dict[str, Any]) -> None:
-    assert not any(node["cached"] for nodes in first.values() for node in nodes)
-    assert {name: [{**node, "cached": True} for node in nodes] for name, nodes in first.items()} == second
-
-
-@pytest.mark.parametrize("strict", ["lenient", pytest.param("strict", marks=pytest.mark.slow)])
-def test_second_process_hits_the_caches_and_has_the_report(tmp_path: Path, strict: str) -> None:
-    first, second = run_process(tmp_path, strict), run_process(tmp_path, strict)
+    second = json.loads(done.stdout.splitlines()[-1])
     assert first["inductor"] == {"fxgraph_cache_miss": 1}
     assert second["inductor"] == {"fxgraph_cache_hit": 1} and second["autograd"]["autograd_cache_hit"] == 1
     assert first["outputs"] == second["outputs"]
-    ((_, nodes),) = first["report"].items()
-    wanted = ["fused"] if strict == "strict" else ["fused", "refused"]
-    assert [node["outcome"] for node in nodes] == wanted
-    assert_same_but_cached(first["report"], second["report"])
-    assert all("forms.py" in node["source"] for node in nodes if node["outcome"] == "fused")
-
-
-@pytest.mark.slow
-def test_second_process_has_the_fused_query(tmp_path: Path) -> None:
-    first, second = run_process(tmp_path, "query"), run_process(tmp_path, "query")
-    assert second["inductor"] == {"fxgraph_cache_hit": 1} and second["autograd"]["autograd_cache_hit"] == 1
-    assert first["outputs"] == second["outputs"]
-    assert_same_but_cached(first["report"], second["report"])
-    ((_, (node,)),) = second["report"].items()
-    assert node["query_outcome"] == "fused" and node["query"].endswith("as the attention kernel loads it, after mm")
-    assert "queries.py" in node["query_source"]
+    ((name, nodes),) = first["report"].items()
+    assert not any(node["cached"] for node in nodes)
+    assert second["report"] == {name: [{**node, "cached": True} for node in nodes]}
+    assert [node["outcome"] for node in nodes] == ["fused", "refused", "refused", "refused"]
+    assert [node["query_outcome"] for node in nodes] == ["", "", "fused", "fused"]
+    assert [node["rope_outcome"] for node in nodes] == ["", "", "", "fused"]
+    assert "forms.py" in nodes[0]["source"] and "queries.py" in nodes[2]["query_source"]
 
 
 @pytest.mark.parametrize("taken", [3, "pass", [3], [print, None]])
@@ -392,31 +365,21 @@ def test_mode_and_options_together_are_refused_by_torch() -> None:
 
 def test_a_model_without_attention() -> None:
     target = torch.compile(lambda x: x * 3, options=vattn.options(strict=True))
-    assert torch.equal(target(torch.ones(4)), torch.full((4,), 3.0))
+    generated_code(lambda: target(torch.ones(4)))
     assert len(vattn.fusion_report()) == 0
-    report = vattn.fusion_report()
-    assert report.why_empty.startswith("the passes ran on 1 graph, none with attention of vattn")
-    assert str(report) == f"0 attention nodes: 0 fused, 0 refused, 0 near miss\n  {report.why_empty}"
+    why = vattn.fusion_report().why_empty
+    assert why.startswith("the passes ran on 1 graph, none with attention of vattn")
 
 
-EMPTY = """
-import torch, vattn
-print(vattn.fusion_report().why_empty)
-torch.compile(lambda x: x * 3)(torch.ones(4))
-print(vattn.fusion_report())
-vattn.options()
-print(vattn.fusion_report().why_empty)
-"""
-
-
-def test_an_empty_report_says_whether_the_passes_were_on() -> None:
+def test_an_empty_report_says_whether_the_passes_were_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run without `vattn.options` reads like one in which nothing could be fused."""
-    done = subprocess.run([sys.executable, "-c", EMPTY], capture_output=True, text=True, timeout=300)
-    off, summary, again, on = done.stdout.splitlines()
-    assert off.startswith("the passes are off: ") and "options=vattn.options()" in off and again.strip() == off
-    assert summary == "0 attention nodes: 0 fused, 0 refused, 0 near miss"
-    assert on.startswith("the passes were switched on, and have run on no graph")
-    assert not vattn.passes.report.FusionReport(()).why_empty
+    monkeypatch.setattr(report, "_enabled", False)
+    off = vattn.fusion_report()
+    assert off.why_empty.startswith("the passes are off: ") and "options=vattn.options()" in off.why_empty
+    assert str(off) == f"0 attention nodes: 0 fused, 0 refused, 0 near miss\n  {off.why_empty}"
+    vattn.options()
+    assert vattn.fusion_report().why_empty.startswith("the passes were switched on, and have run on no graph")
+    assert not report.FusionReport(()).why_empty
 
 
 def test_graphs_on_which_the_passes_fail_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -424,5 +387,5 @@ def test_graphs_on_which_the_passes_fail_are_counted(monkeypatch: pytest.MonkeyP
         raise RuntimeError("no")
 
     monkeypatch.setattr("vattn.passes.pipeline.fuse_graph", fail)
-    torch.compile(lambda x: x * 5, options=vattn.options({"fx_graph_cache": False}))(torch.ones(4))
+    generated_code(lambda: torch.compile(lambda x: x * 5, options=vattn.options())(torch.ones(4)))
     assert vattn.fusion_report().why_empty == "the passes failed on 1 graph; the log says why"

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import COLUMNS, HEADS, WIDTH, Capture, inputs_of, step
-from torch import Tensor, nn
+from harness import COLUMNS, Capture, Stack, inputs_of, run
+from torch import Tensor
 
 import vattn
 from vattn.quantization.codecs import dequant_nvfp4
@@ -54,37 +54,9 @@ FORMATS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
-class Layer(nn.Module):
-    def __init__(self, index: int, form: Any) -> None:
-        super().__init__()
-        torch.manual_seed(index)
-        self.qkv = nn.Linear(COLUMNS, 2 * COLUMNS, bias=False, dtype=torch.bfloat16).requires_grad_(False)
-        self.attn = vattn.Attention(HEADS, WIDTH, WIDTH**-0.5, 2, prefix=f"layers.{index}.attn")
-        self.form = form
-        self.register_buffer("scale", torch.tensor([0.0137]))
-
-    def forward(self, x: Tensor) -> Tensor:
-        query, key, value = self.qkv(x).split((COLUMNS, 2 * WIDTH, 2 * WIDTH), dim=-1)
-        return x + self.form(self.attn(query, key, value), self.scale).to(x.dtype)
-
-
-class Mixed(nn.Module):
-    """One layer for every format."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Layer(index, form) for index, form in enumerate(FORMATS.values()))
-        vattn.allocate_kv_cache(self, num_blocks=16, dtype=torch.bfloat16)
-
-    def forward(self, x: Tensor) -> Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-
-def run(target: Any, model: nn.Module, query_lens: list[int]) -> Tensor:
-    with step(model, query_lens):
-        return target(inputs_of(sum(query_lens))[0])
+def mixed() -> Stack:
+    """Return one layer for every format."""
+    return Stack(list(FORMATS.values()))
 
 
 def written() -> list[str]:
@@ -95,22 +67,18 @@ def written() -> list[str]:
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_every_format_in_one_graph(mode: Any) -> None:
     """Under `no_grad` and `inference_mode`, at several token counts, with the graph run op by op."""
-    torch._dynamo.reset()
-    capture, model = Capture(), Mixed()
-    target = vattn.compile(model, backend=capture.backend)
+    model = mixed()
+    capture = Capture(model)
     with mode():
         for query_lens in ([3, 4], [5, 1, 2], [2], [9, 9]):
-            results = []
-            for capture.fused in (True, False):
-                results.append(run(target, model, query_lens))
-            assert torch.equal(*results)
+            assert torch.equal(*capture.both(lambda lens=query_lens: run(capture.target, model, lens)))
     assert [node.output_format for node in capture.report] == list(FORMATS)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("scope", ["whole", "regions"])
 def test_compiled(scope: str) -> None:
-    models = [Mixed(), Mixed()]
+    models = [mixed(), mixed()]
     targets: list[Any] = list(models)
     if scope == "whole":
         targets = [vattn.compile(models[0], options=vattn.options(strict=True)), vattn.compile(models[1])]
@@ -127,7 +95,7 @@ def test_compiled(scope: str) -> None:
 @pytest.mark.long
 @pytest.mark.skipif(torch.__version__ < "2.12", reason="older ones crash when they load the package")
 def test_exported(tmp_path: Any) -> None:
-    model = Mixed()
+    model = mixed()
     builder = vattn.AttentionMetadataBuilder(8, 64, 64, 16, layers=model)
     sample = builder.build([2, 1], [2, 1], [[1], [2]])
     with torch.no_grad():

@@ -13,7 +13,7 @@ import library_forms
 import pytest
 import torch
 from grammar import Form
-from harness import Bundle, after_attention, captured_bundle
+from harness import after_attention, captured_bundle
 from torch import Tensor
 
 from vattn.ops.fusion_notes import NodeReport
@@ -78,8 +78,7 @@ def check(forms: list[Form], steps: Any = ([3, 4], [5, 1, 2])) -> tuple[dict[str
 
     The graph with the passes must compute what the one without does, in every bit, without a quantiser where it fused.
     """
-    bundle = Bundle([form.function for form in forms])
-    capture, target = captured_bundle(bundle)
+    capture, bundle = captured_bundle([form.function for form in forms])
     report = dict(zip([form.name for form in forms], capture.report, strict=True))
     wrong, rounded = [], set()
     (before,), (after,) = capture.before, capture.after
@@ -96,9 +95,7 @@ def check(forms: list[Form], steps: Any = ([3, 4], [5, 1, 2])) -> tuple[dict[str
         if node.outcome != "fused" and not node.reason:
             wrong.append(f"{form.name}: no reason")
     for query_lens in steps:
-        results = []
-        for capture.fused in (True, False):
-            results.append(bundle.run(target, query_lens))
+        results = capture.both(lambda lens=query_lens: bundle.run(capture.target, lens))
         for form, got, wanted in zip(forms, *results, strict=True):
             if form.name in rounded:
                 continue
@@ -113,7 +110,7 @@ def lines(forms: Iterable[Form], report: dict[str, NodeReport]) -> list[str]:
     return [row(form, report[form.name]) for form in forms]
 
 
-@pytest.mark.sample(4)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("names", BUNDLES, ids=lambda names: names[0])
 def test_forms(names: tuple[str, ...]) -> None:
     forms = [FORMS[name] for name in names]

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
-import harness
 import pytest
 import torch
 from harness import Capture
 
 import vattn
-from vattn.passes.pipeline import fuse_graph
 
 pytest.importorskip("transformers")
 
@@ -21,7 +18,7 @@ from vattn.integrations.transformers import disable, enable
 from vattn.layers.fp8_linear import FP8Linear
 
 STEPS = ([(PROMPTS[0][:20], 0), (PROMPTS[1][:3], 0)], [(PROMPTS[0][20:25], 20), (PROMPTS[1][3:4], 3)])
-EXPECTED = {"fp8_static": "fp8_static", "fp8_per_token": "fp8_per_token", "fp8_group128": "fp8_group128"}
+FORMATS = ("fp8_static", "fp8_per_token", "fp8_group128")
 
 
 def make_packed(
@@ -39,21 +36,18 @@ def run(packed: Any, target: Any) -> list[torch.Tensor]:
     return [rows for parts in STEPS for rows in runner.step(parts)]
 
 
-def captured(packed: Any) -> tuple[Capture, list[torch.Tensor], list[torch.Tensor]]:
+def captured(packed: Any, **options: Any) -> tuple[Capture, list[torch.Tensor], list[torch.Tensor]]:
     """Return what the passes did, and the logits with and without what they fused."""
-    torch._dynamo.reset()
-    capture = Capture()
-    target = vattn.compile(packed, backend=capture.backend)
-    fused = run(packed, target)
-    capture.fused = False
-    return capture, fused, run(packed, target)
+    capture = Capture(packed, **options)
+    fused, plain = capture.both(lambda: run(packed, capture.target))
+    return capture, fused, plain
 
 
 CASES = [
     ("fp8_static", True),
     *(
         pytest.param(fmt, merge, marks=pytest.mark.long)
-        for fmt in EXPECTED
+        for fmt in FORMATS
         for merge in (False, True)
         if (fmt, merge) != ("fp8_static", True)
     ),
@@ -66,7 +60,7 @@ def test_every_output_projection_fuses(fmt: str, merge: bool) -> None:
     # Two heads of 128, so that a group of 128 columns is not the whole row.
     packed = make_packed(fmt, merge=merge, hidden_size=256, num_attention_heads=2, num_key_value_heads=1)
     capture, fused, plain = captured(packed)
-    assert [(node.outcome, node.output_format) for node in capture.report] == [("fused", EXPECTED[fmt])] * 2, [
+    assert [(node.outcome, node.output_format) for node in capture.report] == [("fused", fmt)] * 2, [
         str(node) for node in capture.report
     ]
     for got, expected in zip(fused, plain, strict=True):
@@ -82,14 +76,13 @@ def test_a_scale_over_all_tokens_does_not_fuse() -> None:
 
 
 @pytest.mark.long
-def test_rope_and_cache_write_fuse_behind_one_fp8_product(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rope_and_cache_write_fuse_behind_one_fp8_product() -> None:
     """Merged projections, an FP8 cache: one op turns, rounds and stores what the product made.
 
     In fp32: run op by op, a bf16 graph rounds where generated code and the op do not.
     """
     packed = make_packed("fp8_static", merge=True, fp8_cache=True, dtype=torch.float32)
-    monkeypatch.setattr(harness, "fuse_graph", functools.partial(fuse_graph, rope="always"))
-    capture, fused, plain = captured(packed)
+    capture, fused, plain = captured(packed, rope="always")
     assert [(node.outcome, node.rope_outcome) for node in capture.report] == [("fused", "fused")] * 2
     assert all("the cache write" in node.rope for node in capture.report)
     difference = [(a.float() - b.float()).norm() / b.float().norm() for a, b in zip(fused, plain, strict=True)]
@@ -98,7 +91,7 @@ def test_rope_and_cache_write_fuse_behind_one_fp8_product(monkeypatch: pytest.Mo
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fmt", EXPECTED)
+@pytest.mark.parametrize("fmt", FORMATS)
 def test_generated_code_gives_the_same_bits(fmt: str) -> None:
     """The unfused graph, compiled too, is the oracle: every token's logits, prefill and decode."""
     packed = make_packed(fmt, merge=True, hidden_size=256, num_attention_heads=2, num_key_value_heads=1)
@@ -127,7 +120,7 @@ def scaled_mm(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("fmt", EXPECTED)
+@pytest.mark.parametrize("fmt", FORMATS)
 def test_the_graph_of_a_gpu_fuses(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a model does on a GPU, with its scales spread and its rows padded, around another product."""
     wide = {"hidden_size": 512, "intermediate_size": 512, "num_attention_heads": 4, "num_key_value_heads": 1}
@@ -138,7 +131,7 @@ def test_the_graph_of_a_gpu_fuses(fmt: str, monkeypatch: pytest.MonkeyPatch) -> 
     for got, want in zip(run(packed, packed), expected, strict=True):
         assert (got.float() - want.float()).norm() < 0.03 * want.float().norm()
     capture, fused, plain = captured(packed)
-    assert [(node.outcome, node.output_format) for node in capture.report] == [("fused", EXPECTED[fmt])] * 2, [
+    assert [(node.outcome, node.output_format) for node in capture.report] == [("fused", fmt)] * 2, [
         str(node) for node in capture.report
     ]
     for got, want in zip(fused, plain, strict=True):

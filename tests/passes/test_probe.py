@@ -10,7 +10,6 @@ import torch
 from harness import COLUMNS, WIDTH, Bundle, Capture, captured_bundle
 from torch import Tensor
 
-import vattn
 from vattn.ops.fusion_notes import FUSED
 from vattn.passes.report import NEAR_MISS
 
@@ -103,7 +102,7 @@ def per_tensor_if_few(o: Tensor) -> tuple[Tensor, Tensor]:
 
 def test_regions_that_differ_in_places() -> None:
     forms = {**ODD, **PLAIN}
-    capture, _ = captured_bundle(Bundle(list(forms.values())))
+    capture, _ = captured_bundle(list(forms.values()))
     outcomes = {name: node.outcome for name, node in zip(forms, capture.report, strict=True)}
     assert {name for name in ODD if outcomes[name] != NEAR_MISS} == set()
     assert {name for name in PLAIN if outcomes[name] != FUSED} == set()
@@ -122,10 +121,8 @@ def with_a_number(change: Callable[[Tensor, int], Any]) -> tuple[Capture, Callab
         torch.ops.vattn.varlen_attention(*args)
         return change(out.flatten(1), n)
 
-    torch._dynamo.reset()
-    capture = Capture()
-    compiled = vattn.compile(target, backend=capture.backend)
-    return capture, lambda n, query_lens: bundle.run(functools.partial(compiled, n), query_lens)
+    capture = Capture(target)
+    return capture, lambda n, query_lens: bundle.run(functools.partial(capture.target, n), query_lens)
 
 
 def test_as_many_tokens_as_a_number_says() -> None:
@@ -133,9 +130,7 @@ def test_as_many_tokens_as_a_number_says() -> None:
     form = token(lambda scale: scale)
     capture, run = with_a_number(lambda o, n: form(o[:n], None))
     for n in (3, 5, 7):
-        results = []
-        for capture.fused in (True, False):
-            results.append(run(n, [4, 4]))
+        results = capture.both(lambda n=n: run(n, [4, 4]))
         assert all(torch.equal(a.float(), b.float()) and len(a) == n for a, b in zip(*results, strict=True))
     assert {node.outcome for node in capture.report} == {FUSED}
 
@@ -164,7 +159,7 @@ def test_a_near_miss_names_the_first_node_that_differs() -> None:
         largest = groups.abs().amax(-1, keepdim=True)
         return cast(groups / (largest / 448))
 
-    capture, _ = captured_bundle(Bundle([gated, narrow, small_groups]))
+    capture, _ = captured_bundle([gated, narrow, small_groups])
     lines = [node.source.rpartition(": ")[2] for node in capture.report]
     assert lines == [
         "gate = torch.sigmoid(widened)",

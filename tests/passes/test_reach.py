@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-import harness
 import pytest
 import torch
 from forms import per_token, static
-from harness import Bundle, Capture, captured_bundle, step
+from harness import Capture, captured, captured_bundle
 from queries import Written
 from queries import inputs as query_inputs
 from rope_forms import LayerWithRope, RopeForm, chunked, inputs
 from test_forms import assert_same_bits
 from torch import Tensor
 
-import vattn
 from vattn.ops.fusion_notes import FUSED
 from vattn.passes import region_tokens as reach
-from vattn.passes.pipeline import fuse_graph
 from vattn.passes.query_quant.find import IN_LOAD
 from vattn.passes.report import NEAR_MISS
 
@@ -61,13 +57,8 @@ ALIKE: dict[str, Callable[..., Any]] = {
 
 def test_tokens_are_told_apart() -> None:
     forms = {**{name: function for name, (function, _) in NOT_ALIKE.items()}, **ALIKE}
-    bundle = Bundle(list(forms.values()))
-    torch._dynamo.reset()
-    capture = Capture()
-    target = vattn.compile(bundle.__call__, backend=capture.backend)
-    results = []
-    for capture.fused in (True, False):
-        results.append([bundle.run(target, lengths) for lengths in (LENGTHS, [43])])
+    capture, bundle = captured_bundle(list(forms.values()), LENGTHS)
+    results = capture.both(lambda: [bundle.run(capture.target, lengths) for lengths in (LENGTHS, [43])])
     report = dict(zip(forms, capture.report, strict=True))
     for name, (_, why) in NOT_ALIKE.items():
         assert report[name].outcome == NEAR_MISS and why in report[name].reason, (name, report[name])
@@ -79,16 +70,13 @@ def test_tokens_are_told_apart() -> None:
 
 def test_a_token_too_far_along_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reach, "_LARGEST_RUN", 70 * 256)
-    bundle = Bundle([ALIKE["the first of them"]])
-    torch._dynamo.reset()
-    capture = Capture()
-    bundle.run(vattn.compile(bundle.__call__, backend=capture.backend), LENGTHS)
+    capture, _ = captured_bundle([ALIKE["the first of them"]], LENGTHS)
     assert "there are 40 tokens, too many to try it out" in capture.report[0].reason
 
 
 def test_short_graphs_are_other_graphs() -> None:
     """A graph of fewer tokens than the bound has no slice in it, and fuses."""
-    capture, _ = captured_bundle(Bundle([NOT_ALIKE["zeros from a token on"][0]]))
+    capture, _ = captured_bundle([NOT_ALIKE["zeros from a token on"][0]])
     assert capture.report[0].outcome == FUSED
 
 
@@ -99,14 +87,8 @@ def partly_turned(layer: LayerWithRope, query: Tensor, key: Tensor, positions: T
     return query, key
 
 
-def test_rotations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(harness, "fuse_graph", partial(fuse_graph, rope="always"))
-    model = LayerWithRope(RopeForm(partly_turned, ""))
-    torch._dynamo.reset()
-    capture = Capture()
-    target = vattn.compile(model, backend=capture.backend)
-    with step(model, [14, 16]):
-        target(*inputs(30))
+def test_rotations() -> None:
+    capture = captured(LayerWithRope(RopeForm(partly_turned, "")), [14, 16], inputs, rope="always")
     assert "whether there are 20 tokens" in capture.report[0].rope
 
 
@@ -117,9 +99,6 @@ def partly_clamped(query: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def test_queries() -> None:
-    model = Written(partly_clamped)
-    torch._dynamo.reset()
-    capture = Capture()
-    with torch.no_grad():
-        vattn.compile(model, backend=capture.backend)(query_inputs(410))
+    capture = Capture(Written(partly_clamped))
+    capture.target(query_inputs(410))
     assert not capture.report[0].query.startswith(IN_LOAD)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from types import TracebackType
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any
 
 import torch
@@ -55,24 +55,9 @@ def _new_pass(current: Any, strict: bool, output_formats: Sequence[str] | None, 
     return FusionPass(strict, names, _inner(current), check_choice(rope))
 
 
-class Enabled:
-    """What `enable()` returns: a context manager that restores the previous pass on exit."""
-
-    def __init__(self, before: Any) -> None:
-        self._before = before
-
-    def __enter__(self) -> Enabled:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        from torch._inductor import config
-
-        setattr(config, SLOT, self._before)
-
-
-def enable(*, strict: bool = False, output_formats: Sequence[str] | None = None, rope: str = "auto") -> Enabled:
+def enable(
+    *, strict: bool = False, output_formats: Sequence[str] | None = None, rope: str = "auto"
+) -> AbstractContextManager[object]:
     """Switch the passes on for everything that this thread compiles from now on, with any `mode` of `torch.compile`.
 
     A pass that is already in Inductor's configuration keeps running, before vattn's. Other threads have their own
@@ -101,7 +86,9 @@ def enable(*, strict: bool = False, output_formats: Sequence[str] | None = None,
     new = _new_pass(current, strict, output_formats, rope)
     new.replaced = _enabled_over(current) or (current,)
     setattr(config, SLOT, new)
-    return Enabled(current)
+    restore = ExitStack()
+    restore.callback(setattr, config, SLOT, current)
+    return restore
 
 
 def disable() -> None:

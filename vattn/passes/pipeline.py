@@ -18,16 +18,18 @@ from vattn.ops.fusion_notes import FUSED, NEAR_MISS, REFUSED, NodeReport, note_f
 from vattn.ops.schemas import SCHEMA_VERSION
 from vattn.passes import report
 from vattn.passes.output_quant import find as output_quant
-from vattn.passes.output_quant.rewrite import rewrite, rewrite_query
+from vattn.passes.output_quant.rewrite import rewrite
 from vattn.passes.query_quant.find import (
     IN_LOAD,
     IN_PRODUCER,
+    IN_ROPE,
     OWN_KERNEL,
     before_moves,
     describe_query,
     find_query,
     in_load,
 )
+from vattn.passes.query_quant.rewrite import rewrite_query
 from vattn.passes.region import Refusal, attention_calls, describe, parse_config, source_line, value
 from vattn.passes.rope_kv_cache.find import find_rope, find_update
 from vattn.passes.rope_kv_cache.rewrite import rewrite_rope
@@ -202,24 +204,11 @@ def _fuse_rope(call: Node, choice: str) -> Outcome:
     return text, FUSED, line
 
 
-IN_ROPE = "FP8, quantised by the op that rotates it"
-
-
-def _makes_query(call: Node) -> bool:
-    """Return whether the op that rotates an attention call's query also quantises it."""
-    query = call.kwargs.get("query")
-    maker = query.args[0] if isinstance(query, Node) and query.args else None
-    rotates = isinstance(maker, Node) and maker.args[:1] == (torch.ops.vattn.rope_kv_cache_update.default,)
-    return rotates and value(query).dtype == torch.float8_e4m3fn  # type: ignore[arg-type]
-
-
 def _fuse_query(call: Node, op: str) -> Outcome:
     """Let one attention call quantise its query where that saves a kernel."""
-    if _makes_query(call):
-        return IN_ROPE, FUSED, ""
     text = describe_query(call)
     if not text.startswith(OWN_KERNEL):
-        return text, FUSED if text.startswith((IN_LOAD, IN_PRODUCER)) else "", ""
+        return text, FUSED if text.startswith((IN_LOAD, IN_PRODUCER, IN_ROPE)) else "", ""
     try:
         attention = describe(call, op)
         found = find_query(attention)

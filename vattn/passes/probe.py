@@ -18,12 +18,11 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from vattn.passes.probe_inputs import PROBE_SCALES, every_output, probe_outputs
-from vattn.passes.probe_inputs import probe_scales as probe_scales
-from vattn.passes.probe_inputs import probe_values as probe_values
-from vattn.passes.region import FP8_DTYPES, Refusal, Region, can_run, expression, op_name, value
+from vattn.passes.probe_inputs import PROBE_SCALES, every_output, probe_outputs, probe_scales
+from vattn.passes.region import Refusal, Region, can_run, expression, is_size, op_name, value
 from vattn.passes.region_moves import MOVES
 from vattn.passes.region_precision import CASTS, LOW, in_fp32, is_low
+from vattn.passes.region_run import constant, run_node
 from vattn.passes.region_tokens import check_order, token_counts
 from vattn.quantization.formats import MODEL_DTYPES
 
@@ -32,11 +31,8 @@ _MOST_ROOTS = 4
 _LEAST_ROUNDS = 4
 """How often the rows are run at least, each time as other tokens."""
 
-_LARGEST_FINITE_CAST = 464.0
-"""A cast that does not saturate makes NaN of larger values; up to this it rounds to 448."""
 _SPREADS = MOVES | CASTS | frozenset("full full_like ones ones_like zeros zeros_like empty empty_like".split())
 """Ops that may make a tensor of many equal elements from one value."""
-_UNWRITTEN = frozenset("empty empty_like empty_strided empty_permuted new_empty new_empty_strided".split())
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -118,7 +114,7 @@ class _InputFinder:
         if node in self.sizes or node in self.constants or node in self.roots or node in self.derived:
             return True
         val = value(node)
-        if isinstance(val, (int, torch.SymInt)):
+        if is_size(node):
             self.sizes[node] = None
             return True
         known = constant(node)
@@ -165,56 +161,6 @@ def _loses_digits(node: Node) -> bool:
 
 def _is_one(count: Any) -> bool:
     return isinstance(count, int) and count == 1
-
-
-def constant(node: Node, depth: int = 8) -> Tensor | None:
-    """Return the value of a node that depends on no input of the graph, `None` for any other."""
-    if node.op == "get_attr":
-        owner: Any = node.graph.owning_module
-        for part in str(node.target).split("."):
-            owner = getattr(owner, part, None)
-        return owner.detach().cpu() if isinstance(owner, Tensor) and owner.numel() <= 4096 else None
-    if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload) or depth == 0:
-        return None
-    val = value(node)
-    if not isinstance(val, Tensor) or not isinstance(val.numel(), int) or val.numel() > 4096:
-        return None
-    if node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags:
-        return None
-    env: dict[Node, Any] = {}
-    for source in node.all_input_nodes:
-        env[source] = constant(source, depth - 1)
-        if env[source] is None:
-            return None
-    return run_node(node, env)
-
-
-def run_node(node: Node, env: dict[Node, Any]) -> Any:
-    """Run one node on CPU."""
-    args: Any = torch.fx.map_arg(node.args, env.__getitem__)
-    kwargs = dict(torch.fx.map_arg(node.kwargs, env.__getitem__))
-    if "device" in kwargs:
-        kwargs["device"] = torch.device("cpu")
-    kwargs.pop("pin_memory", None)
-    name = op_name(node.target)
-    if name in CASTS or name == "copy":
-        dtype: Any = args[0].dtype if name == "copy" else kwargs.get("dtype") or (args[1] if len(args) > 1 else None)
-        if dtype in FP8_DTYPES:
-            return unsaturated_cast(args[1] if name == "copy" else args[0], dtype)
-    if node.target is torch.ops.prims.device_put.default:
-        return args[0]
-    made = node.target(*args, **kwargs)  # type: ignore[operator]
-    if name in _UNWRITTEN:
-        made.fill_(3)  # Freed memory may hold the expected values.
-    return made
-
-
-def unsaturated_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast to FP8 as eager CUDA does: NaN beyond the range."""
-    if dtype is not torch.float8_e4m3fn or not x.is_floating_point():
-        return x.to(dtype)
-    wide = x.float()
-    return torch.where(wide.abs() > _LARGEST_FINITE_CAST, torch.nan, wide).to(dtype)
 
 
 def set_sizes(sizes: Sequence[Node], output: Node, tokens: int) -> dict[Node, Any]:
@@ -270,20 +216,6 @@ def run(
             if is_low(node) and node not in wide and env[node].dtype not in LOW:
                 env[node] = env[node].to(value(node).dtype)
     return env
-
-
-def same_bits(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors hold the same elements in order, bit for bit except for NaN, in any shapes."""
-    if a.numel() != b.numel() or a.dtype != b.dtype:
-        return False
-    a, b = a.reshape(-1), b.reshape(-1)
-    if a.is_floating_point():
-        nan_a, nan_b = a.float().isnan(), b.float().isnan()
-        if not torch.equal(nan_a, nan_b):
-            return False
-        integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-        return bool(((a.view(integer) == b.view(integer)) | nan_a).all())
-    return torch.equal(a, b)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,8 @@ _GEMMS = frozenset(
     "convolution _convolution scaled_dot_product_attention _weight_int8pack_mm _weight_int4pack_mm".split()
 )
 _CHECKS = frozenset({"_assert_tensor_metadata", "_assert_async", "_assert_scalar"})
-_LARGEST_REGION = 400
+LARGEST_REGION = 400
+"""How many nodes a walk from or to an attention call may find."""
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz)
 
@@ -119,6 +120,11 @@ def value(node: Node) -> Any:
     return node.meta.get("val")
 
 
+def is_size(node: Node) -> bool:
+    """Return whether a node holds a number instead of a tensor."""
+    return isinstance(value(node), (int, float, torch.SymInt))
+
+
 def is_check(node: Node) -> bool:
     """Return whether a node only checks metadata; `torch.export` adds such nodes after casts."""
     return isinstance(node.target, torch._ops.OpOverload) and op_name(node.target) in _CHECKS
@@ -135,8 +141,7 @@ def can_run(node: Node) -> bool:
         return False
     op = node.target
     if not isinstance(op, torch._ops.OpOverload):
-        sizes = isinstance(value(node), (int, torch.SymInt))
-        return op is operator.getitem or sizes
+        return op is operator.getitem or is_size(node)
     if op.namespace not in _RUNNABLE_NAMESPACES or op._schema.is_mutable:
         return False
     return op_name(op) not in _GEMMS and torch.Tag.nondeterministic_seeded not in op.tags
@@ -233,7 +238,7 @@ def _reach(output: Node, whole: bool, in_parts: bool) -> tuple[set[Node], set[No
         in_parts: see `find_region`.
     """
     reached, stack, ends = {output}, [output], set()
-    while stack and len(reached) <= _LARGEST_REGION:
+    while stack and len(reached) <= LARGEST_REGION:
         node = stack.pop()
         for user in node.users:
             if user in reached or is_check(user) or not can_run(user):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from vattn.passes.inductor import rounds_divisions
 from vattn.passes.region import Match, Refusal, op_name, value
 from vattn.quantization.formats import FP8_E4M3_MAX, OUTPUT_FORMATS
 
@@ -51,7 +52,7 @@ def as_generated(match: Match, nodes: Sequence[Node], device: torch.device, cons
         if fmt.container is not torch.float8_e4m3fn:
             return replace(match, arithmetic="approximate_divide")
         return replace(match, arithmetic="approximate_multiply", scale=1.0 / _divisor(match.scale, nodes))
-    if _divisions_are_rounded():
+    if rounds_divisions():
         if fmt.static_scale and fmt.container is torch.float8_e4m3fn:
             return match
         why = f"with eager_numerics.division_rounding no epilogue divides as Inductor does for {match.output_format}"
@@ -76,7 +77,7 @@ def query_arithmetic(arithmetic: str, nodes: Sequence[Node], is_constant: bool, 
         return arithmetic
     if is_constant:
         raise Refusal("its scale is a constant: make it a tensor, and the op's q_scale the same", query, near=True)
-    if not _divisions_are_rounded():
+    if not rounds_divisions():
         return f"approximate_{arithmetic}"
     if arithmetic == "divide":
         return arithmetic
@@ -106,12 +107,6 @@ def _is_own(node: Node) -> bool:
 def _is_foreign(node: Node) -> bool:
     """Return whether a node calls an op of another library, which Inductor does not generate."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims", "vattn")
-
-
-def _divisions_are_rounded() -> bool:
-    from torch._inductor import config
-
-    return bool(getattr(getattr(config, "eager_numerics", None), "division_rounding", False))
 
 
 def _divisor(scale: float, nodes: Sequence[Node]) -> float:

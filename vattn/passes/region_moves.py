@@ -25,7 +25,7 @@ VIEWS = RESHAPES | frozenset(
 )
 COPIES = frozenset("clone cat stack flip rev roll index index_select repeat contiguous constant_pad_nd".split())
 MOVES = VIEWS | COPIES
-_REDUCTIONS = frozenset("amax amin sum mean linalg_vector_norm".split())
+REDUCTIONS = frozenset("amax amin sum mean linalg_vector_norm".split())
 
 Positions = dict[Node, Any]
 """The place of each element of a node in the flattened output. A reduced element has the first place of the elements
@@ -63,10 +63,10 @@ def _follow(node: Node, found: Positions, values: dict[Node, Any]) -> Any:
         return source if same else None
     if name in MOVES:
         return _follow_move(node, found, values)
-    if name in _REDUCTIONS:
-        return _first_of(node, name, found)
+    if name in REDUCTIONS:
+        return _first_of(node, found)
     if op in (torch.ops.aten.max.dim, torch.ops.aten.min.dim):
-        return (_first_of(node, name, found),) * 2
+        return (_first_of(node, found),) * 2
     return _follow_pointwise(node, found, values[node]) if isinstance(values[node], Tensor) else None
 
 
@@ -81,15 +81,17 @@ def _follow_move(node: Node, found: Positions, values: dict[Node, Any]) -> Any:
     return node.target(*args, **kwargs)  # type: ignore[operator]
 
 
-def _first_of(node: Node, name: str, found: Positions) -> Tensor | None:
+def _first_of(node: Node, found: Positions) -> Tensor | None:
     source = found.get(node.args[0])  # type: ignore[arg-type]
-    rest = list(node.args[2:] if name == "linalg_vector_norm" else node.args[1:])
-    dims = rest[0] if rest else node.kwargs.get("dim")
+    return None if source is None else source.amin(*reduced_dims(node, source.dim()))
+
+
+def reduced_dims(node: Node, rank: int) -> tuple[list[int], bool]:
+    """Return the dimensions that a reduction reduces, and whether it keeps them."""
+    rest = list(node.args[2:] if op_name(node.target) == "linalg_vector_norm" else node.args[1:])
+    dims: Any = rest[0] if rest else node.kwargs.get("dim")
     keep = rest[1] if len(rest) > 1 else node.kwargs.get("keepdim", False)
-    if source is None:
-        return None
-    every = list(range(source.dim()))
-    return source.amin([dims] if isinstance(dims, int) else dims or every, bool(keep))
+    return [dims] if isinstance(dims, int) else list(dims or range(rank)), bool(keep)
 
 
 def _follow_pointwise(node: Node, found: Positions, made: Tensor) -> Tensor | None:

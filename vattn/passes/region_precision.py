@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from vattn.passes.inductor import rounds_every_operation
 from vattn.passes.region import is_check, op_name, value
 from vattn.passes.region_moves import MOVES
 
@@ -31,9 +32,7 @@ def is_low(node: Node) -> bool:
 
 def roundings(nodes: Sequence[Node]) -> tuple[frozenset[Node], frozenset[Node]]:
     """Return nodes that generated code does not round for certain, and nodes that it may not round."""
-    from torch._inductor import config
-
-    if config.emulate_precision_casts:
+    if rounds_every_operation():
         return frozenset(), frozenset()
     rounding = [n for n in nodes if is_low(n) and op_name(n.target) not in MOVES | _EXACT]
     certain = {n for n in rounding if op_name(n.target) not in CASTS and _ends_in_fp32(n)}

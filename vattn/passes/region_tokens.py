@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from vattn.passes.region import Refusal, expression, op_name, value
+from vattn.passes.region_run import constant
 
 TOKEN_COUNTS = (31, 5)
 _LARGEST_RUN = 1 << 21
@@ -137,8 +138,6 @@ def _integers(argument: Any) -> list[int]:
 
 
 def _elements(node: Node) -> list[int]:
-    from vattn.passes.probe import constant
-
     known = constant(node)
     if known is None or known.is_floating_point() or known.dtype == torch.bool or not known.numel():
         return []

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,16 +15,10 @@ from vattn.passes.region import Refusal, expression, value
 T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Refused:
-    """A refusal of a region; `place` is the position of its node in the region, `None` for the region's end."""
-
-    reason: str
-    near: bool
-    place: int | None
+_known: dict[str, Any] = {}
 
 
-def judged(known: dict[str, T | Refused], key: str, nodes: Sequence[Node], end: Node, judge: Callable[[], T]) -> T:
+def judged(key: str, nodes: Sequence[Node], end: Node, judge: Callable[[], T]) -> T:
     """Return what `judge` finds out about a region; it is called once per key.
 
     Args:
@@ -35,16 +28,22 @@ def judged(known: dict[str, T | Refused], key: str, nodes: Sequence[Node], end: 
     Raises:
         Refusal: from `judge`, in this call or an earlier one.
     """
-    if key not in known:
+    if key not in _known:
         try:
-            known[key] = judge()
+            _known[key] = judge()
         except Refusal as refusal:
             place = nodes.index(refusal.node) if refusal.node in nodes else None
-            known[key] = Refused(refusal.reason, refusal.near, place)
-    verdict = known[key]
-    if isinstance(verdict, Refused):
-        raise Refusal(verdict.reason, end if verdict.place is None else nodes[verdict.place], near=verdict.near)
+            _known[key] = refusal.reason, place, refusal.near
+    verdict = _known[key]
+    if isinstance(verdict, tuple):
+        reason, place, near = verdict
+        raise Refusal(reason, end if place is None else nodes[place], near=near)
     return verdict
+
+
+def forget() -> None:
+    """Forget all verdicts."""
+    _known.clear()
 
 
 def fingerprint(nodes: Iterable[Node], name: Callable[[Node], str], facts: Iterable[str]) -> str:

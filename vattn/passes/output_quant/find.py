@@ -12,6 +12,7 @@ from torch.fx import Node
 from vattn.config.attention import AttentionConfig
 from vattn.passes import probe
 from vattn.passes import region_division as division
+from vattn.passes.inductor import rounds_every_operation
 from vattn.passes.output_quant import match
 from vattn.passes.region import (
     AttentionNode,
@@ -29,10 +30,8 @@ from vattn.passes.region import (
     value,
 )
 from vattn.passes.region_tokens import token_counts
-from vattn.passes.verdicts import Refused, fingerprint, judged, names_of_known, numbered, typed
+from vattn.passes.verdicts import fingerprint, judged, names_of_known, numbered, typed
 from vattn.quantization.formats import OUTPUT_FORMATS, OutputFormat
-
-_known: dict[str, Match | Refused] = {}
 
 
 @dataclass(frozen=True)
@@ -165,13 +164,16 @@ def _classified(
     nodes: list[Node],
     inputs: probe.Inputs,
 ) -> Match:
-    from torch._inductor import config
-
     counts = token_counts((*inputs.derived, *inputs.sizes, *nodes), region.output)
-    facts = [attention.config.dtype, f"emulate_precision_casts={config.emulate_precision_casts}", f"tokens {counts}"]
+    facts = [
+        "output",
+        attention.config.dtype,
+        f"rounds each {rounds_every_operation()}",
+        f"tokens {counts}",
+    ]
     key = _fingerprint(region, quantised, nodes, inputs, facts)
     classifier = match.Classifier(region, quantised, nodes, inputs, attention.config.dtype)
-    return judged(_known, key, nodes, quantised, classifier.classify)
+    return judged(key, nodes, quantised, classifier.classify)
 
 
 def _fingerprint(region: Region, quantised: Node, nodes: list[Node], inputs: probe.Inputs, facts: Sequence[str]) -> str:

@@ -12,9 +12,10 @@ from torch.fx import Node
 
 from vattn.passes import region_moves as moves
 from vattn.passes.output_quant.near_miss import dynamic_ways, first_difference, static_ways
-from vattn.passes.probe import Inputs, Sample, constant_scales, same_bits, samples
+from vattn.passes.probe import Inputs, Sample, constant_scales, samples
 from vattn.passes.region import Match, Refusal, Region, op_name, value
 from vattn.passes.region_precision import LOW, roundings
+from vattn.passes.region_run import same_bits
 from vattn.quantization import codecs as quantization
 from vattn.quantization.formats import FP8_E4M3_MAX, MODEL_DTYPES, OUTPUT_FORMATS, OutputFormat
 

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from vattn.passes.probe import NO_CLAMP, Sample, unsaturated_cast
+from vattn.passes.probe import NO_CLAMP, Sample
 from vattn.passes.region import FP8_DTYPES, op_name, value
 from vattn.passes.region_moves import MOVES
+from vattn.passes.region_precision import CASTS
+from vattn.passes.region_run import unsaturated_cast
 from vattn.quantization import codecs as quantization
 from vattn.quantization.formats import FP8_E4M3_MAX, NVFP4_GROUP_SIZE
 
@@ -132,7 +134,7 @@ def first_difference(nodes: Sequence[Node], output: Node, quantised: Node, seen:
 def _is_odd_scale(node: Node, made: Tensor, reduces: bool, rows: Tensor) -> bool:
     """Return whether a value smaller than the output is neither a maximum of rows or groups nor scale arithmetic."""
     name = op_name(node.target)
-    if made.dtype == torch.bool or name in MOVES or name in ("convert_element_type", "_to_copy"):
+    if made.dtype == torch.bool or name in MOVES | CASTS:
         return False
     if not reduces:
         return name not in _SCALE_ARITHMETIC | _MAXIMA

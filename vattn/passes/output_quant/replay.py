@@ -10,10 +10,9 @@ import torch
 from torch.fx import Node
 
 from vattn.passes.region import Refusal, op_name, same_shape, same_size, value
-from vattn.passes.region_moves import COPIES, MOVES, RESHAPES
+from vattn.passes.region_moves import COPIES, MOVES, REDUCTIONS, RESHAPES, reduced_dims
 
 aten = torch.ops.aten
-_REDUCTIONS = frozenset("amax amin sum mean linalg_vector_norm max min".split())
 Call = Callable[..., Node]
 
 
@@ -47,11 +46,11 @@ class Replay:
             if op_name(quantiser.target) in MOVES:  # type: ignore[union-attr]
                 return self.call(operator.getitem, self(quantiser), node.args[1])  # type: ignore[arg-type]
             if op_name(quantiser.target) in ("max", "min"):  # type: ignore[union-attr]
-                return self._first(quantiser, "max")  # type: ignore[arg-type]
+                return self._first(quantiser)  # type: ignore[arg-type]
             moved = self(quantiser.args[0])  # type: ignore[union-attr, arg-type]
             return moved if node.args[1] == 0 else self._first_of_groups(moved, node)
-        if name in _REDUCTIONS:
-            return self._first(node, name)
+        if name in REDUCTIONS or name in ("max", "min"):
+            return self._first(node)
         sources = [source for source in node.all_input_nodes if source in self.inside or source in self.made]
         if not sources and op_name(node.target) == "convert_element_type":
             sources = node.all_input_nodes  # codes that are cast once more
@@ -76,15 +75,12 @@ class Replay:
             raise Refusal(f"the size {node.name} is taken from the output", node, near=True)
         return node
 
-    def _first(self, node: Node, name: str) -> Node:
+    def _first(self, node: Node) -> Node:
         """Return the first element along the dimensions that a reduction reduces: all of them share a scale."""
-        rest = list(node.args[2:] if name == "linalg_vector_norm" else node.args[1:])
         moved = self(node.args[0])  # type: ignore[arg-type]
         rank = value(moved).dim()
-        dims = rest[0] if rest else node.kwargs.get("dim")
-        keep = rest[1] if len(rest) > 1 else node.kwargs.get("keepdim", False)
-        every = [dims] if isinstance(dims, int) else list(dims or range(rank))  # type: ignore[arg-type]
-        for dim in sorted((d % rank for d in every), reverse=True):
+        dims, keep = reduced_dims(node, rank)
+        for dim in sorted((d % rank for d in dims), reverse=True):
             if keep:
                 moved = self.call(aten.slice.Tensor, moved, dim, 0, 1)
             else:

@@ -7,51 +7,25 @@ from __future__ import annotations
 
 import operator
 import struct
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from torch.fx import Graph, Node
+from torch.fx import Node
 
+from vattn.passes.graph_edits import Builder, change_call, erase_unread
+from vattn.passes.inductor import makes_package, sort_graph
 from vattn.passes.output_quant.find import Found
 from vattn.passes.output_quant.replay import Replay, copies, token_slices
-from vattn.passes.query_quant.find import FoundQuery
-from vattn.passes.region import AttentionNode, Refusal, can_run, is_check, same_shape, same_size, value
+from vattn.passes.region import AttentionNode, Refusal, is_check, same_shape, same_size, value
 from vattn.quantization.formats import OUTPUT_FORMATS, OutputFormat
 
 aten = torch.ops.aten
 
 _LONG_ENOUGH = 16
 """Elements of a constant that Inductor does not inline into its code."""
-
-
-class Builder:
-    """Makes nodes with their fake values; as a context manager it takes them back if something fails."""
-
-    def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.nodes: list[Node] = []
-
-    def __enter__(self) -> Builder:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            for node in reversed(self.nodes):
-                self.graph.erase_node(node)
-
-    def call(self, target: Any, *args: Any, **kwargs: Any) -> Node:
-        """Add a call; its fake value is computed from the fake values of its arguments."""
-        fake_args, fake_kwargs = torch.fx.map_arg((args, kwargs), value)
-        return self.keep(self.graph.call_function(target, args, kwargs), target(*fake_args, **fake_kwargs))
-
-    def keep(self, node: Node, val: Any) -> Node:
-        """Take on a node that was added, with its fake value."""
-        self.nodes.append(node)
-        node.meta["val"] = val
-        return node
 
 
 def rewrite(attention: AttentionNode, found: Found) -> None:
@@ -74,42 +48,7 @@ def rewrite(attention: AttentionNode, found: Found) -> None:
         hop.graph.erase_node(check)
     erase_unread([old_base, *found.dead])  # type: ignore[list-item]
     if found.moved or (isinstance(found.scale, Node) and found.scale > hop):
-        from torch._inductor.pattern_matcher import stable_topological_sort
-
-        stable_topological_sort(hop.graph)
-
-
-def rewrite_query(attention: AttentionNode, found: FoundQuery) -> None:
-    """Give an attention call its unquantised query."""
-    hop = attention.node
-    old, shape = hop.kwargs["query"], value(attention.output).shape
-    assert isinstance(old, Node)
-    config = found.config
-    sizes = [shape[0] if isinstance(shape[0], int) else -1, config.num_heads, config.head_size]
-    with Builder(hop.graph) as builder, value(old).fake_mode, hop.graph.inserting_before(hop):
-        new = builder.call(aten.reshape.default, found.source, sizes)
-        if not same_shape(value(new).shape, value(old).shape):
-            raise Refusal(f"the query before has {value(new).shape[0]} tokens, the quantised one {shape[0]}", old)
-        if not same_size(value(new).stride(-1), 1):
-            raise Refusal("the query before does not lie row by row in memory, as the op takes it", found.source)
-    change_call(hop, {**hop.kwargs, "query": new, "config": config.encode()})
-    erase_unread([old])
-
-
-def erase_unread(nodes: Iterable[Node]) -> None:
-    """Erase nodes that only checks of metadata read, and then nodes that only they have read."""
-    stack = list(nodes)
-    gone: set[Node] = set()
-    while stack:
-        node = stack.pop()
-        if node in gone or not can_run(node) or not all(map(is_check, node.users)):
-            continue
-        for user in list(node.users):
-            node.graph.erase_node(user)
-        sources = node.all_input_nodes
-        node.graph.erase_node(node)
-        gone.add(node)
-        stack.extend(sources)
+        sort_graph(hop.graph)
 
 
 def _tokens(builder: Builder, attention: AttentionNode) -> Node | int:
@@ -173,11 +112,9 @@ def _constant(builder: Builder, number: float, device: torch.device) -> Node:
     A constant of the graph is made once. Inductor would fill one of up to eight elements in every run, so it is longer.
     AOTInductor, which keeps constants in its package, gets the kernel.
     """
-    from torch._inductor.virtualized import V
-
     module, mode = builder.graph.owning_module, detect_fake_mode()
     name = f"_vattn_scale_{struct.pack('<f', number).hex()}_{device.type}"
-    if module is None or mode is None or V.aot_compilation:
+    if module is None or mode is None or makes_package():
         return builder.call(aten.full.default, [1], number, dtype=torch.float32, device=device)
     if not hasattr(module, name):
         with unset_fake_temporarily():
@@ -283,12 +220,3 @@ def _viewed(builder: Builder, source: Node, like: Node, tokens: Node | int) -> N
         else:
             raise Refusal("the quantised tensor has more than one varying size besides the tokens", like, near=True)
     return builder.call(aten.reshape.default, source, shape)
-
-
-def change_call(call: Node, kwargs: dict[str, Any]) -> None:
-    """Give a call other arguments, and Inductor the values by which it lays them out."""
-    changed = {name: new for name, new in kwargs.items() if new is not call.kwargs.get(name)}
-    call.kwargs = kwargs
-    if "eager_input_vals" in call.meta:
-        args, eager = call.meta["eager_input_vals"]
-        call.meta["eager_input_vals"] = (args, {**eager, **torch.fx.map_arg(changed, value)})

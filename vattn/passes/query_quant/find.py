@@ -21,6 +21,7 @@ from vattn.passes import probe
 from vattn.passes.query_quant.region import QueryRegion, check_readers, classify_query, find_query_region
 from vattn.passes.region import (
     FP8_DTYPES,
+    LARGEST_REGION,
     AttentionNode,
     Refusal,
     ancestors,
@@ -33,11 +34,12 @@ from vattn.passes.region import (
 from vattn.passes.region_division import query_arithmetic
 from vattn.passes.region_moves import RESHAPES
 from vattn.passes.region_precision import CASTS
-from vattn.passes.verdicts import Refused, judged
+from vattn.passes.verdicts import judged
 from vattn.quantization.formats import MODEL_DTYPES
 
 IN_PRODUCER = "FP8, quantised in the kernel of its pointwise producer"
 IN_LOAD = "FP8, quantised as the attention kernel loads it"
+IN_ROPE = "FP8, quantised by the op that rotates it"
 IS_INPUT = "FP8, an input of the graph"
 OWN_KERNEL = "FP8, quantised in a separate kernel after"
 ROUNDED_EARLY = (
@@ -50,8 +52,6 @@ _JOINS = frozenset("cat stack slice_scatter select_scatter".split())
 """Ops that join parts of a query, each of which may have been quantised by itself."""
 
 _LONGEST_CHAIN = 100
-
-_known: dict[str, str | Refused] = {}
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def describe_query(call: Node) -> str:
     if maker.op != "call_function":
         return IS_INPUT
     if not can_run(maker):
-        return f"FP8, made by {_name(maker)}"
+        return IN_ROPE if _name(maker) == "rope_kv_cache_update" else f"FP8, made by {_name(maker)}"
     chain = _chain(query, config)
     return f"{OWN_KERNEL} {_name(chain.end)}" if chain.has_own_kernel else IN_PRODUCER
 
@@ -221,7 +221,7 @@ def _before_parts(joined: Node) -> Node | None:
     def is_before(node: Node) -> bool:
         return _holds_all(node, joined) and value(node).dtype not in FP8_DTYPES
 
-    seen = ancestors([joined], lambda node: can_run(node) and not is_before(node), 4 * _LONGEST_CHAIN)
+    seen = ancestors([joined], lambda node: can_run(node) and not is_before(node), LARGEST_REGION)
     found = {before_moves(node) for node in seen if is_before(node)}
     return found.pop() if len(found) == 1 else None
 
@@ -272,7 +272,7 @@ def _name(node: Node) -> str:
 
 def _was_fp8(query: Node) -> bool:
     """Return whether a query in the model dtype was FP8 at some point after the last GEMM."""
-    past = ancestors([query], lambda node: not _is_extern(node), 4 * _LONGEST_CHAIN)
+    past = ancestors([query], lambda node: not _is_extern(node), LARGEST_REGION)
     return any(isinstance(value(node), Tensor) and value(node).dtype in FP8_DTYPES for node in past)
 
 
@@ -291,4 +291,4 @@ def _classified(attention: AttentionNode, query: Node, source: Node) -> tuple[Qu
         except Refusal as refusal:
             raise Refusal(refusal.reason, end, near=True) from None
         key = region.fingerprint(config)
-        return region, judged(_known, key, region.nodes, end, lambda: classify_query(region, config))
+        return region, judged(key, region.nodes, end, lambda: classify_query(region, config))

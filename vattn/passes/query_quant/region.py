@@ -16,12 +16,23 @@ from torch.fx import Node
 
 from vattn.config.attention import AttentionConfig
 from vattn.passes import probe
-from vattn.passes.region import FP8_DTYPES, Refusal, ancestors, can_run, is_check, same_size, value
+from vattn.passes.probe_inputs import probe_scales, probe_values
+from vattn.passes.region import (
+    FP8_DTYPES,
+    LARGEST_REGION,
+    Refusal,
+    ancestors,
+    can_run,
+    is_check,
+    is_size,
+    same_size,
+    value,
+)
+from vattn.passes.region_run import constant, run_nodes, same_bits, unsaturated_cast
 from vattn.passes.region_tokens import beyond, reach
 from vattn.passes.verdicts import fingerprint, names_of_known, numbered, typed
 from vattn.quantization.formats import FP8_E4M3_MAX
 
-_LARGEST_REGION = 400
 _MOST_SCALES = 4096
 _ARITHMETICS = ("divide", "multiply")
 
@@ -53,8 +64,9 @@ class QueryRegion:
             **names_of_known(self.sizes, self.constants),
             **numbered(self.nodes),
         }
-        facts = [f"{config.num_heads} {config.num_kv_heads} {config.head_size}", names[self.codes], names[self.scale]]
-        return fingerprint(self.nodes, names.__getitem__, [*facts, typed(self.source), typed(self.codes)])
+        heads = f"query {config.num_heads} {config.num_kv_heads} {config.head_size}"
+        facts = [heads, names[self.codes], names[self.scale], typed(self.source), typed(self.codes)]
+        return fingerprint(self.nodes, names.__getitem__, facts)
 
 
 def find_query_region(source: Node, codes: Node, scale: Node) -> QueryRegion:
@@ -76,10 +88,10 @@ def find_query_region(source: Node, codes: Node, scale: Node) -> QueryRegion:
     for node in codes.graph.nodes:
         if node not in needed or node is source:
             continue
-        known = None if node in roots or not isinstance(value(node), Tensor) else probe.constant(node)
+        known = None if node in roots or not isinstance(value(node), Tensor) else constant(node)
         if known is not None:
             constants[node] = known
-        elif isinstance(value(node), (int, torch.SymInt)):
+        elif is_size(node):
             sizes.append(node)
         elif node in roots or not _can_enter(node):
             if node in of_codes and node not in roots:
@@ -96,11 +108,11 @@ def find_query_region(source: Node, codes: Node, scale: Node) -> QueryRegion:
 
 def _ancestors(ends: Iterable[Node], stops: set[Node]) -> set[Node]:
     """Return what some nodes are computed from, themselves included, up to `stops` and to what cannot be run."""
-    return ancestors(ends, lambda node: node not in stops and _can_enter(node), _LARGEST_REGION)
+    return ancestors(ends, lambda node: node not in stops and _can_enter(node), LARGEST_REGION)
 
 
 def _can_enter(node: Node) -> bool:
-    return can_run(node) and not isinstance(value(node), (int, torch.SymInt))
+    return can_run(node) and not is_size(node)
 
 
 def _not_the_scale(node: Node, codes: Node) -> str:
@@ -155,13 +167,13 @@ def classify_query(region: QueryRegion, config: AttentionConfig) -> str:
     runs = [run for trial in range(trials) for run in _runs(region, config, trial)]
 
     def codes_are(quantise: Any) -> bool:
-        return all(probe.same_bits(run.values[region.codes], quantise(run)) for run in runs)
+        return all(same_bits(run.values[region.codes], quantise(run)) for run in runs)
 
     for arithmetic in _ARITHMETICS:
         if codes_are(lambda run, way=arithmetic: _clamped(run.scaled(way)).to(torch.float8_e4m3fn)):
             return arithmetic
     for arithmetic in _ARITHMETICS:
-        if codes_are(lambda run, way=arithmetic: probe.unsaturated_cast(run.scaled(way), torch.float8_e4m3fn)):
+        if codes_are(lambda run, way=arithmetic: unsaturated_cast(run.scaled(way), torch.float8_e4m3fn)):
             raise Refusal(probe.NO_CLAMP, near=True)
     per_token = _value_per_token(region, runs[0], config)
     if per_token is not None:
@@ -191,9 +203,7 @@ def _first_difference(region: QueryRegion, runs: Sequence[_Run]) -> Node | None:
         values = [run.values[node] for run in runs]
         if isinstance(values[0], Tensor) and values[0].numel() == runs[0].x.numel():
             steps = [_steps(run) for run in runs]
-            if not any(
-                all(map(probe.same_bits, [v.float() for v in values], step)) for step in zip(*steps, strict=True)
-            ):
+            if not any(all(map(same_bits, [v.float() for v in values], step)) for step in zip(*steps, strict=True)):
                 return node
     return None
 
@@ -213,13 +223,13 @@ def _runs(region: QueryRegion, config: AttentionConfig, trial: int) -> Iterator[
     if region.root is not None:
         known[region.root] = _scales_of_trial(region, region.root, trial)
     of_scale = _ancestors([region.scale], {region.source, *known})
-    _run_nodes([node for node in region.nodes if node in of_scale], known)
+    run_nodes([node for node in region.nodes if node in of_scale], known)
     scale = known[region.scale].float().reshape(-1)
     if scale.numel() not in (1, config.num_kv_heads):
         raise Refusal(f"its scale has {scale.numel()} values; the op takes one, or one per KV head", region.codes)
     per_head = scale.expand(config.num_kv_heads)
     columns = config.group_size * config.head_size
-    rows = torch.cat([probe.probe_values(columns, step) for step in per_head.tolist()], dim=1)
+    rows = torch.cat([probe_values(columns, step) for step in per_head.tolist()], dim=1)
     rows = rows.to(value(region.source).dtype)
     tokens = value(region.codes).shape[0]
     count = tokens if isinstance(tokens, int) else len(rows)
@@ -230,14 +240,9 @@ def _runs(region: QueryRegion, config: AttentionConfig, trial: int) -> Iterator[
         env = {**known, **probe.set_sizes(region.sizes, region.codes, count)}
         shape = [probe.size_at(size, region.codes, count) for size in value(region.source).shape]
         env[region.source] = x.reshape(shape)
-        _run_nodes([node for node in region.nodes if node not in env], env)
+        run_nodes([node for node in region.nodes if node not in env], env)
         wide = per_head.repeat_interleave(config.group_size)[:, None]
         yield _Run(x.view(-1, config.num_heads, config.head_size), wide, env)
-
-
-def _run_nodes(nodes: Iterable[Node], env: dict[Node, Any]) -> None:
-    for node in nodes:
-        env[node] = probe.run_node(node, env)
 
 
 def _check_root(root: Node) -> None:
@@ -250,7 +255,7 @@ def _check_root(root: Node) -> None:
 def _chosen_scales(region: QueryRegion, root: Node) -> list[float]:
     """Return the scales to run a region under: values that its root can hold."""
     seen = [value(node) for node in (region.source, root, *region.nodes)]
-    chosen = probe.probe_scales({val.dtype for val in seen if isinstance(val, Tensor)})
+    chosen = probe_scales({val.dtype for val in seen if isinstance(val, Tensor)})
     rounded = torch.tensor(chosen).to(value(root).dtype).float()
     return rounded[(rounded > 0) & rounded.isfinite()].tolist()
 

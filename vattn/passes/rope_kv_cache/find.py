@@ -18,7 +18,8 @@ from vattn.backends import selector
 from vattn.config.attention import AttentionConfig
 from vattn.config.rope import RopeConfig
 from vattn.errors import ConfigError
-from vattn.passes.region import Refusal, ancestors, can_run, is_check, is_computed_from, op_name, value
+from vattn.passes.inductor import rounds_every_operation
+from vattn.passes.region import LARGEST_REGION, Refusal, ancestors, can_run, is_check, is_computed_from, op_name, value
 from vattn.passes.region_division import query_arithmetic
 from vattn.passes.region_moves import VIEWS
 from vattn.passes.region_precision import is_low
@@ -29,8 +30,6 @@ ROPE_CHOICES = ("auto", "always", "never")
 """Values of the option `rope`: fuse where it pays on the device, wherever it is possible, or nowhere."""
 
 _ANGLES = frozenset(("cos", "sin", "polar"))
-_LARGEST_PAST = 400
-"""Nodes before a key that are searched for cosines and sines."""
 
 _CACHE_FIELDS = (
     "num_kv_heads head_size head_size_v dtype kv_cache_dtype block_size kv_cache_layout kv_scale backend".split()
@@ -161,7 +160,7 @@ def find_rope(update: Node, attention: Node, choice: str) -> FoundRope | None:
 
 def _reads_angles(key: Node) -> bool:
     """Return whether a key depends on cosines or sines after its projection, through batched products too."""
-    past = ancestors([key], lambda node: can_run(node) or op_name(node.target) == "bmm", _LARGEST_PAST)
+    past = ancestors([key], lambda node: can_run(node) or op_name(node.target) == "bmm", LARGEST_REGION)
     return any(op_name(node.target) in _ANGLES for node in past)
 
 
@@ -235,9 +234,7 @@ def _check_roundings(dead: set[Node], end: Node, rope: RopeConfig) -> None:
     Generated code keeps fp32 within a kernel, whatever dtype the user's code names. But on a CPU, concatenation goes
     through memory, which after a norm rounds values that were not rounded before.
     """
-    from torch._inductor import config
-
-    if config.emulate_precision_casts:
+    if rounds_every_operation():
         raise Refusal("with emulate_precision_casts generated code rounds after every operation", end, near=True)
     if value(end).device.type != "cpu" or rope.norm == "none":
         return

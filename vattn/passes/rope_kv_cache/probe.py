@@ -30,7 +30,7 @@ from vattn.passes.rope_kv_cache.region import (
     history,
     region_between,
 )
-from vattn.passes.verdicts import Refused, judged
+from vattn.passes.verdicts import judged
 from vattn.quantization.formats import MODEL_DTYPES
 
 _MAGNITUDES = (1.0, 1e-3, 40.0, 1e7, 1e-9)
@@ -61,9 +61,6 @@ class Rotation:
     scale: int | None
 
 
-_known: dict[str, Rotation | Refused] = {}
-
-
 def classify_rotation(end: Node, num_heads: int, config: AttentionConfig) -> tuple[Rotation, list[Node]]:
     """Return how a query or key `[T, heads, D]` is rotated, and the history that its positions refer to.
 
@@ -71,9 +68,9 @@ def classify_rotation(end: Node, num_heads: int, config: AttentionConfig) -> tup
         Refusal: it is no rotation that the op has; `near` if it looks like one.
     """
     past = history(end)
-    key = fingerprint(end, past, f"{num_heads} {config.num_kv_heads} {config.head_size} {config.dtype}")
+    key = fingerprint(end, past, f"rope {num_heads} {config.num_kv_heads} {config.head_size} {config.dtype}")
     with isolated():
-        return judged(_known, key, past, end, lambda: _classify(end, past, num_heads, config)), past
+        return judged(key, past, end, lambda: _classify(end, past, num_heads, config)), past
 
 
 def _classify(end: Node, past: Sequence[Node], num_heads: int, config: AttentionConfig) -> Rotation:

@@ -17,21 +17,25 @@ from torch import Tensor
 from torch.fx import Node
 
 from vattn.passes import verdicts
-from vattn.passes.region import FP8_DTYPES, Refusal, ancestors, can_run, expression, op_name, value
+from vattn.passes.region import (
+    FP8_DTYPES,
+    LARGEST_REGION,
+    Refusal,
+    ancestors,
+    can_run,
+    expression,
+    is_size,
+    op_name,
+    value,
+)
 from vattn.passes.region_moves import RESHAPES
 from vattn.passes.region_precision import CASTS
+from vattn.passes.region_run import UNWRITTEN
 
-_LARGEST_REGION = 400
 _LARGEST_RUN = 1 << 23
 _MOVES = RESHAPES | frozenset("expand clone contiguous repeat lift_fresh_copy".split())
-_UNINITIALISED = frozenset("empty empty_strided new_empty empty_like new_empty_strided".split())
 _PRIMES = (5, 7, 11, 13, 17, 19, 23)
 _WIDE = {torch.bool: torch.bool, torch.complex64: torch.complex128, torch.complex128: torch.complex128}
-
-
-def is_size(node: Node) -> bool:
-    """Return whether a node holds a number instead of a tensor."""
-    return isinstance(value(node), (int, float, bool, torch.SymInt))
 
 
 def history(end: Node) -> list[Node]:
@@ -54,8 +58,8 @@ def history(end: Node) -> list[Node]:
         if node in seen or is_size(node):
             continue
         seen.add(node)
-        if len(seen) > _LARGEST_REGION:
-            raise Refusal(f"more than {_LARGEST_REGION} nodes make {end.name}", end)
+        if len(seen) > LARGEST_REGION:
+            raise Refusal(f"more than {LARGEST_REGION} nodes make {end.name}", end)
         stack.append((node, True))
         if can_run(node):
             stack.extend((source, False) for source in reversed(node.all_input_nodes))
@@ -216,7 +220,7 @@ class Run:
         kwargs = {k: v for k, v in torch.fx.map_arg(dict(node.kwargs), look_up).items() if k not in _PLACES}
         if "device" in kwargs:
             kwargs["device"] = torch.device("cpu")  # type: ignore[assignment]
-        if name in _UNINITIALISED:
+        if name in UNWRITTEN:
             return torch.full(self.shape(node), torch.nan, dtype=torch.float64)
         if name in CASTS:
             return self._cast(args[0], value(node).dtype)

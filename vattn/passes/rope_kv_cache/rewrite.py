@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from vattn.passes.output_quant.rewrite import Builder, change_call, erase_unread
+from vattn.passes.graph_edits import Builder, change_call, erase_unread
+from vattn.passes.inductor import sort_graph
 from vattn.passes.region import Refusal, expression, is_check, op_name, same_size, value
 from vattn.passes.region_moves import RESHAPES
 from vattn.passes.rope_kv_cache.find import FoundRope
@@ -43,9 +44,7 @@ def rewrite_rope(found: FoundRope) -> None:
     graph.erase_node(update)
     erase_unread(found.dead)
     if unsorted:
-        from torch._inductor.pattern_matcher import stable_topological_sort
-
-        stable_topological_sort(graph)
+        sort_graph(graph)
 
 
 def _new_call(builder: Builder, found: FoundRope) -> Node:
@@ -86,13 +85,10 @@ def _new_call(builder: Builder, found: FoundRope) -> Node:
     call = builder.graph.call_function(update.target, (op,), kwargs)  # type: ignore[arg-type]
     call.meta = {k: v for k, v in update.meta.items() if k not in ("val", "eager_input_vals")}
     builder.keep(call, (value(update)[0], value(out), *value(update)[1:]))
-    call.meta["eager_input_vals"] = ((None,), torch.fx.map_arg(_nodes_only(kwargs), value))
+    # Inductor keeps the eager values of tensors alone.
+    tensors = {name: x if isinstance(x, (Node, list)) else None for name, x in kwargs.items()}
+    call.meta["eager_input_vals"] = ((None,), torch.fx.map_arg(tensors, value))
     return call
-
-
-def _nodes_only(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return keyword arguments as Inductor keeps their eager values: `None` for anything but tensors."""
-    return {k: v if isinstance(v, (Node, list)) else None for k, v in kwargs.items()}
 
 
 def _heads(builder: Builder, place: tuple[Node, int, int], num_heads: int, head_size: int) -> Node:

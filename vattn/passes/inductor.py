@@ -1,0 +1,33 @@
+"""What the passes read and use of Inductor besides its entry points: settings of generated code, and its graph sort."""
+
+from __future__ import annotations
+
+from torch.fx import Graph
+
+
+def rounds_every_operation() -> bool:
+    """Return whether generated code rounds to the dtype of every operation, as eager code does."""
+    from torch._inductor import config
+
+    return config.emulate_precision_casts
+
+
+def rounds_divisions() -> bool:
+    """Return whether generated CUDA code rounds quotients correctly."""
+    from torch._inductor import config
+
+    return bool(getattr(getattr(config, "eager_numerics", None), "division_rounding", False))
+
+
+def makes_package() -> bool:
+    """Return whether AOTInductor makes a package now."""
+    from torch._inductor.virtualized import V
+
+    return bool(V.aot_compilation)
+
+
+def sort_graph(graph: Graph) -> None:
+    """Bring the nodes of a graph into an order in which each follows what it reads."""
+    from torch._inductor.pattern_matcher import stable_topological_sort
+
+    stable_topological_sort(graph)
