@@ -154,17 +154,12 @@ def fuse_graph(
         in_rope = _attempt("RoPE", _fuse_rope, call, rope)
         query = _attempt("the query", _fuse_query, call, op)
         reason, outcome, source = _attempt("the output", _fuse_output, call, op, output_formats)
-        written = _written(call, op)
+        written = parse_config(call, op).output_format if "config" in call.kwargs else "none"
         nodes.append(NodeReport(name, index, len(calls), op, outcome, written, reason, source, *query, *in_rope))
     for (call, _), node in zip(calls, nodes, strict=True):
         if "config" in call.kwargs:
             call.kwargs = {**call.kwargs, "config": node.note(str(call.kwargs["config"]))}
     return nodes
-
-
-def _written(call: Node, op: str) -> str:
-    """Return the output format that a call has now."""
-    return parse_config(call, op).output_format if "config" in call.kwargs else "none"
 
 
 Outcome = tuple[str, str, str]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from vattn.passes.probe_inputs import PROBE_SCALES, every_output, probe_outputs, probe_scales
-from vattn.passes.region import Refusal, Region, can_run, expression, is_size, op_name, value
+from vattn.passes.region import Refusal, Region, can_run, expression, is_size, op_name, same_size, value
 from vattn.passes.region_moves import MOVES
 from vattn.passes.region_precision import CASTS, LOW, in_fp32, is_low
 from vattn.passes.region_run import constant, run_node
@@ -120,7 +120,7 @@ class _InputFinder:
         known = constant(node)
         if known is not None:
             self.constants[node] = known
-        elif isinstance(val, Tensor) and val.is_floating_point() and _is_one(val.numel()):
+        elif isinstance(val, Tensor) and val.is_floating_point() and same_size(val.numel(), 1):
             self.roots[node] = None
         else:
             spreads = can_run(node) and op_name(node.target) in _SPREADS and depth > 0
@@ -157,10 +157,6 @@ def _loses_digits(node: Node) -> bool:
         isinstance(value(source), Tensor) and digits.get(value(source).dtype, 0) > digits.get(value(node).dtype, 0)
         for source in node.all_input_nodes
     )
-
-
-def _is_one(count: Any) -> bool:
-    return isinstance(count, int) and count == 1
 
 
 def set_sizes(sizes: Sequence[Node], output: Node, tokens: int) -> dict[Node, Any]:

@@ -34,9 +34,10 @@ def as_generated(match: Match, nodes: Sequence[Node], device: torch.device, cons
         Refusal: no epilogue rounds as the code would.
     """
     fmt = OUTPUT_FORMATS[match.output_format]
-    if device.type != "cuda" or any(_is_own(node) for node in nodes):
+    namespaces = _namespaces(nodes)
+    if device.type != "cuda" or "vattn" in namespaces:
         return match  # vattn's quantising ops are not generated code: they divide exactly
-    if any(_is_foreign(node) for node in nodes):
+    if namespaces - {"aten", "prims"}:
         if fmt.static_scale:
             return match  # ops of other libraries are not generated code either
         raise Refusal(
@@ -71,9 +72,7 @@ def query_arithmetic(arithmetic: str, nodes: Sequence[Node], is_constant: bool, 
     Raises:
         Refusal: no query load rounds as the code would.
     """
-    if value(query).device.type != "cuda" or any(_is_own(node) for node in nodes):
-        return arithmetic
-    if any(_is_foreign(node) for node in nodes) or _divides_in_fp64(nodes):
+    if value(query).device.type != "cuda" or _namespaces(nodes) - {"aten", "prims"} or _divides_in_fp64(nodes):
         return arithmetic
     if is_constant:
         raise Refusal("its scale is a constant: make it a tensor, and the op's q_scale the same", query, near=True)
@@ -100,13 +99,9 @@ def _divides_in_fp64(nodes: Sequence[Node]) -> bool:
     return bool(wide)
 
 
-def _is_own(node: Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace == "vattn"
-
-
-def _is_foreign(node: Node) -> bool:
-    """Return whether a node calls an op of another library, which Inductor does not generate."""
-    return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims", "vattn")
+def _namespaces(nodes: Iterable[Node]) -> set[str]:
+    """Return the namespaces of the ops that nodes call; Inductor generates code for those of `aten` and `prims`."""
+    return {node.target.namespace for node in nodes if isinstance(node.target, torch._ops.OpOverload)}
 
 
 def _divisor(scale: float, nodes: Sequence[Node]) -> float:

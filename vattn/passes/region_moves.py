@@ -88,7 +88,7 @@ def _first_of(node: Node, found: Positions) -> Tensor | None:
 
 def reduced_dims(node: Node, rank: int) -> tuple[list[int], bool]:
     """Return the dimensions that a reduction reduces, and whether it keeps them."""
-    rest = list(node.args[2:] if op_name(node.target) == "linalg_vector_norm" else node.args[1:])
+    rest = list(node.args[2:] if op_name(node.target) in ("linalg_vector_norm", "norm", "topk") else node.args[1:])
     dims: Any = rest[0] if rest else node.kwargs.get("dim")
     keep = rest[1] if len(rest) > 1 else node.kwargs.get("keepdim", False)
     return [dims] if isinstance(dims, int) else list(dims or range(rank)), bool(keep)

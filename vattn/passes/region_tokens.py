@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from vattn.passes.region import Refusal, expression, op_name, value
+from vattn.passes.region_moves import reduced_dims
 from vattn.passes.region_run import constant
 
 TOKEN_COUNTS = (31, 5)
@@ -86,14 +87,9 @@ def check_order(nodes: Sequence[Node]) -> None:
 
 
 def _dims(node: Node, val: Tensor) -> list[int]:
-    name = op_name(node.target)
-    rest: list[Any] = list(node.args[1:])
-    if name in ("norm", "linalg_vector_norm", "topk"):
-        rest = rest[1:]
-    given: Any = rest[0] if rest else node.kwargs.get("dim")
-    if name in ("sort", "topk") and given is None:
-        given = -1
-    dims = [given] if isinstance(given, int) else list(given or range(val.dim()))
+    last = {"sort": 2, "topk": 3}.get(op_name(node.target), 0)
+    given = len(node.args) >= last or "dim" in node.kwargs
+    dims = reduced_dims(node, val.dim())[0] if given else [-1]
     return [dim for dim in dims if -val.dim() <= dim < val.dim()]
 
 

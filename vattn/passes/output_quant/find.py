@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -32,6 +33,9 @@ from vattn.passes.region import (
 from vattn.passes.region_tokens import token_counts
 from vattn.passes.verdicts import fingerprint, judged, names_of_known, numbered, typed
 from vattn.quantization.formats import OUTPUT_FORMATS, OutputFormat
+
+_HELD = operator.attrgetter("container", "group_size", "power_of_two", "static_scale")
+"""What formats that differ in the layout of their scales alone have in common."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,7 @@ def _find_one(attention: AttentionNode, region: Region, quantised: Node, names: 
     match = division.as_generated(match, nodes, value(region.output).device, inputs.constants.values())
     codes = [nodes[index] for index in match.codes]
     scales = {nodes[index]: layout for index, layout in match.block_scales}
-    made = {node for node in scales if not scales.keys().isdisjoint(_before(node, region))}
+    made = {node for node in scales if len(scales.keys() & region.ancestors([node])) > 1}
     scales = {node: layout for node, layout in scales.items() if node not in made or not _is_spread(node)}
     try:
         dead, read, name = _replaced(region, codes, scales, match.output_format, names)
@@ -128,11 +132,6 @@ def _is_spread(node: Node) -> bool:
     return any(
         same_size(stride, 0) and not same_size(size, 1) for size, stride in zip(val.shape, val.stride(), strict=True)
     )
-
-
-def _before(node: Node, region: Region) -> set[Node]:
-    """Return the region's nodes that a node is computed from."""
-    return set(region.ancestors([node])) - {node}
 
 
 def _probed(region: Region, quantised: Node) -> tuple[probe.Inputs, list[Node]]:
@@ -220,22 +219,14 @@ def _why_read(user: Node, node: Node, region: Region) -> str:
     return f"{user.name} reads {what}, which is not quantised yet"
 
 
-def _layouts(name: str) -> list[OutputFormat]:
-    """Return the formats with the same codes and scales, in all layouts of the scales."""
-
-    def held(fmt: OutputFormat) -> tuple[object, ...]:
-        return fmt.container, fmt.group_size, fmt.power_of_two, fmt.static_scale
-
-    return [fmt for fmt in OUTPUT_FORMATS.values() if held(fmt) == held(OUTPUT_FORMATS[name])]
-
-
 def _with_layout(output: Node, name: str, read: dict[Node, str], names: Sequence[str]) -> str:
     """Return the variant of a format that has the layout of scales that the readers expect.
 
     Raises:
         Refusal: no variant that may be used has that layout.
     """
-    fitting = [fmt for fmt in _layouts(name) if all(_fits(output, fmt, node, way) for node, way in read.items())]
+    same = [fmt for fmt in OUTPUT_FORMATS.values() if _HELD(fmt) == _HELD(OUTPUT_FORMATS[name])]
+    fitting = [fmt for fmt in same if all(_fits(output, fmt, node, way) for node, way in read.items())]
     for variant in fitting:
         if variant.name in names:
             return variant.name
@@ -252,18 +243,14 @@ def _fits(output: Node, fmt: OutputFormat, node: Node, layout: str) -> bool:
         return not fmt.column_major
     wanted = value(node)
     with value(output).fake_mode:
-        made = in_layout(new_block_scale(output, fmt), layout)
+        made = new_block_scale(output, fmt)
+        made = made.t() if layout == "transposed" else made
         if made.dtype != wanted.dtype:
             made = made.view(wanted.dtype)
         if not same_shape(made.shape, wanted.shape):
             made = made.reshape(wanted.shape)
     pairs = zip(made.stride(), wanted.stride(), wanted.shape, strict=True)
     return all(same_size(a, b) or same_size(size, 1) for a, b, size in pairs)
-
-
-def in_layout(scales: Tensor, layout: str) -> Tensor:
-    """View computed scales in a layout."""
-    return scales.t() if layout == "transposed" else scales
 
 
 def new_block_scale(output: Node, fmt: OutputFormat) -> Tensor:
