@@ -1,4 +1,4 @@
-"""What one latent attention (MLA) layer asks for: frozen, hashable, and one canonical string.
+"""The request of one latent attention (MLA) layer: frozen, hashable, and one canonical string.
 
 Multi-head latent attention stores one row per token for all heads: a latent of `kv_lora_rank` columns and a rotated key
 of `qk_rope_head_dim` columns. Keys and values of a head are projections of the latent by `kv_b_weight`.

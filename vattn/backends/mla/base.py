@@ -14,7 +14,7 @@ from vattn.ops.reference.mla_rope import MLARopeUpdateArgs, rotated_rows
 from vattn.quantization.formats import MODEL_DTYPES
 
 MLA_FEATURES: tuple[str, ...] = ("lse", "sparse", "context_parallel")
-"""What a latent attention can ask for beyond the plain one, one name each."""
+"""What a latent attention may request beyond the plain one, one name each."""
 
 ANY_SIZE = Sizes(step=1, low=1, high=1 << 16)
 

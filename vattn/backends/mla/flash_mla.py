@@ -81,7 +81,7 @@ class FlashMLABackend(TritonMLAUpdate, MLABackend):
 
     def mla_attention(self, args: MLAAttentionArgs, config: MLAConfig) -> None:
         """Run `vattn::mla_attention`."""
-        refuse_capture(args.query, self.name, "that is not tested", "ask for attn_backend='TRITON_MLA'")
+        refuse_capture(args.query, self.name, "that is not tested", "pass attn_backend='TRITON_MLA'")
         tokens = args.query.shape[0]
         if not tokens:
             return

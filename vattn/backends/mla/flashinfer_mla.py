@@ -37,7 +37,7 @@ class FlashInferMLABackend(TritonMLAUpdate, MLABackend):
 
     def mla_attention(self, args: MLAAttentionArgs, config: MLAConfig) -> None:
         """Run `vattn::mla_attention`."""
-        refuse_capture(args.query, self.name, "it plans from lengths on the host", "ask for attn_backend='TRITON_MLA'")
+        refuse_capture(args.query, self.name, "it plans from lengths on the host", "pass attn_backend='TRITON_MLA'")
         args.output.zero_()
         if args.lse is not None:
             args.lse.fill_(-torch.inf)

@@ -68,10 +68,10 @@ def check_latent_arguments(layer: Any, kv_b_proj: object) -> None:
         "kv_cache_dtype_skip_layers": bool(cache.kv_cache_dtype_skip_layers),
         "kv_cache_layout": cache.kv_cache_layout != "NHD",
     }
-    asked = [what for what, given in unsupported.items() if given]
-    if asked:
+    requested = [what for what, given in unsupported.items() if given]
+    if requested:
         raise UnsupportedRequestError(
-            f"{', '.join(asked)} in {name}", "latent attention without it", f"leave {asked[0]} out"
+            f"{', '.join(requested)} in {name}", "latent attention without it", f"leave {requested[0]} out"
         )
 
 
@@ -86,9 +86,9 @@ def check_indexer(indexer: object, prefix: str) -> None:
     allowed = "an object whose topk_indices is an int32 tensor [max_tokens, K], K >= 1"
     if not isinstance(buffer, Tensor):
         kind = f"topk_indices of type {type(buffer).__name__}"
-        came = kind if hasattr(indexer, "topk_indices") else "no topk_indices"
+        got = kind if hasattr(indexer, "topk_indices") else "no topk_indices"
         raise ConfigError(
-            f"indexer of type {type(indexer).__name__} with {came} in layer {prefix!r}",
+            f"indexer of type {type(indexer).__name__} with {got} in layer {prefix!r}",
             allowed,
             "pass a LightningIndexer, or make the buffer in the indexer's constructor",
         )
@@ -105,7 +105,7 @@ def check_indexer(indexer: object, prefix: str) -> None:
 
 
 def plain_step(layer: Any, metadata: AttentionMetadata | None) -> AttentionMetadata | None:
-    """Return the step that a layer runs in, `None` for a profiling call; refuse one that asks for more than lengths."""
+    """Return the step that a layer runs in, `None` for a profiling call; refuse one with more than lengths."""
     metadata = given_step(layer, metadata)
     if metadata is None:
         return None
@@ -121,10 +121,10 @@ def plain_step(layer: Any, metadata: AttentionMetadata | None) -> AttentionMetad
         "mm_ranges": metadata.mm_ranges is not None,
         "shared_prefix_len": metadata.prefix_lens is not None,
     }
-    asked = [name for name, given in extras.items() if given]
-    if asked:
+    requested = [name for name, given in extras.items() if given]
+    if requested:
         raise UnsupportedRequestError(
-            f"a step with {', '.join(asked)} in {called(layer)}", "plain causal steps", "build it without"
+            f"a step with {', '.join(requested)} in {called(layer)}", "plain causal steps", "build it without"
         )
     return metadata
 
@@ -136,8 +136,8 @@ def latent_rows(kv_c_normed: Tensor, k_pe: Tensor, layer: Any) -> tuple[Tensor, 
         ("k_pe", k_pe, layer.qk_rope_head_dim),
     ):
         if not isinstance(rows, Tensor) or rows.dim() < 2:
-            came = f"has shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else f"is {type(rows).__name__}"
-            raise ShapeError(f"{name} {came} in layer {layer.prefix!r}", f"a tensor [tokens, {width}]", f"pass {name}")
+            got = f"has shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else f"is {type(rows).__name__}"
+            raise ShapeError(f"{name} {got} in layer {layer.prefix!r}", f"a tensor [tokens, {width}]", f"pass {name}")
     return kv_c_normed, k_pe.squeeze(1) if k_pe.dim() == 3 and k_pe.shape[1] == 1 else k_pe
 
 

@@ -16,7 +16,7 @@ _BLOCK = (128, 128)
 """Rows and columns of a weight block where the module names none."""
 
 _SAME = 1e-3
-"""Relative error up to which two results of a module asked for its weight are the same, as one linear map has them."""
+"""Relative error up to which two results of one linear map are the same."""
 
 _SCALES = ("weight_scale", "weight_scale_inv")
 
@@ -36,7 +36,7 @@ class TensorState(NamedTuple):
 
     identity: int
     version: int
-    """As torch counts changes in place; -1 of a tensor made in inference mode, whose changes it does not count."""
+    """As torch counts changes in place; -1 of a tensor made in inference mode: torch does not count its changes."""
     address: int
     """Of the first value; 0 of a tensor without memory of its own."""
     shape: tuple[int, ...]
@@ -80,7 +80,7 @@ def projection_weight(module: nn.Module, rows: int, columns: int, shards: int = 
             matrix = weight.detach().t() if transposed else weight.detach()
             _check_shape(tuple(matrix.shape), allowed, columns)
             return _dequantised(matrix, scale.detach(), getattr(module, "weight_block_size", None))
-    return _asked(module, allowed, columns)
+    return _weight_by_calls(module, allowed, columns)
 
 
 def check_values(weight: Tensor, dtype: torch.dtype) -> None:
@@ -134,7 +134,7 @@ def _address(tensor: Tensor) -> int:
 
 
 def _scale(module: nn.Module) -> Any:
-    """Return the scales beside a weight, under either name; `None` for none."""
+    """Return the scales of a weight, under either name; `None` for none."""
     given = [name for name in _SCALES if getattr(module, name, None) is not None]
     if len(given) > 1:
         raise ConfigError(
@@ -191,7 +191,7 @@ def _tensors(module: nn.Module) -> list[Tensor]:
     return [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.numel()]
 
 
-def _asked(module: nn.Module, rows: tuple[int, int], columns: int) -> Tensor:
+def _weight_by_calls(module: nn.Module, rows: tuple[int, int], columns: int) -> Tensor:
     """Return what a module makes of a unit matrix: its weight, to the precision that it computes in."""
     tensors = _tensors(module)
     dtypes = [t.dtype for t in tensors if t.dtype in (torch.float16, torch.bfloat16, torch.float32)]
@@ -200,9 +200,9 @@ def _asked(module: nn.Module, rows: tuple[int, int], columns: int) -> Tensor:
     unit = torch.eye(columns, dtype=given, device=device)
     made = _made(module, unit)
     if not isinstance(made, Tensor) or tuple(made.shape) not in [(columns, count) for count in rows]:
-        came = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+        got = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
         raise ShapeError(
-            f"kv_b_proj makes {came} of {columns} latents of {columns} columns", f"({columns}, {_either(rows)})",
+            f"kv_b_proj makes {got} of {columns} latents of {columns} columns", f"({columns}, {_either(rows)})",
             "check kv_lora_rank, num_heads and the head dimensions",
         )  # fmt: skip
     _check_linear(module, unit, made.float())

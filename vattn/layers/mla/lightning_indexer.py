@@ -86,11 +86,11 @@ class LightningIndexer(nn.Module):
         if topk_indices is None:
             topk_indices = torch.full(shape, -1, dtype=torch.int32)
         elif not isinstance(topk_indices, Tensor) or topk_indices.shape != shape or topk_indices.dtype != torch.int32:
-            came = f"of type {type(topk_indices).__name__}"
+            got = f"of type {type(topk_indices).__name__}"
             if isinstance(topk_indices, Tensor):
-                came = f"{tuple(topk_indices.shape)} of {dtype_name(topk_indices.dtype)}"
+                got = f"{tuple(topk_indices.shape)} of {dtype_name(topk_indices.dtype)}"
             raise ShapeError(
-                f"topk_indices {came} in {_NAME}", f"int32 {shape}", "share the buffer of an indexer of the same sizes"
+                f"topk_indices {got} in {_NAME}", f"int32 {shape}", "share the buffer of an indexer of the same sizes"
             )
         self.register_buffer("topk_indices", topk_indices, persistent=False)
         self.register_buffer("index_cache", None, persistent=False)

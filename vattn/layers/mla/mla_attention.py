@@ -19,8 +19,8 @@ from vattn.layers.mla.cache_binding import BoundLatents
 from vattn.layers.mla.kv_b_proj import weights_version
 from vattn.layers.mla.rotary import LatentRotary, check_table, rope_string
 from vattn.metadata.attention_metadata import AttentionMetadata
-from vattn.ops import checks_mla as mla_checks
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
+from vattn.ops.checks_mla import check_mla_attention, check_mla_kv_cache_update
 
 
 class MLAAttention(BoundLatents):
@@ -91,8 +91,8 @@ class MLAAttention(BoundLatents):
             output_shape: shape of the result; default `[T, num_heads * V]`.
             metadata: this step's; default the one of `vattn.forward_context`. Without any this is a profiling call: the
                 result is zero and no cache is needed.
-            rotary: norm and rotation that the store itself does, in one launch: `kv_c_normed` then comes ahead of its
-                norm and `k_pe` ahead of its rotation. Queries come finished all the same.
+            rotary: norm and rotation that the store itself does, in one launch: pass `kv_c_normed` before its norm
+                and `k_pe` before its rotation. Queries are rotated by the caller in any case.
 
         Returns:
             The output in the query's dtype (or the output format's container); rows of padding are zero. With an output
@@ -152,7 +152,7 @@ class MLAAttention(BoundLatents):
     def scratch_bytes(
         self, num_tokens: int, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
     ) -> int:
-        """Return how many bytes a step of some tokens takes beside its result, workspace included.
+        """Return how many bytes a step of some tokens takes apart from its result, workspace included.
 
         They are given back after each layer. Partial results of requests that are split are not counted.
 
@@ -189,7 +189,7 @@ class MLAAttention(BoundLatents):
                 "the weights that it has read",
                 "call layer.process_weights_after_loading()",
             )
-        mla_checks.check_mla_kv_cache_update(update)
+        check_mla_kv_cache_update(update)
         if self.context_parallel is not None:
             args = partial_arguments(args, all_heads(q, self.context_parallel), self.v_head_dim, q.dtype)
-        mla_checks.check_mla_attention(args)
+        check_mla_attention(args)

@@ -15,7 +15,7 @@ from vattn.metadata.attention_metadata import AttentionMetadata
 class LatentRotary(NamedTuple):
     """Norm and rotation of the rows that `MLAAttention.forward(..., rotary=...)` writes to the cache.
 
-    With it the layer takes latents ahead of their norm and rotated keys ahead of their rotation; queries come finished.
+    With it the layer takes latents before their norm and keys before their rotation; queries are rotated by the caller.
 
     Example:
         >>> import torch

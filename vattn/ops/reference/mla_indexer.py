@@ -2,7 +2,7 @@
 
 Every query row has H small heads, every cached token one key for all of them. The score of a token is the sum over
 heads of `weight[h] * relu(q[h] . k)`; a row sees the K tokens with the highest scores, of equal ones the first. Queries
-and keys are e4m3: the queries' scales are part of the weights, a key's is stored beside it and multiplies its score.
+and keys are e4m3: the queries' scales are part of the weights, a key's is stored with it and multiplies its score.
 
 Letters: T query tokens (padding included), B requests, H index heads, D columns of one, W columns of the block table.
 """

@@ -28,9 +28,9 @@ class MLARopeUpdateArgs(NamedTuple):
     """`vattn::mla_rope_kv_cache_update`: norm latents, rotate keys, write both into their slots."""
 
     kv_c: Tensor
-    """`[T, L]`, model dtype, ahead of the norm; may be a slice of one projection's result, as `k_pe`."""
+    """`[T, L]`, model dtype, before the norm; may be a slice of one projection's result, as `k_pe`."""
     k_pe: Tensor
-    """`[T, R]`, model dtype, ahead of the rotation."""
+    """`[T, R]`, model dtype, before the rotation."""
     cos: Tensor
     """`[n, R / 2]`: one angle per pair of columns, or `[n, R]`: one factor per column; float, any strides. Row t is
     token t's (n = T), or with `positions` row `positions[t]`."""

@@ -51,7 +51,7 @@ _LOG2E = 1.4426950408889634
 _STAGES = 2
 _REGISTERS = 152
 """Registers of a thread that the narrow kernel starts with at 16 rows, which its warpgroups share out among themselves:
-few enough to start beside the merge before it. With 32 rows it was slower so."""
+few enough to start while the merge before it runs. With 32 rows it was slower so."""
 FP8_STAGES = 4
 
 

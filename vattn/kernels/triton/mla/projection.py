@@ -169,10 +169,10 @@ def _deep(
     rows = plain.block_m
     if plain.columns == size:
         rows = min((n for n in (64, 32, 16) if n <= rows), key=cost)
-    beside = -(-programs(rows) // limits.processors)
+    resident = -(-programs(rows) // limits.processors)
     stage = 2 * plain.k_step * (rows + plain.columns)
     # A stage more than the loop has steps would stay empty.
-    stages = min((limits.shared_bytes // beside - 4096) // stage, -(-inner // plain.k_step), 8)
+    stages = min((limits.shared_bytes // resident - 4096) // stage, -(-inner // plain.k_step), 8)
     warps = 8 if rows * plain.columns >= 4096 and size > 16 else 4
     return ProjectionTiles(rows, plain.columns, plain.k_step, warps, max(stages, plain.num_stages))
 
