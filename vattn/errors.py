@@ -58,7 +58,7 @@ class UnknownOptionError(VattnError, TypeError):
 
 
 class UnsupportedRequestError(VattnError, NotImplementedError):
-    """No backend, or not the requested one, can run the request. The text lists each backend's reasons."""
+    """No backend, or not the requested one, can run the request. The text has the nearest backend's reasons."""
 
 
 class ShapeError(VattnError, ValueError):

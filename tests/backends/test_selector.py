@@ -292,12 +292,6 @@ def test_builtin_defaults_by_device():
     assert selector.explain(PLAIN, HOPPER).chosen == ("TORCH_SDPA" if without_triton else "TRITON_ATTN")
 
 
-@pytest.mark.parametrize("feature", ["batch_invariant"])
-def test_what_nobody_implements_is_refused_by_name(feature):
-    with pytest.raises(UnsupportedRequestError, match=f"{feature} is not implemented"):
-        selector.choose(PLAIN.replace(**{feature: True}), CPU)
-
-
 def test_padded_head_sizes_are_declared() -> None:
     sm_90 = DeviceInfo("cuda", (9, 0), "sm_90")
     vision = {"block_size": 0, "causality": "bidirectional", "attn_type": "encoder", "dtype": "bfloat16"}

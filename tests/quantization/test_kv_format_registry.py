@@ -56,7 +56,7 @@ def test_what_cannot_be_registered() -> None:
     known = dict(KV_FORMATS)
     part = PackedPart("uniform", 4)
     wrong = (
-        (KV_FORMATS["nvfp4"], {}, "is there already"),
+        (KV_FORMATS["nvfp4"], {}, "exists already"),
         (dataclasses.replace(KV_FORMATS["float16"], name="plain"), {}, "packed"),
         (_with(PackedPart("no_codec", 4)), {}, "no_codec"),
         (_with(part), {"uniform": object()}, "taken"),

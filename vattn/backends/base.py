@@ -28,7 +28,7 @@ from vattn.ops.arguments import (
 from vattn.quantization.formats import KV_FORMATS, OUTPUT_FORMATS
 
 
-def refuse_capture(query: torch.Tensor, backend: str, why: str, instead: str = "ask for another attn_backend") -> None:
+def refuse_capture(query: torch.Tensor, backend: str, why: str, instead: str = "choose another attn_backend") -> None:
     """Refuse a call to a backend that cannot be captured in a CUDA graph.
 
     Raises:
@@ -112,7 +112,7 @@ class Capabilities:
         format_head_sizes: head sizes that a KV, query or output format narrows `head_sizes` to, by name.
         package: what must be installed.
         output_variants: whether FP8 output codes can be multiplied instead of divided and scales have another minimum.
-        approximate_division: whether, beside that, quotients can equal those that Inductor's CUDA code computes.
+        approximate_division: whether, in addition, quotients can equal those that Inductor's CUDA code computes.
         rope_update: whether there is `rope_kv_cache_update`, for every KV format that the backend stores.
         cuda_graphs: `"full"` (captures anywhere), `"manual"` (plan outside the graph) or `"never"`.
         rounded_lse: whether softmax weights are summed after they were rounded to the model dtype, so that a
@@ -294,7 +294,7 @@ class Backend:
         raise NotImplementedError
 
     def host_plan_size(self, config: AttentionConfig) -> int:
-        """Return how many int64 `plan_on_host` writes beside the schedule; 0: the device plans, by `plan`."""
+        """Return how many int64 `plan_on_host` writes in addition to the schedule; 0: the device plans, by `plan`."""
         return 0
 
     def plan_on_host(self, args: HostPlanArgs, config: AttentionConfig) -> None:

@@ -60,8 +60,8 @@ def rope_kv_cache_update(*arguments: Any) -> None:
     if not backend.capabilities.rope_update:
         raise UnsupportedRequestError(
             f"rope_kv_cache_update on backend {backend.name}",
-            "backends whose capabilities say rope_update=True",
-            "rotate ahead of kv_cache_update and attention",
+            "a backend with rope_update=True in its capabilities",
+            "rotate before kv_cache_update and attention",
         )
     checks.check_rope_kv_cache_update(args, rope, config)
     backend.rope_kv_cache_update(args, rope, config)

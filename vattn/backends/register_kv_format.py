@@ -22,7 +22,7 @@ def register_kv_format(
 
     Args:
         fmt: the entry; `key` and `value` say what a row takes and which codecs it has.
-        codecs: codecs by name, beside those there are in `vattn.quantization.packed.CODECS`.
+        codecs: codecs by name, in addition to those in `vattn.quantization.packed.CODECS`.
         triton: for each codec, a load and a store as in `vattn.kernels.triton.cache.packed_rows`; `None`: not in Triton
         kernels.
 
@@ -37,7 +37,7 @@ def register_kv_format(
         ...     register_kv_format(KV_FORMATS["nvfp4"])
         ... except ConfigError as error:
         ...     print(error)
-        KV format 'nvfp4' is there already. Allowed: a new name. Try: rename the format.
+        KV format 'nvfp4' exists already. Allowed: a new name. Try: rename the format.
     """
     if not isinstance(fmt, KVFormat):
         raise ConfigError(
@@ -47,7 +47,7 @@ def register_kv_format(
         )
     codecs, used = dict(codecs or {}), {part.codec for part in (fmt.key, fmt.value) if part is not None}
     if fmt.name in kv_cache_dtypes():
-        raise ConfigError(f"KV format {fmt.name!r} is there already", "a new name", "rename the format")
+        raise ConfigError(f"KV format {fmt.name!r} exists already", "a new name", "rename the format")
     if fmt.key is None or fmt.value is None:
         raise ConfigError(
             f"KV format {fmt.name!r} without key and value parts", "a packed format", "give it key= and value="

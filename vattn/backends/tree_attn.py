@@ -1,4 +1,4 @@
-"""TREE_ATTN: verify trees of draft tokens beside prefills and plain decodes, in the kernels of TRITON_ATTN.
+"""TREE_ATTN: verify trees of draft tokens along with prefills and plain decodes, in the kernels of TRITON_ATTN.
 
 `vattn.TreeAttentionMetadataBuilder` makes the steps: a bias per tree and an id per request, -1 for the causal mask. The
 op is the same `vattn::attention`, so fusion, quantised outputs, graphs and TORCH_SDPA on a CPU take the same metadata.

@@ -221,7 +221,7 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
             scales = (args.q_scale, args.k_scale, args.v_scale)
             call = call._replace(descales=_descales(scales, num_reqs, config.num_kv_heads))
         found = run_flash(library, call, args.output).transpose(0, 1)
-        # Without a visible key a library gives an infinity of either sign, or with a sink the sink beside zeros.
+        # Without a visible key a library gives an infinity of either sign, or with a sink the sink with zeros.
         all_ask = config.causality == "causal" or config.attn_type == "encoder_decoder"
         if all_ask and args.output.is_cuda:
             from vattn.kernels.triton.attention.external_rows import finish_rows

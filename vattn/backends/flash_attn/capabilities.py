@@ -70,7 +70,7 @@ _FP8_OF_3 = (
 _WINDOW_INVARIANT = (
     Exclusion(
         frozenset({"batch_invariant", "sliding_window"}),
-        "FlashAttention with a window rounds a row by the rows beside it: use TRITON_ATTN",
+        "FlashAttention with a window rounds a row depending on its neighbours: use TRITON_ATTN",
     ),
 )
 _FEATURES_OF_3 = frozenset("logits_soft_cap kv_scale_per_head query_scale_per_head batch_invariant".split())

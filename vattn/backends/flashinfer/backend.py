@@ -219,7 +219,7 @@ def _host(query: Tensor, *tensors: Tensor) -> list[Tensor]:
         raise GraphContractError(
             f"FLASHINFER in a CUDA-graph capture on {query.device}, without a plan",
             "a step that AttentionMetadataBuilder(layers=...) planned, or a backend with cuda_graphs='full'",
-            "give the builder the model's layers, ask for attn_backend='TRITON_ATTN', or run without a graph",
+            "give the builder the model's layers, pass attn_backend='TRITON_ATTN', or run without a graph",
         )
     packed = torch.cat([tensor.reshape(-1) for tensor in tensors]).cpu()
     return list(packed.split([tensor.numel() for tensor in tensors]))
@@ -287,7 +287,7 @@ def _tree_mask(args: AttentionArgs, config: AttentionConfig, starts: Tensor, len
         raise UnsupportedRequestError(
             "a tree_bias of other values than 0 and -inf on FLASHINFER",
             "0 (seen) and -inf (hidden)",
-            "give the tree as a mask, or ask for attn_backend='TRITON_ATTN'",
+            "give the tree as a mask, or pass attn_backend='TRITON_ATTN'",
         )
     device, trees, size = bias.device, bias.shape[0], bias.shape[1]
     query_lens, areas = starts.diff().long(), starts.diff().long() * lengths.long()

@@ -128,7 +128,7 @@ class Plan:
     """One FlashInfer wrapper over the buffers of one schedule, for one padded size.
 
     Args:
-        args: the step, whose schedule and sizes it is for.
+        args: the step with the schedule and sizes that it is for.
         config: any layer's that shares the plan.
         family: FlashInfer's name of the kernels.
         float_bytes: size of the workspace for partial results.
@@ -367,5 +367,5 @@ def find(tensors: list[Tensor], config: AttentionConfig, num_tokens: int, table:
     raise MetadataError(
         f"FLASHINFER got {problem}",
         "the schedule and the host plan of this step",
-        "make the metadata with AttentionMetadataBuilder(layers=...), and pass no plan beside it",
+        "make the metadata with AttentionMetadataBuilder(layers=...), and pass no other plan",
     )

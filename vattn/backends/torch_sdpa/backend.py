@@ -63,7 +63,7 @@ class TorchSDPABackend(Backend):
 
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::attention`."""
-        refuse_capture(args.query, "TORCH_SDPA", "it reads lengths on the host", "ask for attn_backend='TRITON_ATTN'")
+        refuse_capture(args.query, "TORCH_SDPA", "it reads lengths on the host", "pass attn_backend='TRITON_ATTN'")
         keys, values = stored_views(args.kv_cache, config)
         capacity = args.block_table.shape[1] * config.block_size if keys.codes.shape[0] else 0
         starts, lengths = args.query_start_loc.tolist(), args.seq_lens.tolist()
@@ -86,7 +86,7 @@ class TorchSDPABackend(Backend):
 
     def varlen_attention(self, args: VarlenAttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::varlen_attention`."""
-        refuse_capture(args.query, "TORCH_SDPA", "it reads lengths on the host", "ask for attn_backend='TRITON_ATTN'")
+        refuse_capture(args.query, "TORCH_SDPA", "it reads lengths on the host", "pass attn_backend='TRITON_ATTN'")
         starts = args.kv_start_loc.tolist()
         lengths = [max(0, end - start) for start, end in pairwise(starts)]
         requests = list(_requests(args, config, args.query_start_loc.tolist(), lengths, lengths, lengths))
