@@ -166,7 +166,6 @@ NO_SUCH_THINGS: dict[str, Callable[[], object]] = {
     "block ids": lambda: vattn.TransferRequest("a", ("x",), (1.5,)),
     "a model to transfer": lambda: transfer(model=None),
     "an allocation": lambda: transfer(allocation=None),
-    "a namespace": lambda: transfer(namespace=5),
     "a timeout": lambda: transfer(timeout=True),
     "loads": lambda: transfer(loads=[5]),
     "a folder": lambda: vattn.FileConnector(None),
