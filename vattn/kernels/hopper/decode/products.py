@@ -15,27 +15,17 @@ from vattn.kernels.hopper.epilogue import QUERY_ROWS, divide, encode_e4m3
 
 @gluon.jit
 def unpack_keys(pairs):
-    """See the Triton function of this name."""
+    """See `unpack_pairs` in Triton."""
     return gl.inline_asm_elementwise(
-        UNPACK_KEYS,
-        "=r,=r,r",
-        [pairs],
-        dtype=(gl.float16, gl.float16),
-        is_pure=True,
-        pack=2,
+        UNPACK_KEYS, "=r,=r,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
     )
 
 
 @gluon.jit
 def unpack_values(pairs):
-    """See the Triton function of this name."""
+    """See `unpack_pairs` in Triton."""
     return gl.inline_asm_elementwise(
-        UNPACK_VALUES,
-        "=r,=r,r",
-        [pairs],
-        dtype=(gl.float16, gl.float16),
-        is_pure=True,
-        pack=2,
+        UNPACK_VALUES, "=r,=r,r", [pairs], dtype=(gl.float16, gl.float16), is_pure=True, pack=2
     )
 
 

@@ -8,8 +8,8 @@ Scores are `Q K^T` with the query rows padded to 16. Rows 0 to 7 are kept, and t
 `O^T += V^T P^T`: the layout in which the scores come out of the tensor cores is the one in which `P^T` goes back in, so
 no value moves between threads. Groups of more than 8 query heads per KV head keep both halves.
 
-An FP8 cache is read as int16, two columns at a time. `unpack_keys` and `unpack_values` turn the pairs into fp16 within
-a thread; the columns come out in a permuted order, which the query load and the output store follow.
+An FP8 cache is read as int16, two columns at a time. `unpack_pairs` turns the pairs into fp16 within a thread; the
+columns come out in a permuted order, which the query load and the output store follow.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ UNPACK_KEYS = tl.constexpr(
     }
     """
 )
-"""PTX of `unpack_keys`, here and in Gluon: two pairs of codes, of columns next to each other, as fp16."""
+"""PTX of `unpack_pairs` for keys, here and in Gluon: two pairs of codes, of columns next to each other, as fp16."""
 
 UNPACK_VALUES = tl.constexpr(
     """
@@ -68,41 +68,19 @@ UNPACK_VALUES = tl.constexpr(
     }
     """
 )
-"""PTX of `unpack_values`. A register holds a pair of columns of each of two tokens; its bytes are sorted by column."""
+"""The same for values. A register holds a pair of columns of each of two tokens; its bytes are sorted by column."""
 
 
 @triton.jit
-def unpack_keys(pairs, ASSEMBLY: tl.constexpr):
+def unpack_pairs(pairs, OF_KEYS: tl.constexpr, ASSEMBLY: tl.constexpr):
     """Turn int16 pairs of e4m3 codes `[..., W]` into two fp16 tensors `[..., W]` that hold all `2 W` columns.
 
-    With ASSEMBLY, column j of the first result is column `4 (j // 2) + j % 2` and of the second that plus 2; without,
-    the first holds the even columns and the second the odd ones.
+    The first holds the even columns and the second the odd ones. With ASSEMBLY and OF_KEYS, column j of the first is
+    column `4 (j // 2) + j % 2` and of the second that plus 2.
     """
+    CODE: tl.constexpr = UNPACK_KEYS if OF_KEYS else UNPACK_VALUES
     if ASSEMBLY:
-        return tl.inline_asm_elementwise(
-            UNPACK_KEYS,
-            "=r,=r,r",
-            [pairs],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
-    else:
-        return decode_low_byte(pairs), decode_low_byte(pairs >> 8)
-
-
-@triton.jit
-def unpack_values(pairs, ASSEMBLY: tl.constexpr):
-    """Turn int16 pairs of e4m3 codes `[..., W]` into fp16 tensors of the even and of the odd columns."""
-    if ASSEMBLY:
-        return tl.inline_asm_elementwise(
-            UNPACK_VALUES,
-            "=r,=r,r",
-            [pairs],
-            dtype=(tl.float16, tl.float16),
-            is_pure=True,
-            pack=2,
-        )
+        return tl.inline_asm_elementwise(CODE, "=r,=r,r", [pairs], dtype=(tl.float16, tl.float16), is_pure=True, pack=2)
     else:
         return decode_low_byte(pairs), decode_low_byte(pairs >> 8)
 
@@ -158,7 +136,7 @@ def tile_scores(
 ):  # fmt: skip
     """Return the scores of one tile in units of log2 e, rows 0 to 7 and rows 8 to 15; hidden keys are -inf."""
     if FP8:
-        keys_a, keys_b = unpack_keys(keys, ASSEMBLY)
+        keys_a, keys_b = unpack_pairs(keys, True, ASSEMBLY)
         scores = tl.dot(query_a, keys_a.permute(0, 2, 1))
         scores = tl.dot(query_b, keys_b.permute(0, 2, 1), scores)
     else:
@@ -185,7 +163,7 @@ def multiply_values(
 ):
     """Return the accumulators plus `V^T P^T`; the high rows' too for groups of more than 8."""
     if FP8:
-        values_a, values_b = unpack_values(values, ASSEMBLY)
+        values_a, values_b = unpack_pairs(values, False, ASSEMBLY)
         values_a = values_a.permute(0, 2, 1)
         values_b = values_b.permute(0, 2, 1)
         low_a = tl.dot(values_a, low, low_a)
@@ -247,6 +225,20 @@ def visible_end(page, num_blocks, end):
 
 
 @triton.jit
+def take_sinks(maximum, total, sinks, head, mask, is_padding):
+    """Take the sinks of heads into maxima and totals; return these, and by how much sums shrink."""
+    decay = tl.full(maximum.shape, 1.0, tl.float32)
+    if sinks is not None:
+        sink = tl.load(sinks + head, mask=mask, other=0.0).to(tl.float32) * LOG2E
+        sink = tl.where(is_padding, float("-inf"), sink)
+        with_sink = tl.maximum(maximum, sink)
+        decay = tl.exp2(maximum - with_sink)
+        total = total * decay + tl.exp2(sink - with_sink)
+        maximum = with_sink
+    return maximum, total, decay
+
+
+@triton.jit
 def finish_rows(
     maximum, total, acc_a, acc_b, row, slot, is_padding, head0, value_factor, sinks, scale, output, block_scale, lse,
     partial_output, partial_stats, output_stride, scale_stride, group_stride, FIRST: tl.constexpr, HEADS: tl.constexpr,
@@ -268,14 +260,7 @@ def finish_rows(
         partial = partial_output + slot.to(tl.int64) * (NUM_HEADS * HEAD_SIZE)
         store_columns(partial + columns, acc_a, acc_b, mask, None, FP8, MODEL, "partial")
     else:
-        decay = tl.full(maximum.shape, 1.0, tl.float32)
-        if sinks is not None:
-            sink = tl.load(sinks + head, mask=mask, other=0.0).to(tl.float32) * LOG2E
-            sink = tl.where(is_padding, float("-inf"), sink)
-            with_sink = tl.maximum(maximum, sink)
-            decay = tl.exp2(maximum - with_sink)
-            total = total * decay + tl.exp2(sink - with_sink)
-            maximum = with_sink
+        maximum, total, decay = take_sinks(maximum, total, sinks, head, mask, is_padding)
         norm = decay * value_factor[:, None] / tl.where(total == 0.0, 1.0, total)
         acc_a = acc_a * norm[:, None, :]
         if FP8:

@@ -22,7 +22,7 @@ from collections.abc import Sequence
 import triton
 import triton.language as tl
 
-from vattn.kernels.hopper.decode.triton_kernel import UNPACK_KEYS, UNPACK_VALUES, decode_low_byte
+from vattn.kernels.hopper.decode.triton_kernel import unpack_pairs
 from vattn.kernels.triton.cache.packed_rows import level
 from vattn.quantization.packed.turboquant import CENTROIDS
 
@@ -135,17 +135,7 @@ def unpack(codes, CODEC: tl.constexpr, OF_KEYS: tl.constexpr, ASSEMBLY: tl.const
             b = (((codes >> 8) & 0xFF) ^ 0x80).to(tl.float16, bitcast=True)
         return a, b, a, b
     elif CODEC == "fp8" or CODEC == "e4m3":
-        if ASSEMBLY and OF_KEYS:
-            a, b = tl.inline_asm_elementwise(
-                UNPACK_KEYS, "=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
-            )
-        elif ASSEMBLY:
-            a, b = tl.inline_asm_elementwise(
-                UNPACK_VALUES, "=r,=r,r", [codes], dtype=(tl.float16, tl.float16), is_pure=True, pack=2
-            )
-        else:
-            a = decode_low_byte(codes)
-            b = decode_low_byte(codes >> 8)
+        a, b = unpack_pairs(codes, OF_KEYS, ASSEMBLY)
         return a, b, a, b
     elif CODEC == "codebook":
         if ASSEMBLY:

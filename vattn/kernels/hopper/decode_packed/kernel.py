@@ -22,6 +22,7 @@ from vattn.kernels.hopper.decode.triton_kernel import (
     QUERY_ROWS,
     TILE_TOKENS,
     split_rows,
+    take_sinks,
     visible_end,
 )
 from vattn.kernels.hopper.decode_packed.codes import (
@@ -47,7 +48,7 @@ from vattn.kernels.hopper.decode_packed.codes_e2m1 import scale_selectors, unpac
 from vattn.kernels.hopper.schedule import FIELDS
 from vattn.kernels.triton.common.epilogue import load_scale, store_rows
 from vattn.kernels.triton.common.hadamard import rotate_back, rotate_query
-from vattn.kernels.triton.common.mask import LN2, LOG2E
+from vattn.kernels.triton.common.mask import LN2
 
 LEAST_STEP = tl.constexpr(2.0**-25)
 """Below every fp16 step but zero, whose codes are zeros."""
@@ -141,27 +142,28 @@ def given_scale(scale, kv_head, KIND: tl.constexpr):
 
 @triton.jit
 def key_scores(
-    keys, following, a, b, c, d, e, f, query_sum, row_factor, words, shift, selectors, CODEC: tl.constexpr,
-    COUNT: tl.constexpr, HEADS: tl.constexpr, ASSEMBLY: tl.constexpr,
+    keys, following, query, query_sum, row_factor, words, shift, selectors, CODEC: tl.constexpr, COUNT: tl.constexpr,
+    HEADS: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Return scores `[heads, 8, 16]` of one tile.
 
-    words: its scales, to be shifted if they are halves of words. `row_factor` undoes all that queries carry.
+    query: what `split_query` or `split_short_query` returns; `row_factor` undoes all that it carries. words: scales of
+    the tile, to be shifted if they are halves of words.
     """
     if CODEC == "nvfp4":
-        k0, k1, k2, k3 = unpack_e2m1(keys, words, selectors, True, ASSEMBLY)
+        parts = unpack_e2m1(keys, words, selectors, True, ASSEMBLY)
     elif is_short(COUNT):
-        k0, k1, k2, k3, k4, k5 = short_centroids(keys, following, selectors, ASSEMBLY)
+        parts = short_centroids(keys, following, selectors, ASSEMBLY)
     else:
-        k0, k1, k2, k3 = unpack(keys, CODEC, True, ASSEMBLY)
-    scores = tl.dot(a, k0.permute(0, 2, 1))
-    scores = tl.dot(b, k1.permute(0, 2, 1), scores)
+        parts = unpack(keys, CODEC, True, ASSEMBLY)
+    scores = tl.dot(query[0], parts[0].permute(0, 2, 1))
+    scores = tl.dot(query[1], parts[1].permute(0, 2, 1), scores)
     if is_short(COUNT):
-        scores = tl.dot(e, k4.permute(0, 2, 1), scores)
-        scores = tl.dot(f, k5.permute(0, 2, 1), scores)
+        scores = tl.dot(query[4], parts[4].permute(0, 2, 1), scores)
+        scores = tl.dot(query[5], parts[5].permute(0, 2, 1), scores)
     if COUNT >= 4:
-        scores = tl.dot(c, k2.permute(0, 2, 1), scores)
-        scores = tl.dot(d, k3.permute(0, 2, 1), scores)
+        scores = tl.dot(query[2], parts[2].permute(0, 2, 1), scores)
+        scores = tl.dot(query[3], parts[3].permute(0, 2, 1), scores)
     low, _ = split_rows(scores, HEADS)
     if CODEC == "int8":
         low = low - query_sum[:, :, None] * 128.0
@@ -210,10 +212,10 @@ def add_offset(offset, words, plain, weights, CODEC: tl.constexpr):
 
 @triton.jit
 def multiply_values(
-    values, words, selectors, weights, a, b, c, d, e, f, CODEC: tl.constexpr, COUNT: tl.constexpr,
-    ASSEMBLY: tl.constexpr,
-):  # fmt: skip
+    values, words, selectors, weights, sums, CODEC: tl.constexpr, COUNT: tl.constexpr, ASSEMBLY: tl.constexpr
+):
     """Return the transposed sums plus `V^T P^T` of one tile."""
+    a, b, c, d, e, f = sums
     weights = weights.permute(0, 2, 1)
     if CODEC == "nvfp4":
         v0, v1, v2, v3 = unpack_e2m1(values, words, selectors, False, ASSEMBLY)
@@ -261,11 +263,11 @@ def mask_tile(scores, value_words, tile, begin, tile_end, soft_cap, SOFT_CAP: tl
 
 @triton.jit
 def score_tile(
-    q0, q1, q2, q3, q4, q5, query_sum, row_factor, key_codes, key_boxes, value_boxes, key_scales, value_scales, page,
-    num_blocks, head0, kv_head, shift, selectors, tile, begin, tile_end, soft_cap, HEADS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr, TILES_PER_BLOCK: tl.constexpr, ASSEMBLY: tl.constexpr, SOFT_CAP: tl.constexpr,
-    KEY_CODEC: tl.constexpr, KEY_COUNT: tl.constexpr, KEY_STRIDES: tl.constexpr, VALUE_CODEC: tl.constexpr,
-    VALUE_COUNT: tl.constexpr, VALUE_STRIDES: tl.constexpr, CODE_STRIDES: tl.constexpr,
+    query, query_sum, row_factor, key_codes, key_boxes, value_boxes, key_scales, value_scales, page, num_blocks, head0,
+    kv_head, shift, selectors, tile, begin, tile_end, soft_cap, HEADS: tl.constexpr, HEAD_SIZE: tl.constexpr,
+    TILES_PER_BLOCK: tl.constexpr, ASSEMBLY: tl.constexpr, SOFT_CAP: tl.constexpr, KEY_CODEC: tl.constexpr,
+    KEY_COUNT: tl.constexpr, KEY_STRIDES: tl.constexpr, VALUE_CODEC: tl.constexpr, VALUE_COUNT: tl.constexpr,
+    VALUE_STRIDES: tl.constexpr, CODE_STRIDES: tl.constexpr,
 ):  # fmt: skip
     """Load a tile; return its scores `[heads, 8, 16]`, its values' steps and scales `[heads, 16]`, and the values."""
     inside = (tile % TILES_PER_BLOCK) * TILE_TOKENS
@@ -284,17 +286,27 @@ def score_tile(
             key_scales, value_scales, page, num_blocks, inside, kv_head, KEY_STRIDES, VALUE_STRIDES
         )
     scores = key_scores(
-        keys, following, q0, q1, q2, q3, q4, q5, query_sum, row_factor, key_words, shift, selectors, KEY_CODEC,
-        KEY_COUNT, HEADS, ASSEMBLY,
-    )  # fmt: skip
+        keys,
+        following,
+        query,
+        query_sum,
+        row_factor,
+        key_words,
+        shift,
+        selectors,
+        KEY_CODEC,
+        KEY_COUNT,
+        HEADS,
+        ASSEMBLY,
+    )
     scores, value_words = mask_tile(scores, value_words, tile, begin, tile_end, soft_cap, SOFT_CAP, VALUE_CODEC)
     return scores, value_step(value_words, VALUE_CODEC, HEADS), value_words, values
 
 
 @triton.jit
 def add_tile(
-    scores, step, words, selectors, values, maximum, total, offset, a, b, c, d, e, f, tile, begin, tile_end,
-    CODEC: tl.constexpr, COUNT: tl.constexpr, ASSEMBLY: tl.constexpr,
+    scores, step, words, selectors, values, maximum, total, offset, sums, tile, begin, tile_end, CODEC: tl.constexpr,
+    COUNT: tl.constexpr, ASSEMBLY: tl.constexpr,
 ):  # fmt: skip
     """Add the weights of one tile to the totals and its weighted values to the transposed sums."""
     plain = tl.exp2(scores - maximum[:, :, None])
@@ -311,16 +323,12 @@ def add_tile(
                 kept = tl.where(visible, values, 0)
             else:
                 kept_words = tl.where(visible, words, 0)
-            a, b, c, d, e, f = multiply_values(
-                kept, kept_words, selectors, weights, a, b, c, d, e, f, CODEC, COUNT, ASSEMBLY
-            )
+            sums = multiply_values(kept, kept_words, selectors, weights, sums, CODEC, COUNT, ASSEMBLY)
         else:
-            a, b, c, d, e, f = multiply_values(
-                values, words, selectors, weights, a, b, c, d, e, f, CODEC, COUNT, ASSEMBLY
-            )
+            sums = multiply_values(values, words, selectors, weights, sums, CODEC, COUNT, ASSEMBLY)
     else:
-        a, b, c, d, e, f = multiply_values(values, words, selectors, weights, a, b, c, d, e, f, CODEC, COUNT, ASSEMBLY)
-    return total, offset, a, b, c, d, e, f
+        sums = multiply_values(values, words, selectors, weights, sums, CODEC, COUNT, ASSEMBLY)
+    return total, offset, sums
 
 
 @triton.jit
@@ -348,14 +356,7 @@ def finish_item(
         tl.store(stats + 1, total, mask=mask)
         tl.store(partial_output + slot.to(tl.int64) * (NUM_HEADS * HEAD_SIZE) + columns, x, mask=mask[:, None])
     else:
-        decay = tl.full(maximum.shape, 1.0, tl.float32)
-        if sinks is not None:
-            sink = tl.load(sinks + head, mask=mask, other=0.0).to(tl.float32) * LOG2E
-            sink = tl.where(is_padding, float("-inf"), sink)
-            with_sink = tl.maximum(maximum, sink)
-            decay = tl.exp2(maximum - with_sink)
-            total = total * decay + tl.exp2(sink - with_sink)
-            maximum = with_sink
+        maximum, total, decay = take_sinks(maximum, total, sinks, head, mask, is_padding)
         factor = decay * given_scale(v_scale, tl.minimum(kv_head, NUM_KV_HEADS - 1), KV_SCALE)
         x = x * (factor / tl.where(total == 0.0, 1.0, total))[:, None]
         # Rotating back gives zeros a sign, which a row of padding must not have.
@@ -450,11 +451,9 @@ def decode_packed_kernel(
             if is_integer(KEY_CODEC):
                 query_sum = low_rows(tl.sum(fitted.to(tl.float32), 1), HEADS) * (1.0 / INTEGER_UNIT)
             if is_short(KEY_COUNT):
-                q0, q1, q2, q3, q4, q5 = split_short_query(fitted, HEADS, ASSEMBLY)
+                parts = split_short_query(fitted, HEADS, ASSEMBLY)
             else:
-                q0, q1, q2, q3 = split_query(fitted, HEADS, HEAD_SIZE, KEY_COUNT, KEY_CODEC, ASSEMBLY)
-                q4 = q0
-                q5 = q0
+                parts = split_query(fitted, HEADS, HEAD_SIZE, KEY_COUNT, KEY_CODEC, ASSEMBLY)
 
             maximum = tl.full([HEADS, QUERY_ROWS], LOWEST_MAXIMUM, tl.float32)
             total = tl.zeros([HEADS, QUERY_ROWS, TILE_TOKENS], tl.float32)
@@ -472,10 +471,10 @@ def decode_packed_kernel(
                 next_page = tl.load(table + tl.minimum(tile + TILES, last_tile - 1) // TILES_PER_BLOCK)
                 tile_end = visible_end(page, num_blocks, end)
                 scores, step, words, values = score_tile(
-                    q0, q1, q2, q3, q4, q5, query_sum, row_factor, key_codes, key_boxes, value_boxes, key_scales,
-                    value_scales, page, num_blocks, head0, kv_head, shift, selectors, tile, begin, tile_end, soft_cap,
-                    HEADS, HEAD_SIZE, TILES_PER_BLOCK, ASSEMBLY, SOFT_CAP, KEY_CODEC, KEY_COUNT, KEY_STRIDES,
-                    VALUE_CODEC, VALUE_COUNT, VALUE_STRIDES, CODE_STRIDES,
+                    parts, query_sum, row_factor, key_codes, key_boxes, value_boxes, key_scales, value_scales, page,
+                    num_blocks, head0, kv_head, shift, selectors, tile, begin, tile_end, soft_cap, HEADS, HEAD_SIZE,
+                    TILES_PER_BLOCK, ASSEMBLY, SOFT_CAP, KEY_CODEC, KEY_COUNT, KEY_STRIDES, VALUE_CODEC, VALUE_COUNT,
+                    VALUE_STRIDES, CODE_STRIDES,
                 )  # fmt: skip
                 page = next_page
                 new_maximum = tl.maximum(maximum, tl.max(scores + logarithm(step)[:, None, :], 2))
@@ -484,10 +483,10 @@ def decode_packed_kernel(
                     next_second = tl.load(table + tl.minimum(tile + 3, last_tile - 1) // TILES_PER_BLOCK)
                     second_end = visible_end(second_page, num_blocks, tl.where(tile + 1 < last_tile, end, 0))
                     second_scores, second_step, second_words, second_values = score_tile(
-                        q0, q1, q2, q3, q4, q5, query_sum, row_factor, key_codes, key_boxes, value_boxes, key_scales,
-                        value_scales, second_page, num_blocks, head0, kv_head, shift, selectors, tile + 1, begin,
-                        second_end, soft_cap, HEADS, HEAD_SIZE, TILES_PER_BLOCK, ASSEMBLY, SOFT_CAP, KEY_CODEC,
-                        KEY_COUNT, KEY_STRIDES, VALUE_CODEC, VALUE_COUNT, VALUE_STRIDES, CODE_STRIDES,
+                        parts, query_sum, row_factor, key_codes, key_boxes, value_boxes, key_scales, value_scales,
+                        second_page, num_blocks, head0, kv_head, shift, selectors, tile + 1, begin, second_end,
+                        soft_cap, HEADS, HEAD_SIZE, TILES_PER_BLOCK, ASSEMBLY, SOFT_CAP, KEY_CODEC, KEY_COUNT,
+                        KEY_STRIDES, VALUE_CODEC, VALUE_COUNT, VALUE_STRIDES, CODE_STRIDES,
                     )  # fmt: skip
                     second_page = next_second
                     raised = second_scores + logarithm(second_step)[:, None, :]
@@ -505,15 +504,16 @@ def decode_packed_kernel(
                 if is_short(VALUE_COUNT):
                     e = e * decay[:, None, :]
                     f = f * decay[:, None, :]
-                total, offset, a, b, c, d, e, f = add_tile(
-                    scores, step, words, value_selectors, values, maximum, total, offset, a, b, c, d, e, f,
-                    tile, begin, tile_end, VALUE_CODEC, VALUE_COUNT, ASSEMBLY,
+                total, offset, sums = add_tile(
+                    scores, step, words, value_selectors, values, maximum, total, offset, (a, b, c, d, e, f), tile,
+                    begin, tile_end, VALUE_CODEC, VALUE_COUNT, ASSEMBLY,
                 )  # fmt: skip
                 if PAIR:
-                    total, offset, a, b, c, d, e, f = add_tile(
+                    total, offset, sums = add_tile(
                         second_scores, second_step, second_words, value_selectors, second_values, maximum, total,
-                        offset, a, b, c, d, e, f, tile + 1, begin, second_end, VALUE_CODEC, VALUE_COUNT, ASSEMBLY,
+                        offset, sums, tile + 1, begin, second_end, VALUE_CODEC, VALUE_COUNT, ASSEMBLY,
                     )  # fmt: skip
+                a, b, c, d, e, f = sums
             if is_short(VALUE_COUNT):
                 x = join_short_columns(a, b, c, d, e, f, HEADS, HEAD_SIZE)
             else:
