@@ -178,18 +178,23 @@ def test_quantised_output(name: str, slots: int, cache: dict[str, Any], lengths:
     tuning = decode_fast.Tuning(2, 2, 1, slots=slots, overlap=True)
     batch = decode_batch(lengths, output_format=name, num_kv_heads=4, **cache)
     decode_fast.decode(batch.args, batch.config, tuning)
+    check_codes(batch, tuning)
+
+
+def check_codes(batch: Batch, tuning: decode_fast.Tuning) -> None:
+    """Check that a batch's codes and scales are those of its plain output with a tuning, quantised by itself."""
+    args, name = batch.args, batch.config.output_format
     plain = batch.config.replace(output_format="none")
-    output = torch.empty(batch.args.query.shape, dtype=torch.bfloat16, device="cuda")
-    args = batch.args._replace(output=output, output_block_scale=None, config=plain.encode())
-    decode_fast.decode(args, plain, tuning)
+    output = torch.empty(args.query.shape, dtype=torch.bfloat16, device="cuda")
+    decode_fast.decode(args._replace(output=output, output_block_scale=None, config=plain.encode()), plain, tuning)
     # On the CPU: there torch divides as IEEE does, as the kernels do everywhere.
-    expected = poisoned_empty(batch.args.output.shape, batch.args.output.dtype)
-    scales = None if batch.args.output_block_scale is None else torch.empty_like(batch.args.output_block_scale).cpu()
-    output_scale = None if batch.args.output_scale is None else batch.args.output_scale.cpu()
+    expected = poisoned_empty(args.output.shape, args.output.dtype)
+    scales = None if args.output_block_scale is None else torch.empty_like(args.output_block_scale).cpu()
+    output_scale = None if args.output_scale is None else args.output_scale.cpu()
     quantization.quantise_output(output.cpu(), name, expected, scales, output_scale)
-    assert torch.equal(batch.args.output.view(torch.uint8).cpu(), expected.view(torch.uint8))
+    assert torch.equal(args.output.view(torch.uint8).cpu(), expected.view(torch.uint8))
     if scales is not None:
-        assert torch.equal(batch.args.output_block_scale.float().cpu(), scales.float())
+        assert torch.equal(args.output_block_scale.float().cpu(), scales.float())
 
 
 @pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
@@ -292,17 +297,7 @@ def test_outputs_of_wide_heads_of_an_fp8_cache(name: str) -> None:
     """As the rounded result is quantised by itself."""
     batch = decode_batch([(211 * i) % 3001 for i in range(40)], head_size=256, output_format=name, **FP8)
     decode_fast.decode(batch.args, batch.config)
-    plain = batch.config.replace(output_format="none")
-    output = torch.empty(batch.args.query.shape, dtype=torch.bfloat16, device="cuda")
-    decode_fast.decode(
-        batch.args._replace(output=output, output_block_scale=None, config=plain.encode()), plain,
-        decode_fast.choose_tuning(plain, 40),
-    )  # fmt: skip
-    expected = poisoned_empty(batch.args.output.shape, batch.args.output.dtype)
-    scales = None if batch.args.output_block_scale is None else torch.empty_like(batch.args.output_block_scale).cpu()
-    output_scale = None if batch.args.output_scale is None else batch.args.output_scale.cpu()
-    quantization.quantise_output(output.cpu(), name, expected, scales, output_scale)
-    assert torch.equal(batch.args.output.view(torch.uint8).cpu(), expected.view(torch.uint8))
+    check_codes(batch, decode_fast.choose_tuning(batch.config.replace(output_format="none"), 40))
 
 
 def speculative_batch(query_lens: list[int], lengths: list[int], tokens: int, padding: int, **changes: Any) -> Batch:

@@ -30,6 +30,12 @@ def check_packed(batch: Batch, groups: int, padded: bool = False) -> None:
     compare_rows(batch)
 
 
+def check_mixed(batch: Batch, route: str) -> None:
+    mixed_launch.attend(batch.args, batch.config, route)
+    torch.cuda.synchronize()
+    compare_rows(batch)
+
+
 @pytest.mark.parametrize("groups", [1, 2])
 @pytest.mark.parametrize("cache", CACHES)
 def test_packed_heads(cache: str, groups: int) -> None:
@@ -93,9 +99,7 @@ def test_output_formats(output_format: str) -> None:
         batch = prefill_batch(MIXED, output_format=output_format, padding=9, **products, **OUTPUTS[output_format])
         check_packed(batch, 2)
         batch.args.output.view(torch.uint8).fill_(0xFF)
-        mixed_launch.attend(batch.args, batch.config, "two_kernels")
-        torch.cuda.synchronize()
-        compare_rows(batch)
+        check_mixed(batch, "two_kernels")
 
 
 @pytest.mark.parametrize("output_format", OUTPUTS)
@@ -111,9 +115,7 @@ def test_two_kernels(cache: str, route: str) -> None:
     for heads, requests in ((8, MIXED), (2, MIXED), (32, SHORT), (10, SHORT)):
         for padding in (0, 70):
             batch = prefill_batch(requests, num_heads=heads, padding=padding, **CACHES[cache])
-            mixed_launch.attend(batch.args, batch.config, route)
-            torch.cuda.synchronize()
-            compare_rows(batch)
+            check_mixed(batch, route)
 
 
 @pytest.mark.parametrize("changes", [{}, {"output_format": "fp8_static"}, {"sliding_window": 333, "sinks": True}])
@@ -125,18 +127,14 @@ def test_two_kernels_of_eight_rows(products: dict[str, Any], changes: dict[str, 
             batch = prefill_batch(
                 requests, num_heads=heads, head_size=head_size, padding=padding, **products, **changes
             )
-            mixed_launch.attend(batch.args, batch.config, "two_kernels")
-            torch.cuda.synchronize()
-            compare_rows(batch)
+            check_mixed(batch, "two_kernels")
 
 
 @pytest.mark.parametrize("case", FEATURES)
 def test_features_of_two_kernels(case: str) -> None:
     for products in ({}, FP8):
         batch = prefill_batch(MIXED, padding=3, **products, **FEATURES[case])
-        mixed_launch.attend(batch.args, batch.config, "two_kernels")
-        torch.cuda.synchronize()
-        compare_rows(batch)
+        check_mixed(batch, "two_kernels")
 
 
 @pytest.mark.parametrize("route", ["packed_gqa", "two_kernels"])

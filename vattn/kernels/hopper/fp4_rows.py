@@ -6,8 +6,6 @@ one thread, and threads exchange nothing.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from triton.experimental import gluon
@@ -134,29 +132,14 @@ def finish(args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, n
 
 def launch(args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, values: Tensor) -> None:
     """Launch the kernel for an output that takes whole words."""
-    fp4_rows_kernel[grid(args, config)](**kernel_arguments(args, config, values))
-
-
-def grid(args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig) -> tuple[int, int]:
-    """Return rows, padded ones of swizzled scales included, and programs a row."""
-    assert args.output_block_scale is not None
-    swizzled = OUTPUT_FORMATS[config.output_format].swizzled
-    scales = args.output_block_scale.shape if swizzled else (args.query.shape[0], 0)
-    columns = max(config.num_heads * config.head_size_v, scales[1] * NVFP4_GROUP_SIZE)
-    return scales[0], -(-columns // COLUMNS_OF_PROGRAM)
-
-
-def kernel_arguments(
-    args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, values: Tensor
-) -> dict[str, Any]:
-    """Return what the kernel is launched with."""
-    scales, fmt = args.output_block_scale, OUTPUT_FORMATS[config.output_format]
+    scales, swizzled = args.output_block_scale, OUTPUT_FORMATS[config.output_format].swizzled
     assert scales is not None
-    return {
-        "source": values, "output": args.output.view(-1).view(torch.int32), "block_scale": scales.view(torch.uint8),
-        "output_scale": args.output_scale, "num_tokens": args.query.shape[0],
-        "scale_stride": scales.stride(0), "group_stride": scales.stride(1),
-        "COLUMNS": config.num_heads * config.head_size_v, "SCALE_COLUMNS": scales.shape[1] if fmt.swizzled else 0,
-        "GROUPS": (NVFP4_GROUP_SIZE, True, False, -1.0, group_constants(config)[4]), "WARPS": WARPS,
-        "num_warps": WARPS,
-    }  # fmt: skip
+    # Swizzled scales are padded, and padding is written.
+    rows, scale_columns = scales.shape if swizzled else (args.query.shape[0], 0)
+    columns = config.num_heads * config.head_size_v
+    fp4_rows_kernel[rows, -(-max(columns, scale_columns * NVFP4_GROUP_SIZE) // COLUMNS_OF_PROGRAM)](
+        source=values, output=args.output.view(-1).view(torch.int32), block_scale=scales.view(torch.uint8),
+        output_scale=args.output_scale, num_tokens=args.query.shape[0], scale_stride=scales.stride(0),
+        group_stride=scales.stride(1), COLUMNS=columns, SCALE_COLUMNS=scale_columns,
+        GROUPS=(NVFP4_GROUP_SIZE, True, False, -1.0, group_constants(config)[4]), WARPS=WARPS, num_warps=WARPS,
+    )  # fmt: skip

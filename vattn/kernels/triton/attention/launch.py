@@ -95,44 +95,11 @@ def _attend(
     limits = limits or Limits.of(args.query.device)
     mapped = config.block_size == 0 and all(_can_be_mapped(sources[name]) for name in ("key", "value"))
     tiles = tiles or choose_tiles(config, num_tokens, num_reqs, max_keys, limits, mapped)
-    split, later = tiles.num_splits > 1, fmt.group_size != 0
-    target, target_lse = as_bytes(args.output), args.lse
-    if split or later:
-        target, partial_lse = _scratch(args, config, num_tokens, tiles.num_splits)
-        target_lse = partial_lse if split else args.lse
-    _launch_attention(args, config, sources, num_reqs, tiles, limits, target, target_lse)
-    if split or later:
-        finish(args, config, num_reqs, target, tiles.num_splits, target_lse, limits)
-
-
-def _scratch(
-    args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, num_tokens: int, num_splits: int
-) -> tuple[Tensor, Tensor | None]:
-    """Return scratch for rows `[T, H, splits, V]` (fp32 if split, else the model dtype) and for their log-sum-exps."""
-    dtype = torch.float32 if num_splits > 1 else MODEL_DTYPES[config.dtype]
-    rows = num_tokens * config.num_heads * num_splits
-    values = rows * config.head_size_v
-    need = values * dtype.itemsize + (rows * 4 if num_splits > 1 else 0)
-    workspace = args.workspace
-    if workspace is None or workspace.numel() * workspace.itemsize < need or workspace.data_ptr() % 16:
-        workspace = torch.empty(need, dtype=torch.uint8, device=args.query.device)
-    room = workspace.view(-1).view(torch.uint8)
-    target = room[: values * dtype.itemsize].view(dtype)
-    logs = room[values * dtype.itemsize : need].view(torch.float32) if num_splits > 1 else None
-    return target, logs
-
-
-def _launch_attention(
-    args: AttentionArgs | VarlenAttentionArgs,
-    config: AttentionConfig,
-    sources: dict[str, Any],
-    num_reqs: int,
-    tiles: Tiles,
-    limits: Limits,
-    target: Tensor,
-    target_lse: Tensor | None,
-) -> None:
-    num_tokens, splits, width = args.query.shape[0], tiles.num_splits, config.head_size_v
+    splits, width = tiles.num_splits, config.head_size_v
+    target, target_lse, is_final = as_bytes(args.output), args.lse, splits == 1 and not fmt.group_size
+    if not is_final:
+        target, partial_lse = _scratch(args, config, num_tokens, splits)
+        target_lse = partial_lse if splits > 1 else args.lse
     chunks = -(-config.group_size // tiles.group_tile)
     row_stride = config.num_heads * splits
     output_kind = "partial" if splits > 1 else row_output(config)
@@ -154,6 +121,25 @@ def _launch_attention(
         num_warps=tiles.num_warps, num_stages=tiles.num_stages, enable_fp_fusion=True,
         **sources, **attention_constants(config, tiles, limits, output_kind),
     )  # fmt: skip
+    if not is_final:
+        finish(args, config, num_reqs, target, splits, target_lse, limits)
+
+
+def _scratch(
+    args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, num_tokens: int, num_splits: int
+) -> tuple[Tensor, Tensor | None]:
+    """Return scratch for rows `[T, H, splits, V]` (fp32 if split, else the model dtype) and for their log-sum-exps."""
+    dtype = torch.float32 if num_splits > 1 else MODEL_DTYPES[config.dtype]
+    rows = num_tokens * config.num_heads * num_splits
+    values = rows * config.head_size_v
+    need = values * dtype.itemsize + (rows * 4 if num_splits > 1 else 0)
+    workspace = args.workspace
+    if workspace is None or workspace.numel() * workspace.itemsize < need or workspace.data_ptr() % 16:
+        workspace = torch.empty(need, dtype=torch.uint8, device=args.query.device)
+    room = workspace.view(-1).view(torch.uint8)
+    target = room[: values * dtype.itemsize].view(dtype)
+    logs = room[values * dtype.itemsize : need].view(torch.float32) if num_splits > 1 else None
+    return target, logs
 
 
 def _can_be_mapped(rows: Tensor) -> bool:
