@@ -36,7 +36,7 @@ class NodeReport:
         query_outcome: `"fused"` (its quantisation costs no kernel), `"near miss"` or `"refused"`; empty where there is
             none to fuse, or one that the op cannot see.
         query_source: the user's line that caused it, empty if unknown.
-        rope: the result for RoPE ahead of the op and its cache update; empty: there is none.
+        rope: the result for RoPE before the op and its cache update; empty: there is none.
         rope_outcome: `"fused"`, `"refused"` (left to Inductor by rule) or `"near miss"`; empty: there is none.
         rope_source: the user's line that caused it, empty if unknown.
         cached: whether this was read from code that another process compiled. Source lines are then those of that

@@ -66,7 +66,7 @@ def enable(
     Args:
         strict: raise `vattn.errors.FusionError` when an attention node is not fused.
         output_formats: output formats that may be used; default all.
-        rope: whether RoPE ahead of a layer, the query's quantisation and the cache write become one op: `"auto"` where
+        rope: whether RoPE before a layer, the query's quantisation and the cache write become one op: `"auto"` where
             it pays on the device, `"always"` or `"never"`. With `"always"`, `strict` requires it.
 
     Returns:
@@ -176,7 +176,7 @@ def backend(
 ) -> Any:
     """Compile a graph with Inductor and the passes: `torch.compile(model, backend=vattn.backend)`.
 
-    `options` of `torch.compile` may hold `"vattn.strict"`, `"vattn.output_formats"` and `"vattn.rope"` beside
+    `options` of `torch.compile` may hold `"vattn.strict"`, `"vattn.output_formats"` and `"vattn.rope"` besides
     Inductor's own.
 
     Raises:

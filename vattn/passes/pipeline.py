@@ -189,7 +189,7 @@ def _fuse_output(call: Node, op: str, output_formats: Sequence[str]) -> Outcome:
 
 
 def _fuse_rope(call: Node, choice: str) -> Outcome:
-    """Let one op rotate query and key and update the cache ahead of a call."""
+    """Let one op rotate query and key and update the cache before a call."""
     update = find_update(call) if choice != "never" else None
     found = None if update is None else find_rope(update, call, choice)
     if found is None:

@@ -172,7 +172,7 @@ def ancestors(ends: Iterable[Node], enter: Callable[[Node], bool], limit: float 
     """Return what some nodes are computed from, themselves included.
 
     Args:
-        enter: whether to go on to the inputs of a node.
+        enter: whether to continue with the inputs of a node.
         limit: stop once more nodes than this are found.
     """
     found = set(ends)
@@ -210,7 +210,7 @@ def find_region(output: Node, in_parts: bool = False) -> Region:
     """Walk from an attention output to everything that can be run from it.
 
     Args:
-        in_parts: go on after FP8 tensors that are written part by part, as far as the last part.
+        in_parts: continue after FP8 tensors that are written part by part, as far as the last part.
     """
     reached, ends = _reach(output, whole=True, in_parts=in_parts)
     if not ends:

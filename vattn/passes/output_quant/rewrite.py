@@ -1,6 +1,6 @@
 """Replaces a region by an attention call that writes the quantised tensor and its scales.
 
-New nodes are made beside the old ones first, so that whatever can fail does so before the graph is changed.
+New nodes are added next to the old ones first, so that whatever can fail does so before the graph is changed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Finds the user's query quantisation ahead of an attention call, and where it should happen; changes nothing.
+"""Finds the user's query quantisation before an attention call, and where it should happen; changes nothing.
 
 If Inductor generates the kernel that computes the query (RoPE, a norm), quantisation is free there. After a GEMM or an
 input of the graph it would be a separate kernel, so the attention kernel rounds the query as it loads it.

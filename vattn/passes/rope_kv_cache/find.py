@@ -1,4 +1,4 @@
-"""Finds RoPE ahead of a cache update and its attention call that one op can do; changes nothing.
+"""Finds RoPE before a cache update and its attention call that one op can do; changes nothing.
 
 The key that `kv_cache_update` writes and the query of the attention call that reads that cache must be rotated in the
 same way, by the same tables, possibly after an RMSNorm; the query may be quantised after it. Then rotation,
@@ -241,7 +241,7 @@ def _check_roundings(dead: set[Node], end: Node, rope: RopeConfig) -> None:
     for node in dead:
         if op_name(node.target) == "cat" and is_low(node) and any(map(is_low, node.all_input_nodes)):
             what = f"normalised values are concatenated in {value(node).dtype}, in which generated code stores them"
-            raise Refusal(f"{what}: convert to float32 ahead of the rotation", node, near=True)
+            raise Refusal(f"{what}: convert to float32 before the rotation", node, near=True)
 
 
 def _ask(config: AttentionConfig, query: Node, choice: str) -> None:

@@ -1,6 +1,6 @@
 """Replaces RoPE, a cache update and the query's quantisation by one op.
 
-New nodes are made beside the old ones first, so that whatever can fail does so before the graph is changed.
+New nodes are added next to the old ones first, so that whatever can fail does so before the graph is changed.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _check_tables(cos: Node, sin: Node) -> None:
     dtypes = [value(table).dtype for table in (cos, sin)]
     if dtypes[0] != dtypes[1] or dtypes[0] not in MODEL_DTYPES.values():
         dtypes_found = " and ".join(dict.fromkeys(dtype_name(dtype) for dtype in dtypes))
-        raise Refusal(f"the tables are {dtypes_found}: give both one model dtype ahead of the rotation", cos, near=True)
+        raise Refusal(f"the tables are {dtypes_found}: give both one model dtype before the rotation", cos, near=True)
 
 
 def _is_read_elsewhere(node: Node, dead: frozenset[Node]) -> bool:
