@@ -49,7 +49,7 @@ def cpu_marks(name: str, row: str) -> list[Any]:
     draw = zlib.crc32(f"{fuzz_seed()} {row}".encode())
     if row in FORMATS:
         return [pytest.mark.long] if draw % 3 else [pytest.mark.slow] if draw % 9 else []
-    return [pytest.mark.slow] if draw % 2 else []
+    return [pytest.mark.slow] if draw % 3 else []
 
 
 DIFFERENTIAL = "DIFFERENTIAL_FLASH_ATTN"
