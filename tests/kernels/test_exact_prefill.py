@@ -195,7 +195,6 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "chunks": ({"per_layer_sliding_window": 8, "chunk_lookback": 1}, "start of the sequence"),
     "ranges": ({"mm_prefix": "full"}, "start of the sequence"),
     "sharing": ({"kv_sharing_target_layer_name": "layers.0"}, "a cache of their own"),
-    "no-bool": ({"cache": {"exact_prefill": 1}}, "True or False"),
 }
 
 
