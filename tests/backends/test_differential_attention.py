@@ -277,6 +277,7 @@ def test_a_layer_that_shares_a_cache_takes_queries_only(compiled) -> None:
     assert error(second, paper(model.second, query.flip(1), key, value)) < 1e-5
 
 
+@pytest.mark.slow
 def test_compiled_in_one_graph_for_all_lengths() -> None:
     text = Text(make_layer())
     torch._dynamo.reset()

@@ -3,22 +3,33 @@
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Iterator
 
 import pytest
 import torch
 
 import vattn
-from tests.backends.test_xformers import Mask, package  # noqa: F401  a fixture
+from tests.backends.test_xformers import Mask, install_stand_in
 from tests.layers.layer_support import make_inputs, make_layer
+from vattn.backends import xformers
 from vattn.errors import MissingPackageError
 
 TABLES = [[3], [1, 2], [4, 5]]
 
 
 @pytest.fixture
-def builder(package: list[int], monkeypatch: pytest.MonkeyPatch) -> vattn.XFormersMetadataBuilder:  # noqa: F811
+def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Put a stand-in where xFormers would be."""
+    install_stand_in(monkeypatch)
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0.35" if name == "xformers" else real(name))
+    xformers._bias_template.cache_clear()
+    yield
+    xformers._bias_template.cache_clear()
+
+
+@pytest.fixture
+def builder(package: None) -> vattn.XFormersMetadataBuilder:
     return vattn.XFormersMetadataBuilder(4, 24, 64, 64)
 
 
@@ -40,9 +51,7 @@ def test_no_mask_without_leading_decodes(
     assert builder.build(query_lens, seq_lens, [[1], [2]][: len(query_lens)]).attn_bias is None
 
 
-def test_layers_take_it_like_any_other(package: list[int], monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
-    real = importlib.metadata.version
-    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0.35" if name == "xformers" else real(name))
+def test_layers_take_it_like_any_other(package: None) -> None:
     outputs = []
     for kind in (vattn.AttentionMetadataBuilder, vattn.XFormersMetadataBuilder):
         layer = make_layer()

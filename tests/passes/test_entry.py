@@ -303,6 +303,7 @@ def test_threads_compile_for_themselves() -> None:
     assert {node.outcome for node in vattn.fusion_report()} == {"fused"}
 
 
+@pytest.mark.slow
 def test_second_process_hits_the_caches_and_has_the_report() -> None:
     first = json.loads(json.dumps(second_process.compiled()))
     here = Path(__file__).parent

@@ -110,7 +110,7 @@ def lines(forms: Iterable[Form], report: dict[str, NodeReport]) -> list[str]:
     return [row(form, report[form.name]) for form in forms]
 
 
-@pytest.mark.sample(6)
+@pytest.mark.sample(10)
 @pytest.mark.parametrize("names", BUNDLES, ids=lambda names: names[0])
 def test_forms(names: tuple[str, ...]) -> None:
     forms = [FORMS[name] for name in names]

@@ -58,6 +58,7 @@ def differing(forms: list[Form], steps: Any = ([3, 4], [5, 1, 2], [2, 14])) -> t
     return wrong, names
 
 
+@pytest.mark.slow
 def test_a_few_forms() -> None:
     wrong, fused = differing([FORMS[name] for name in A_FEW])
     assert not wrong and tuple(fused) == A_FEW, wrong
