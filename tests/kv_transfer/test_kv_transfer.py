@@ -191,6 +191,18 @@ def test_a_prefix_is_saved_evicted_loaded_and_continued_with_equal_bits(connecto
     check_prefix_continues(Setup(connector))
 
 
+def test_differential_layers_save_and_load_their_blocks():
+    lambdas = {f"lambda_{name}": torch.randn(16) / 4 for name in ("q1", "k1", "q2", "k2")}
+    config = vattn.CacheConfig(BLOCK)
+    layers = (
+        vattn.DifferentialAttention(
+            4, 16, 0.25, num_kv_heads=2, lambda_init=0.5, cache_config=config, prefix=f"layers.{index}", **lambdas
+        )
+        for index in range(2)
+    )
+    check_prefix_continues(Setup(HostMemoryConnector("1MiB"), Stack(*layers)))
+
+
 def graphs_of(model, *inputs):
     """Return the ops of every graph that Dynamo makes of a model."""
     graphs = []
