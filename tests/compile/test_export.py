@@ -54,6 +54,23 @@ def test_program_equals_eager(name: str) -> None:
     compare(exported.program.module(), exported, model, tolerance=0, **options)
 
 
+def test_program_takes_a_flag_per_request() -> None:
+    model = make_model(1)
+    builder = make_builder(model)
+    exported = vattn.export_step(model, *_flagged(builder, [True, False]))
+    (ids,), step = _flagged(builder, [False, True])
+    fill_caches(model)
+    with vattn.forward_context(step):
+        want = model(ids)
+    fill_caches(model)
+    assert torch.equal(exported.program.module()(*exported.inputs((ids,), step)), want)
+
+
+def _flagged(builder: vattn.AttentionMetadataBuilder, causal: list[bool]) -> tuple[Any, Any]:
+    ids, step = make_step(builder, [4, 3], causal=causal)
+    return (ids,), step
+
+
 def test_program_takes_another_number_of_blocks() -> None:
     model = make_model(1)
     exported = vattn.export_step(model, *_args(model))

@@ -382,6 +382,7 @@ BAD_OPTIONS = {
     "flag": ({"batch_invariant": "yes"}, ConfigError, "batch_invariant='yes'"),
     "shares with itself": ({"prefix": "a", "kv_sharing_target_layer_name": "a"}, ConfigError, "itself"),
     "cache dtype": ({"cache": {"cache_dtype": "int4"}}, ConfigError, "int4"),
+    "switch": ({"cache": {"exact_prefill": "False"}}, ConfigError, "exact_prefill='False'"),
 }
 
 
@@ -658,6 +659,22 @@ def test_what_an_op_refuses_names_the_layer_and_a_list_is_no_tensor() -> None:
         layer(query, key.half(), value, metadata=make_step())
     with pytest.raises(ShapeError, match=r"query is list.*pass query as a tensor"):
         layer(query.tolist(), key, value, metadata=make_step())
+
+
+def test_a_tensor_of_the_layer_may_be_parametrized() -> None:
+    layer, inputs = make_layer(sinks=torch.zeros(4)), make_inputs(5)
+    with torch.no_grad():
+        want = layer(*inputs, metadata=make_step())
+        layer.sinks = torch.nn.Parameter(layer._buffers.pop("sinks"), requires_grad=False)
+        torch.nn.utils.parametrize.register_parametrization(layer, "sinks", torch.nn.Identity())
+        assert torch.equal(layer(*inputs, metadata=make_step()), want)
+
+
+def test_a_layer_whose_cache_was_taken_away_says_so() -> None:
+    layer, inputs, step = make_layer(), make_inputs(5), make_step()
+    layer.kv_cache = None
+    with pytest.raises(CacheNotBoundError, match="has no KV cache"):
+        layer(*inputs, metadata=step)
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])

@@ -102,6 +102,12 @@ def test_a_batch_of_one_has_one_row() -> None:
     assert inputs.input_positions.tolist() == [6]
 
 
+def test_entries_behind_a_request_name_no_block() -> None:
+    step = plain_builder().build([7, 7], [7, 20], [[3, 9], [5, 6]], num_lookahead_slots=3)
+    width = step.common.block_table.shape[1]
+    assert step.common.block_table[:2].tolist() == [[3] + [-1] * (width - 1), [5, 6] + [-1] * (width - 2)]
+
+
 def test_encoder_fields() -> None:
     builder = plain_builder(max_encoder_len=40)
     step = builder.build(

@@ -59,7 +59,7 @@ def missed(config: AttentionConfig, device: DeviceInfo) -> dict[str, list[str]]:
 
 
 def takes_rounded_queries(config: AttentionConfig) -> str:
-    """Return which kernel takes rounded alone the queries that the op is to round, empty if none may run."""
+    """Return which kernel takes only rounded queries where the op is to round them, empty if none may run."""
     if config.query_load == "plain" or config.batch_invariant:
         return ""
     plain = after_rounding(config)

@@ -146,6 +146,8 @@ class CUDAGraphRunner:
     ) -> None:
         if output_rows not in (None, "tokens", "requests"):
             raise ConfigError(f"output_rows={output_rows!r}", "'tokens', 'requests' or None", "leave it out")
+        if not isinstance(batch_sizes, Sequence):
+            raise ConfigError(f"batch_sizes={batch_sizes!r:.60}", "a list of sizes", "batch_sizes=[8]")
         read_count("tokens_per_request", tokens_per_request, 1, "leave it out for decodes")
         self.function, self.builder = function, builder
         self._make_inputs, self._output_rows = make_inputs, output_rows
@@ -236,7 +238,10 @@ class CUDAGraphRunner:
     def _static_inputs(self, metadata: AttentionMetadata) -> tuple[Tensor, ...]:
         """Return buffers for a step's inputs: views of buffers of the largest size, or the builder's own tensors."""
         own = {tensor.data_ptr() for tensor in metadata.tensors().values()}
-        samples = [sample.to(self.builder.device) for sample in self._make_inputs(metadata)]
+        made = self._make_inputs(metadata)
+        if not isinstance(made, (tuple, list)) or not all(isinstance(sample, Tensor) for sample in made):
+            raise ConfigError(f"make_inputs returned {made!r:.60}", "a tuple of tensors", "return (token_ids,)")
+        samples = [sample.to(self.builder.device) for sample in made]
         if not self._buffers:
             self._buffers = [sample if sample.data_ptr() in own else sample.clone() for sample in samples]
         inputs = []

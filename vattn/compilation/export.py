@@ -31,9 +31,10 @@ class _Step(nn.Module):
         self._causal = causal
 
     def forward(self, args: tuple[Tensor, ...], metadata: dict[str, Tensor], kv_caches: dict[str, Tensor]) -> Any:
-        fields: dict[str, Any] = {name: tensor for name, tensor in metadata.items() if name in TENSOR_FIELDS}
+        fields: dict[str, Any] = {"causal": self._causal}
+        fields |= {name: tensor for name, tensor in metadata.items() if name in TENSOR_FIELDS}
         plans = {name.removeprefix("plans."): plan for name, plan in metadata.items() if name.startswith("plans.")}
-        step = AttentionMetadata(**fields, causal=self._causal, plans=plans)
+        step = AttentionMetadata(**fields, plans=plans)
         for name, layer in self._layers.items():
             layer._buffers["kv_cache"] = kv_caches[name]
             # AOTInductor hands an op None for an empty list, so a missing schedule is one of no elements.

@@ -416,6 +416,9 @@ class CacheConfig:
         choices = {"cache_dtype": (*kv_cache_dtypes(), *MLA_PACKED_DTYPES), "kv_cache_layout": KV_CACHE_LAYOUTS}
         encoding.check_names(self, choices)
         check_window(self.sliding_window)
+        for name in ("calculate_kv_scales", "exact_prefill"):
+            switch = getattr(self, name)
+            _check(isinstance(switch, bool), f"{name}={switch!r:.60}", "True or False", f"{name}=True")
         for entry in self.kv_cache_dtype_skip_layers:
             _check(
                 entry == "sliding_window" or (isinstance(entry, str) and entry.isdigit()),

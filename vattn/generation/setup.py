@@ -101,7 +101,7 @@ def longest_request(model: Any, requested: int | None, most: int) -> int:
         config: Any = getattr(getattr(model, "model", None), "config", None)
         text = config.get_text_config() if hasattr(config, "get_text_config") else None
         trained = integer(getattr(text, "max_position_embeddings", None))
-        return min(most, trained or most, 32768)
+        return min(most, trained if trained and trained > 0 else most, 32768)
     if requested > most:
         raise ConfigError(
             f"max_seq_len={requested} for a cache that holds a request of {most} tokens",

@@ -55,7 +55,6 @@ class FileConnector:
                 "the model of the first attach",
                 "make a second connector, for the same folder if you like",
             )
-        self._page_bytes, self._fingerprint = dict(page_bytes), fingerprint
         try:
             (self.folder / fingerprint[:32]).mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -64,10 +63,11 @@ class FileConnector:
                 "a folder to write to",
                 "check the path",
             ) from error
+        self._page_bytes, self._fingerprint = dict(page_bytes), fingerprint
 
     def path(self, key: str) -> Path:
         """Return the file of a block. Raises `ConfigError` for a key that is no file name on every system."""
-        if re.fullmatch("[A-Za-z0-9_-]{1,128}", key) is None:
+        if not isinstance(key, str) or re.fullmatch("[A-Za-z0-9_-]{1,128}", key) is None:
             raise ConfigError(
                 f"key {key!r:.60}", "1 to 128 letters, digits, - and _", "pass keys of block_keys, or hash your own"
             )

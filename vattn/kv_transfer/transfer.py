@@ -104,6 +104,8 @@ class KVTransfer:
                 "an nn.Module and what vattn.allocate_kv_cache returned for it",
                 "KVTransfer(model, allocation, connector)",
             )
+        if not isinstance(namespace, str):
+            raise ConfigError(f"namespace={namespace!r:.60}", "a string", "name the model and its revision")
         check_seconds("timeout", timeout, "leave it out for 30")
         missing = [name for name in _METHODS if not callable(getattr(connector, name, None))]
         if missing or isinstance(connector, type):

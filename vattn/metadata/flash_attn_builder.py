@@ -188,8 +188,10 @@ class FlashAttentionMetadataBuilder:
         if longest > most:
             raise over_capacity("positions in one request, those to come included", longest, most, "max_seq_len")
         needed = (ends + (size - 1)) // size
-        table = read_table("block_tables", tables, ends, needed, size)
-        table = torch.where(torch.arange(table.shape[1]) < needed.unsqueeze(1), table, -1)
+        given = read_table("block_tables", tables, ends, needed, size)[:, : self._inner.table_width]
+        table = torch.full((given.shape[0], self._inner.table_width), -1, dtype=given.dtype)
+        columns = torch.arange(given.shape[1])
+        table[:, : given.shape[1]] = torch.where(columns < needed.unsqueeze(1), given, -1)
         if lookahead:
             self._check_coming(table, torch.tensor(queries), torch.tensor(lengths), lookahead)
         return table

@@ -202,7 +202,7 @@ class StepPlans:
         torch.ops.vattn.plan(metadata.query_start_loc, lengths, metadata.plans[key], self._configs[key].encode())
 
     def _plan_on_host(self, key: str, metadata: AttentionMetadata, step: Step) -> None:
-        """Have a backend plan a step; with other masks than the layers request, their calls plan."""
+        """Have a backend plan a step; if the step has other masks than the layers, each call plans for itself."""
         host_plan, config = self._host_plans[key], self._configs[key]
         extras = (metadata.tree_bias, metadata.mm_ranges, metadata.prefix_lens)
         if metadata.causal is not True or any(tensor is not None for tensor in extras):

@@ -320,3 +320,9 @@ def _check_no_overlap(name: str, output: Tensor, part: Tensor) -> None:
     start, first = output.data_ptr(), part.data_ptr()
     if start < first + extent * part.itemsize and first < start + output.numel() * output.itemsize:
         raise StrideError(f"{name} overlaps an input", "memory of its own", f"allocate {name} separately")
+
+
+def forget() -> None:
+    """Drop arguments that were checked for an attention op which will not run."""
+    check_attention.forget()
+    check_varlen_attention.forget()

@@ -108,6 +108,10 @@ class OncePerSignature(Generic[Args]):
         self(args)
         self._ahead = args
 
+    def forget(self) -> None:
+        """Drop what was checked for an op that will not run."""
+        self._ahead = None
+
     def __call__(self, args: Any) -> None:
         """Raise what the check raises for these arguments."""
         before, self._ahead = self._ahead, None

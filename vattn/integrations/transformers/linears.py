@@ -54,7 +54,7 @@ class MergedLinear:
         """Refuse parts with weights or biases outside the common storage, as after `model.to(...)`.
 
         Raises:
-            ConfigError: so it is.
+            ConfigError: weights were moved or replaced.
         """
         pairs = [(part.weight, own) for part, own in zip(self.parts, self.weight.split(self.sizes), strict=True)]
         if self.bias is not None:

@@ -136,7 +136,7 @@ def check_storage_kind(layer: Any, storage: object, dtype: object) -> None:
 
 def check_bound(layer: Any, name: str, query: Tensor) -> None:
     """Refuse a layer without a cache, and queries of another dtype than its cache is for; `name`: of the argument."""
-    if layer.config is None:
+    if layer.config is None or layer._buffers.get("kv_cache") is None:
         raise CacheNotBoundError(
             f"{called(layer)} has no KV cache",
             "a bound cache whenever metadata is given",

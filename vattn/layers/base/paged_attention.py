@@ -28,6 +28,13 @@ from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
 from vattn.quantization.codecs import encode_query
 
 
+class _OwnTensors(SimpleNamespace):
+    """Parameters and buffers of a layer; what is kept elsewhere, as by a parametrization, is asked of the layer."""
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.__dict__["layer"], name)
+
+
 class CachedAttention(BoundCache):
     """Base of the layers that read keys and values from a paged cache."""
 
@@ -70,7 +77,7 @@ class CachedAttention(BoundCache):
             return result.zeroed()
         compiling = torch.compiler.is_compiling()
         # A module looks for a tensor in three dictionaries, and an eager step reads ten of them.
-        own = self if compiling else SimpleNamespace(**self._parameters, **self._buffers)
+        own = self if compiling else _OwnTensors(layer=self, **self._parameters, **self._buffers)
         check_bound(self, "query", query)
         step = self._layer_step(metadata)
         if self.fast_prefill:
@@ -91,8 +98,9 @@ class CachedAttention(BoundCache):
                 # Gradients are refused by now: the ops need not look for them again.
                 with torch._C._AutoDispatchBelowAutograd():
                     self._run(query, step, update, parts, result, own.kv_transfer_token)
-            except VattnError as error:
-                if called(self) not in error.got:
+            except BaseException as error:
+                checks.forget()
+                if isinstance(error, VattnError) and called(self) not in error.got:
                     error.args = (f"{called(self)}: {error.got}", *error.args[1:])
                 raise
         return result.returned()

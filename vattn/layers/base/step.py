@@ -91,8 +91,12 @@ class LayerStep(NamedTuple):
         """Return the step as a layer of plain decoder attention reads it."""
         seq_lens, table, prefix = metadata.seq_lens, metadata.block_table, None
         if metadata.prefix_lens is not None:
-            assert metadata.prefix_start_loc is not None
-            assert metadata.suffix_lens is not None and metadata.suffix_block_table is not None
+            if metadata.prefix_start_loc is None or metadata.suffix_lens is None or metadata.suffix_block_table is None:
+                raise MetadataError(
+                    "metadata with prefix_lens and without other fields of a shared prefix",
+                    "prefix_lens, prefix_start_loc, suffix_lens and suffix_block_table together, or none",
+                    "pass shared_prefix_len= to builder.build",
+                )
             prefix = CascadeStep(metadata.prefix_start_loc, metadata.prefix_lens, table[:2])
             seq_lens, table = metadata.suffix_lens, metadata.suffix_block_table
         return LayerStep(

@@ -223,7 +223,7 @@ def _check_no_cache(prefix: str, options: dict[str, Any]) -> None:
     """Refuse options that need a cache, or positions between the tokens of a request."""
     for name, off, why in (
         ("fast_prefill", False, "keys come from the rows of the query, so all of them are needed"),
-        ("context_parallel", None, "it has no cache to share out among ranks"),
+        ("context_parallel", None, "it has no cache to divide among ranks"),
         ("kv_sharing_target_layer_name", None, "it has no cache to share"),
         ("mm_prefix", "none", "all tokens of a request see each other without ranges"),
     ):

@@ -67,11 +67,9 @@ def check_table(rotary: LatentRotary, metadata: AttentionMetadata, prefix: str) 
 
 def _known_positions(positions: Any, metadata: AttentionMetadata) -> tuple[int, int]:
     """Return the least and the largest position that the host knows of; `(0, -1)` for none."""
-    if positions is not None and positions is metadata.positions:
-        return 0, metadata.max_position
     # Other types and dtypes are the op's to refuse; subclasses may have no values.
     if type(positions) is not Tensor or positions.device.type != "cpu" or positions.dim() != 1:
-        return 0, -1
+        return 0, metadata.max_position if positions is not None and positions is metadata.positions else -1
     real = positions[: metadata.num_actual_tokens]
     if real.dtype not in (torch.int32, torch.int64) or not real.shape[0]:
         return 0, -1

@@ -464,8 +464,8 @@ def launch_reduction(
 
     Args:
         config: with the output format that the reduction writes.
-        most: programs of a multiprocessor: what there is room for beside the main kernel.
-        overlap: whether the main kernel may start before the one ahead of it has ended.
+        most: programs of a multiprocessor: as many as fit while the main kernel runs.
+        overlap: whether the main kernel may start before the previous one has ended.
     """
     num_reqs = args.seq_lens.shape[0]
     way = choose_reduction(config, num_reqs)
