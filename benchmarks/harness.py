@@ -68,7 +68,7 @@ def timer(calls: Sequence[Call], device: str) -> Timer | WallTimer:
 def time_in_turn(
     calls: Mapping[str, Calls], device: str = "cuda", replays: int = REPLAYS, warm_up: bool = False
 ) -> tuple[dict[str, float], dict[str, str]]:
-    """Time kernels in turn, on a CPU by one run each: that they run is all that it shows.
+    """Time kernels one after another; on a CPU each runs once, which shows only that it runs.
 
     Args:
         calls: of each kernel, one over each set of inputs, or what makes them.

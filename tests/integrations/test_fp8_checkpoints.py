@@ -243,7 +243,7 @@ UP = "model.layers.1.mlp.up_proj"
 
 
 def of_weight(name: str, tensor: Tensor) -> Any:
-    """A change that adds a tensor to those of one linear layer."""
+    """A change that adds a tensor to one linear layer."""
     return tensors(**{f"{UP}.{name}": tensor})
 
 

@@ -41,7 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("name", MODELS)
 def test_frequencies_are_those_of_one_length(name: str) -> None:
-    """A request gets its own logits in chunks and with others, at lengths whose frequencies are the chosen ones."""
+    """A request gets its own logits in chunks and with others, at lengths that use the chosen frequencies."""
     model = make_model(name, **MODELS[name])
     want = {len(tokens): eager_logits(model, tokens) for tokens in (SHORT, LONG[:LIMIT], LONG)}
     for length, fitting in ((LIMIT, LONG[:LIMIT]), (len(LONG), LONG)):
@@ -88,7 +88,7 @@ def test_models_that_have_no_use_for_a_length_refuse_it() -> None:
 
 
 class _ByLength(nn.Module):
-    """Turns all keys by other frequencies after a long step, and does not say so."""
+    """Rotates all keys by other frequencies after a long step, without an error."""
 
     def __init__(self, inner: Any) -> None:
         super().__init__()

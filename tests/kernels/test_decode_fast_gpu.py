@@ -182,7 +182,7 @@ def test_quantised_output(name: str, slots: int, cache: dict[str, Any], lengths:
 
 
 def check_codes(batch: Batch, tuning: decode_fast.Tuning) -> None:
-    """Check that a batch's codes and scales are those of its plain output with a tuning, quantised by itself."""
+    """Check a batch's codes and scales against its plain output with a tuning, quantised separately."""
     args, name = batch.args, batch.config.output_format
     plain = batch.config.replace(output_format="none")
     output = torch.empty(args.query.shape, dtype=torch.bfloat16, device="cuda")

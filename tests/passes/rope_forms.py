@@ -35,7 +35,7 @@ Turn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def by_tables(change: Callable[[Tensor], Tensor] = lambda table: table) -> Callable[[Turn], Write]:
-    """Make a form of a function that turns a query or key by cosines and sines `[T, 1, D / 2]`, changed first."""
+    """Make a form of a function that rotates a query or key by cosines and sines `[T, 1, D / 2]`, changed first."""
 
     def form(turn: Turn) -> Write:
         def write(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:

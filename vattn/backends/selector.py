@@ -142,7 +142,7 @@ class Explanation:
     def problem(self) -> str:
         """Return in a sentence why no backend runs the request.
 
-        It names the reasons of the requested backend, or those of the backend that has the fewest.
+        It names the reasons of the requested backend, or of the backend with the fewest.
         """
         nearest = min(self.refusals, key=lambda name: len(self.refusals[name]))
         reasons = "; ".join(self.refusals[nearest])

@@ -23,7 +23,7 @@ def check_output(option: str, path: Path | None, *, replaced: bool = False) -> N
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file beside its name and rename it, so that the file is either the old one or the whole new one."""
+    """Write a temporary file and rename it, so that the file is either the old one or the whole new one."""
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         part.write_text(text, encoding="utf-8")

@@ -105,6 +105,15 @@ class KVConnector(Protocol):
         """End a load (`saved` is False) or a save. After an error, no block of the save may be found."""
 
 
+def attached_already(connector: object) -> ConfigError:
+    """Return the error of a connector that already holds the blocks of another model."""
+    return ConfigError(
+        f"a {type(connector).__name__} attached to another model, or to one with other scales",
+        "the model of the first attach",
+        "make a second connector",
+    )
+
+
 def block_keys(
     tokens: Sequence[int], block_size: int, salt: str | bytes | int = "", *, parent: str | None = None
 ) -> list[str]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vattn.errors import ConfigError, MissingPackageError, TransferError
-from vattn.kv_transfer.connector import TransferRequest
+from vattn.kv_transfer.connector import TransferRequest, attached_already
 
 
 class FileConnector:
@@ -50,11 +50,7 @@ class FileConnector:
     def attach(self, page_bytes: Mapping[str, int], fingerprint: str) -> None:
         """Create the folder of this fingerprint. A connector serves one model; several may share a folder."""
         if self._fingerprint not in ("", fingerprint):
-            raise ConfigError(
-                "a FileConnector attached to another model, or to one with other scales",
-                "the model of the first attach",
-                "make a second connector, for the same folder if you like",
-            )
+            raise attached_already(self)
         try:
             (self.folder / fingerprint[:32]).mkdir(parents=True, exist_ok=True)
         except OSError as error:

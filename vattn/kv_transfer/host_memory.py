@@ -12,7 +12,7 @@ from torch import Tensor
 
 from vattn.config.arguments import format_bytes, parse_bytes
 from vattn.errors import ConfigError, TransferError
-from vattn.kv_transfer.connector import TransferRequest
+from vattn.kv_transfer.connector import TransferRequest, attached_already
 
 _Runs: TypeAlias = list[tuple[int, int]]
 """First row of each run of consecutive rows, and the row after its last."""
@@ -54,11 +54,7 @@ class HostMemoryConnector:
         if self._arenas:
             if self._attached == (dict(page_bytes), fingerprint):
                 return
-            raise ConfigError(
-                "a HostMemoryConnector attached to another model, or to one with other scales",
-                "the model of the first attach",
-                "make a second connector",
-            )
+            raise attached_already(self)
         per_block = sum(page_bytes.values())
         if self.memory < per_block:
             raise ConfigError(

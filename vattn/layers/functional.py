@@ -163,7 +163,7 @@ def paged_attention(
 ) -> AttentionOutput:
     """Attend queries without padding to a paged cache; `vattn.ops.arguments.AttentionArgs` documents each tensor.
 
-    The config decides the mask; metadata adds flags, trees and ranges that the config asks for. Cross attention reads
+    The config decides the mask; metadata adds flags, trees and ranges that the config names. Cross attention reads
     the encoder's part of the metadata.
 
     Raises:

@@ -5,8 +5,8 @@ that is split. An item's record names the next item of the same CTA. Lengths cou
 
 Two ways of sharing the work are estimated, and the cheaper one is taken:
 
-- Even chunks: every request is split into equal chunks, which CTAs take in turn. The number of waves is the cheapest of
-  a few. Requests of equal lengths are split equally, and a batch that fills the card is not split.
+- Even chunks: every request is split into equal chunks, which CTAs take round-robin. The number of waves is the
+  cheapest of a few. Requests of equal lengths are split equally, and a batch that fills the card is not split.
 - Even shares: the requests are laid end to end, and the line is split into as many equal shares as there are CTAs. Any
   mixture of lengths is balanced, at the price of more splits.
 """

@@ -154,7 +154,7 @@ class MLAAttention(BoundLatents):
     ) -> int:
         """Return how many bytes a step of some tokens takes apart from its result, workspace included.
 
-        They are given back after each layer. Partial results of requests that are split are not counted.
+        They are freed after each layer. Partial results of requests that are split are not counted.
 
         Args:
             num_tokens: tokens of the step.

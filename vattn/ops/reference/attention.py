@@ -71,7 +71,7 @@ def varlen_attention(args: VarlenAttentionArgs, config: AttentionConfig) -> None
 
 
 def write_results(args: Any, out: Tensor, lse: Tensor, config: Any) -> None:
-    """Write results `[T, H, V]` of any dtype to an op's output and scales, as its config asks for them, and the LSE."""
+    """Write results `[T, H, V]` of any dtype to an op's output and scales, in its config's format, and the LSE."""
     quantise_output(
         out.to(MODEL_DTYPES[config.dtype]), config.output_format, args.output, args.output_block_scale,
         args.output_scale, config.output_arithmetic, config.output_min_scale,

@@ -116,7 +116,7 @@ def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1, chunk
             return Tuning(1, min(stages, 4), ctas=2, slots=4, max_registers=128)
         if not plain and heads_per_cta(config.num_kv_heads, 4) == 4:
             return Tuning(4, stages, ctas=1, slots=2, overlap=True)
-        # With fewer registers the reduction's programs fit beside this kernel, and the next step's after them.
+        # With fewer registers the reduction's programs run while this kernel does, and the next step's after them.
         registers = 128 if plain and tokens == 1 else None
         return Tuning(heads, stages, ctas=1, slots=4, overlap=True, max_registers=registers)
     if large and config.head_size == 128 and _fills_waves(num_reqs, config.num_kv_heads):

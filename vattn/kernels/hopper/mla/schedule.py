@@ -165,7 +165,7 @@ def mla_split_kernel(query_start_loc, seq_lens, starts, lengths, owners, num_par
 
 
 def cut_requests(query_start_loc: Tensor, seq_lens: Tensor, parts: Parts, most: int) -> None:
-    """Write parts of at most `most` rows each, whose rows see the same keys as before.
+    """Write parts of at most `most` rows each; every row sees the same keys as before.
 
     Row i of a request sits at `seq_len - query_len + i`, so the rows of a part form a request that ends with its last
     row. There must be room for one part more per request than its rows fill.

@@ -235,7 +235,7 @@ def prefill(args: AttentionArgs, config: AttentionConfig, tiles: TileConfig | No
 
 
 def finishes(config: AttentionConfig) -> bool:
-    """Return whether the kernel stores what the output format asks for; else another one quantises its rows."""
+    """Return whether the kernel stores the output format itself; otherwise a second kernel quantises its rows."""
     return not OUTPUT_FORMATS[config.output_format].group_size or computes_scales(config)
 
 

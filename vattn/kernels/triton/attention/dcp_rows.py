@@ -1,4 +1,4 @@
-"""Decode context parallelism: turn the rows of a step into requests over the keys that this rank holds, in one launch.
+"""Decode context parallelism: make the rows of a step requests over the keys that this rank holds, in one launch.
 
 A causal row without a window sees the tokens of its request up to its own. A rank holds a prefix of its shard of them,
 so the row is a decode of that many keys for any kernel.

@@ -33,7 +33,7 @@ def round_query_kernel(
 
 @lru_cache(maxsize=4096)
 def after_rounding(config: AttentionConfig) -> AttentionConfig:
-    """Return the config of a request whose query is quantised."""
+    """Return the config of a request with a quantised query."""
     return config.replace(query_load="plain")
 
 

@@ -59,7 +59,7 @@ def halves_up(x):
 
 
 FLOOR = tl.constexpr("add.rm.f32 $0, $1, 0f4B400000;")
-"""PTX: add 1.5 * 2^23, rounding down: the lowest bits are those of the floor."""
+"""PTX: add 1.5 * 2^23, rounding down: the lowest bits hold the floor."""
 
 
 @triton.jit

@@ -154,7 +154,7 @@ def choose_tiles(
 ) -> Tiles:
     """Choose tiles for `num_tokens` query rows and `num_reqs` requests of up to `max_keys` keys each.
 
-    Those of a batch-invariant layer depend on its config and the device alone. `mapped`: tensor maps can be made over
+    Tiles of a batch-invariant layer depend on its config and the device alone. `mapped`: tensor maps can be made over
     varlen keys and values.
     """
     wide = next_power_of_two(max(config.head_size, config.head_size_v, 16))
