@@ -52,7 +52,8 @@ def _permuted(tensor: Tensor, rng: random.Random) -> Tensor:
 
 def _other_dtype(tensor: Tensor, rng: random.Random) -> Tensor:
     dtypes = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.uint8]
-    return torch.zeros(tensor.shape, dtype=rng.choice(dtypes), device=tensor.device).copy_(tensor.float().nan_to_num())
+    dtype = rng.choice([dtype for dtype in dtypes if dtype != tensor.dtype])
+    return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device).copy_(tensor.float().nan_to_num())
 
 
 def _sparse_last(tensor: Tensor, rng: random.Random) -> Tensor:

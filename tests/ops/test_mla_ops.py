@@ -169,8 +169,9 @@ def test_cache_update_writes_its_slots_alone(kv_cache_dtype: str, dtype: str, ba
     for token, slot in enumerate(slots):
         if 0 <= slot < 24:
             one = slice(token, token + 1)
-            stored = encode_rows(kv_c[one], k_pe[one], kv_cache_dtype, scale)[0]
-            rows[slot // 8, slot % 8] = stored
+            # On the device: dividing by a number rounds differently on a GPU.
+            row = [None if t is None else t.to(device) for t in (kv_c[one], k_pe[one], scale)]
+            rows[slot // 8, slot % 8] = encode_rows(row[0], row[1], kv_cache_dtype, row[2])[0].cpu()
     given = MLACacheUpdateArgs(kv_c, k_pe, cache, torch.tensor(slots), scale, config.encode())
     torch.ops.vattn.mla_kv_cache_update(*(t.to(device) if isinstance(t, torch.Tensor) else t for t in given))
     assert torch.equal(cache.cpu().view(torch.uint8), expected.view(torch.uint8))

@@ -245,7 +245,8 @@ def _call(args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, ke
         kv_start_loc=None,
         seq_lens=None,
         block_table=None,
-        max_query_len=args.query.shape[0],
+        # FlashAttention-2 takes a bound of 1 for one token of every request.
+        max_query_len=max(args.query.shape[0], 2),
         max_seq_len=0,
         scale=abs(config.scale) or 1.0,
         causal=config.causality == "causal",
