@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import vattn
 from vattn.cli import doctor, explain, explain_fusion, generate, kv_report, tune
 from vattn.cli.bench import command as bench
+from vattn.errors import VattnError
 
 COMMANDS = {
     "doctor": (doctor, "what vattn can use on this machine"),
@@ -36,7 +37,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return the exit status."""
+    """Run one command and return the exit status, which is 2 for a mistake."""
     parser = make_parser()
     options, rest = parser.parse_known_args(arguments)
     if options.command == "demo":
@@ -44,7 +45,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     if rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    return COMMANDS[options.command][0].main(options)
+    try:
+        return COMMANDS[options.command][0].main(options)
+    except VattnError as error:
+        print(f"vattn: {error}", file=sys.stderr)
+        return 2
 
 
 if __name__ == "__main__":

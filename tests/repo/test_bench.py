@@ -177,7 +177,7 @@ def test_rows_run_in_the_order_that_is_asked_for() -> None:
         "llama3-8b/decode 1x1k/bf16",
         "llama3-8b/decode 1x8k/bf16",
         "llama3-8b/decode 1x128k/bf16",
-        "llama3-8b-tp8/decode 1x1k/bf16",
+        "gemma3-12b-window-cap/decode 1x1k/bf16",
     ]
     assert len(names("llama3-8b/speculative 64x4k, 8")) == 2
     for wrong in ("llama9", "llama3-8b/dance", "llama3-8b//int4", "a/b/c/d"):
@@ -272,10 +272,10 @@ def test_a_flashinfer_wrapper_is_planned_for_the_cell(monkeypatch) -> None:
     monkeypatch.setattr("vattn.backends.flashinfer.jit.can_compile", lambda: True)
     layer = shapes.LayerShape("x", 4, 2, 64, window=9, soft_cap=3.0)
     cell = Cell(layer, shapes.Work("y", ((3, 40), (1, 16), (5, 5))), "bf16", 16, 0, "cpu")
-    assert cell.error(peers._flashinfer("fa2")(cell)()) < 1e-2
+    assert cell.error(peers._flashinfer(cell, "fa2")()) < 1e-2
     for wrong, family in ((Cell(layer, cell.work, "fp8", 16, 0, "cpu"), "fa3"),):
         with pytest.raises(NotThisCellError):
-            peers._flashinfer(family)(wrong)
+            peers._flashinfer(wrong, family)
 
 
 def test_the_layer_as_it_is_asked_for_is_shown_where_one_that_rounds_the_query_was_faster() -> None:

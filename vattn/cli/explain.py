@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
 from vattn.config.mla import HEAD as MLA_HEAD
 from vattn.config.mla import MLAConfig
-from vattn.errors import ConfigError, DeviceError, VattnError
+from vattn.errors import ConfigError, DeviceError
 from vattn.quantization import formats
 
 FLAGS = ("sinks", "tree_bias", "lse", "context_parallel", "context_only", "batch_invariant")
@@ -68,15 +67,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Print the explanation; return 0 if a backend accepts, 1 if none does, 2 if the request contradicts itself."""
+    """Print the explanation; return 0 if a backend accepts, 1 if none does."""
     from vattn.backends import selector
 
-    try:
-        request = _request(options)
-        explanation = selector.explain(request, _device(options.device))
-    except (VattnError, RuntimeError) as error:
-        print(f"vattn: {error}", file=sys.stderr)
-        return 2
+    request = _request(options)
+    explanation = selector.explain(request, _device(options.device))
     print(explanation)
     if refusal := _layer_refusal(request):
         print(f"layers refuse it, whichever backend accepts: {refusal}")

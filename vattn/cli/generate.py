@@ -76,14 +76,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the command; returns 1 if a request failed, 2 if nothing could be run."""
-    try:
-        jobs = _jobs(options)
-        generator = make_generator(options)
-        requests = [_add(generator, prompt, sampling) for prompt, sampling in jobs]
-    except VattnError as error:
-        print(f"vattn: {error}", file=sys.stderr)
-        return 2
+    """Run the command; returns 1 if a request failed, else 0."""
+    jobs = _jobs(options)
+    generator = make_generator(options)
+    requests = [_add(generator, prompt, sampling) for prompt, sampling in jobs]
     show = _show_json if options.json else _show_text
     show(generator, requests)
     failed = [request for request in requests if isinstance(request, VattnError) or request.error is not None]

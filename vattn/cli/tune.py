@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,10 +14,10 @@ import torch
 
 from vattn.backends import choice_table, selector
 from vattn.backends.choice_table import ChoiceTable, Kind, Measured
-from vattn.calibration.result_files import write_whole
+from vattn.calibration.result_files import check_output, write_whole
 from vattn.cli.bench.command import forbid_builds
 from vattn.config.device import DeviceInfo
-from vattn.errors import ConfigError, DeviceError, VattnError
+from vattn.errors import ConfigError, DeviceError
 
 BACKENDS = ("TRITON_ATTN", "FLASHINFER", "FLASH_ATTN")
 """What is timed, where it is installed; the plain torch backend is no rival."""
@@ -51,29 +50,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(options: argparse.Namespace) -> int:
-    """Run the subcommand and return the exit status: 0, or 2 for a mistake."""
-    try:
-        if options.check:
-            _show(choice_table.read_table(options.check))
-            return 0
-        if not options.out:
-            raise ConfigError("tune without --out", "--out FILE", f"then set {choice_table.VARIABLE}=FILE")
-        if not torch.cuda.is_available():
-            raise DeviceError(
-                "tune on a machine without a usable GPU",
-                "a CUDA GPU",
-                "run `python -m vattn doctor` to see what was found",
-            )
-        forbid_builds(options.build_peers)
-        caches = ("bf16", "fp8") if options.cache == "both" else (options.cache,)
-        shapes = _picked("--shapes", options.shapes, list(SHAPES))
-        table = measure(shapes, _picked("--steps", options.steps, list(STEPS)), caches, options.replays)
-        write_whole(options.out, table.dump())
-        _show(table)
-        print(f"written to {options.out}; use it with {choice_table.VARIABLE}={options.out}")
-    except (VattnError, OSError) as error:
-        print(f"vattn: {error}", file=sys.stderr)
-        return 2
+    """Run the subcommand and return 0."""
+    if options.check:
+        _show(choice_table.read_table(options.check))
+        return 0
+    if not options.out:
+        raise ConfigError("tune without --out", "--out FILE", f"then set {choice_table.VARIABLE}=FILE")
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            "tune on a machine without a usable GPU",
+            "a CUDA GPU",
+            "run `python -m vattn doctor` to see what was found",
+        )
+    check_output("--out", options.out, replaced=True)
+    forbid_builds(options.build_peers)
+    caches = ("bf16", "fp8") if options.cache == "both" else (options.cache,)
+    shapes = _picked("--shapes", options.shapes, list(SHAPES))
+    table = measure(shapes, _picked("--steps", options.steps, list(STEPS)), caches, options.replays)
+    write_whole(options.out, table.dump())
+    _show(table)
+    print(f"written to {options.out}; use it with {choice_table.VARIABLE}={options.out}")
     return 0
 
 

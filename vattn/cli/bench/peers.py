@@ -10,6 +10,7 @@ import ctypes
 import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -86,17 +87,14 @@ def attention_arguments(cell: Cell, backend: str, fp8_query: bool = False) -> At
     return AttentionArgs(**{name: given.get(name) for name in AttentionArgs._fields})  # type: ignore[arg-type]
 
 
-def _vattn(backend: str, fp8_query: bool = False) -> Callable[[Cell], Call]:
-    def make(cell: Cell) -> Call:
-        args = attention_arguments(cell, backend, fp8_query)
+def _vattn(cell: Cell, backend: str = "TRITON_ATTN", fp8_query: bool = False) -> Call:
+    args = attention_arguments(cell, backend, fp8_query)
 
-        def step() -> Tensor:
-            torch.ops.vattn.attention(*args)
-            return args.output
+    def step() -> Tensor:
+        torch.ops.vattn.attention(*args)
+        return args.output
 
-        return step
-
-    return make
+    return step
 
 
 def _plan(cell: Cell, config: Any) -> list[Tensor]:
@@ -131,8 +129,8 @@ def _plan(cell: Cell, config: Any) -> list[Tensor]:
     return [schedule, host_plan]
 
 
-def _backend_problem(name: str) -> Callable[[], str | None]:
-    return lambda: selector.get_backend(name).problem()
+def _backend_problem(name: str = "TRITON_ATTN") -> str | None:
+    return selector.get_backend(name).problem()
 
 
 def _fa3_problem() -> str | None:
@@ -173,53 +171,50 @@ def _fa3(cell: Cell) -> Call:
     return step
 
 
-def _flashinfer(family: str, fp8_query: bool = False) -> Callable[[Cell], Call]:
-    def make(cell: Cell) -> Call:
-        from flashinfer import BatchPrefillWithPagedKVCacheWrapper
+def _flashinfer(cell: Cell, family: str, fp8_query: bool = False) -> Call:
+    from flashinfer import BatchPrefillWithPagedKVCacheWrapper
 
-        from vattn.backends.flashinfer.jit import can_compile, is_built
-        from vattn.backends.flashinfer.plan import plan_options
+    from vattn.backends.flashinfer.jit import can_compile, is_built
+    from vattn.backends.flashinfer.plan import plan_options
 
-        config = cell.config("FLASHINFER")
-        if cell.layer.sinks:
-            raise NotThisCellError("sinks are dropped in silence by these wrappers")
-        if fp8_query and not cell.fp8:
-            raise NotThisCellError("a cache that is not FP8")
-        if family == "fa3" and cell.fp8 and not fp8_query:
-            raise NotThisCellError("a 16-bit query on an FP8 cache")
-        query = cell.query.to(torch.float8_e4m3fn) if fp8_query else cell.query
-        if not can_compile() and not is_built(config, family, query.dtype):
-            raise NotThisCellError("the kernel is not built")
-        sizes = [-(-keys // cell.block_size) for _, keys in cell.work.requests]
-        pages = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
-        ids = torch.cat([row[:size] for row, size in zip(cell.table, sizes, strict=True)])
-        last = torch.tensor([(keys - 1) % cell.block_size + 1 for _, keys in cell.work.requests], dtype=torch.int32)
-        workspace = torch.empty(512 << 20, dtype=torch.uint8, device=cell.device)
-        wrapper = BatchPrefillWithPagedKVCacheWrapper(
-            workspace,
-            "NHD",
-            # Planned for these lengths alone: its schedules for graphs that meet other lengths are slower.
-            backend=family,
-        )
-        wrapper.plan(
-            qo_indptr=cell.starts.cpu(),
-            paged_kv_indptr=pages,
-            paged_kv_indices=ids,
-            paged_kv_last_page_len=last,
-            page_size=cell.block_size,
-            **plan_options(config, cell.kv_cache.dtype) | {"q_data_type": query.dtype},
-        )
-        output = torch.empty_like(cell.query)
-        heads = (cell.layer.heads, cell.layer.kv_heads, cell.layer.kv_heads)
-        scales = [torch.ones(count, device=cell.device) for count in heads] if fp8_query else []
+    config = cell.config("FLASHINFER")
+    if cell.layer.sinks:
+        raise NotThisCellError("sinks are dropped in silence by these wrappers")
+    if fp8_query and not cell.fp8:
+        raise NotThisCellError("a cache that is not FP8")
+    if family == "fa3" and cell.fp8 and not fp8_query:
+        raise NotThisCellError("a 16-bit query on an FP8 cache")
+    query = cell.query.to(torch.float8_e4m3fn) if fp8_query else cell.query
+    if not can_compile() and not is_built(config, family, query.dtype):
+        raise NotThisCellError("the kernel is not built")
+    sizes = [-(-keys // cell.block_size) for _, keys in cell.work.requests]
+    pages = torch.tensor([0, *sizes]).cumsum(0).to(torch.int32)
+    ids = torch.cat([row[:size] for row, size in zip(cell.table, sizes, strict=True)])
+    last = torch.tensor([(keys - 1) % cell.block_size + 1 for _, keys in cell.work.requests], dtype=torch.int32)
+    workspace = torch.empty(512 << 20, dtype=torch.uint8, device=cell.device)
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(
+        workspace,
+        "NHD",
+        # Planned for these lengths alone: its schedules for graphs that meet other lengths are slower.
+        backend=family,
+    )
+    wrapper.plan(
+        qo_indptr=cell.starts.cpu(),
+        paged_kv_indptr=pages,
+        paged_kv_indices=ids,
+        paged_kv_last_page_len=last,
+        page_size=cell.block_size,
+        **plan_options(config, cell.kv_cache.dtype) | {"q_data_type": query.dtype},
+    )
+    output = torch.empty_like(cell.query)
+    heads = (cell.layer.heads, cell.layer.kv_heads, cell.layer.kv_heads)
+    scales = [torch.ones(count, device=cell.device) for count in heads] if fp8_query else []
 
-        def step() -> Tensor:
-            wrapper.run(query, (cell.kv_cache[0], cell.kv_cache[1]), *scales, out=output)
-            return output
+    def step() -> Tensor:
+        wrapper.run(query, (cell.kv_cache[0], cell.kv_cache[1]), *scales, out=output)
+        return output
 
-        return step
-
-    return make
+    return step
 
 
 def _xqa(cell: Cell) -> Call:
@@ -271,27 +266,24 @@ def _contiguous_only(cell: Cell) -> None:
         raise NotThisCellError("chunks")
 
 
-def _sdpa(kind: str) -> Callable[[Cell], Call]:
-    def make(cell: Cell) -> Call:
-        from torch.nn.attention import SDPBackend, sdpa_kernel
+def _sdpa(cell: Cell, kind: str) -> Call:
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 
-        _contiguous_only(cell)
-        if cell.layer.window is not None or cell.layer.soft_cap is not None:
-            raise NotThisCellError("a window or a soft cap")
-        query, key, value = cell.contiguous
-        causal = query.shape[2] > 1
-        backend = getattr(SDPBackend, kind)
+    _contiguous_only(cell)
+    if cell.layer.window is not None or cell.layer.soft_cap is not None:
+        raise NotThisCellError("a window or a soft cap")
+    query, key, value = cell.contiguous
+    causal = query.shape[2] > 1
+    backend = getattr(SDPBackend, kind)
 
-        def step() -> Tensor:
-            with sdpa_kernel(backend):
-                result: Tensor = torch.nn.functional.scaled_dot_product_attention(
-                    query, key, value, is_causal=causal, scale=cell.scale, enable_gqa=True
-                )
-            return result
+    def step() -> Tensor:
+        with sdpa_kernel(backend):
+            result: Tensor = torch.nn.functional.scaled_dot_product_attention(
+                query, key, value, is_causal=causal, scale=cell.scale, enable_gqa=True
+            )
+        return result
 
-        return step
-
-    return make
+    return step
 
 
 def _flex(cell: Cell) -> Call:
@@ -333,10 +325,6 @@ def _stream(cell: Cell) -> Call:
     return stream_decode(key, value, cell.table, len(cell.work.requests), cell.work.requests[0][1])
 
 
-def _none() -> None:
-    return None
-
-
 def _cuda_problem() -> str | None:
     return None if torch.cuda.is_available() else "no usable GPU"
 
@@ -346,33 +334,39 @@ def _triton_problem() -> str | None:
 
 
 OWN: tuple[Peer, ...] = (
-    Peer("vattn", "vattn", _backend_problem("TRITON_ATTN"), _vattn("TRITON_ATTN")),
-    Peer("vattn, FP8 query", "vattn-fp8", _backend_problem("TRITON_ATTN"), _vattn("TRITON_ATTN", True), ROUNDED),
+    Peer("vattn", "vattn", _backend_problem, _vattn),
+    Peer("vattn, FP8 query", "vattn-fp8", _backend_problem, partial(_vattn, fp8_query=True), ROUNDED),
 )
 """vattn's own kernels; the first is what ratios are taken of."""
 
 PEERS: tuple[Peer, ...] = (
     Peer("FA3", "fa3", _fa3_problem, _fa3, ROUNDED),
-    Peer("FlashInfer fa2", "flashinfer", _flashinfer_problem, _flashinfer("fa2")),
-    Peer("FlashInfer fa3", "flashinfer", _flashinfer_problem, _flashinfer("fa3")),
-    Peer("FlashInfer fa3, FP8 query", "flashinfer", _flashinfer_problem, _flashinfer("fa3", True), ROUNDED),
+    Peer("FlashInfer fa2", "flashinfer", _flashinfer_problem, partial(_flashinfer, family="fa2")),
+    Peer("FlashInfer fa3", "flashinfer", _flashinfer_problem, partial(_flashinfer, family="fa3")),
+    Peer(
+        "FlashInfer fa3, FP8 query",
+        "flashinfer",
+        _flashinfer_problem,
+        partial(_flashinfer, family="fa3", fp8_query=True),
+        ROUNDED,
+    ),
     Peer("XQA", "xqa", _flashinfer_problem, _xqa, ROUNDED),
-    Peer("SDPA flash (contiguous)", "sdpa", _cuda_problem, _sdpa("FLASH_ATTENTION")),
-    Peer("SDPA cuDNN (contiguous)", "cudnn", _cuda_problem, _sdpa("CUDNN_ATTENTION")),
+    Peer("SDPA flash (contiguous)", "sdpa", _cuda_problem, partial(_sdpa, kind="FLASH_ATTENTION")),
+    Peer("SDPA cuDNN (contiguous)", "cudnn", _cuda_problem, partial(_sdpa, kind="CUDNN_ATTENTION")),
     Peer("FlexAttention (contiguous)", "flex", _triton_problem, _flex),
 )
 """What vattn's kernels are compared with. Contiguous ones read a copy of keys and values without blocks."""
 
 BESIDE: tuple[Peer, ...] = (
-    Peer("vattn FLASHINFER", "flashinfer", _flashinfer_problem, _vattn("FLASHINFER")),
-    Peer("vattn FLASH_ATTN", "fa3", _fa3_problem, _vattn("FLASH_ATTN")),
+    Peer("vattn FLASHINFER", "flashinfer", _flashinfer_problem, partial(_vattn, backend="FLASHINFER")),
+    Peer("vattn FLASH_ATTN", "fa3", _fa3_problem, partial(_vattn, backend="FLASH_ATTN")),
 )
 """The same libraries behind a backend of vattn, with what it adds."""
 
 STREAM = Peer("stream", "stream", _triton_problem, _stream, attends=False)
 """What loads every key and value of a decode step by the block table, and does next to nothing with them."""
 
-ON_CPU = Peer("vattn TORCH_SDPA", "vattn", _none, _vattn("TORCH_SDPA"))
+ON_CPU = Peer("vattn TORCH_SDPA", "vattn", lambda: None, partial(_vattn, backend="TORCH_SDPA"))
 
 
 def choose_peers(names: Sequence[str]) -> list[Peer]:
@@ -393,4 +387,4 @@ def choose_peers(names: Sequence[str]) -> list[Peer]:
 def backend_peer(name: str) -> Peer:
     """Return a backend of vattn as a kernel to time, by its own name."""
     limit = ROUNDED if name == "FLASH_ATTN" else (1.6e-2, 1.6e-2)
-    return Peer(name, name, _backend_problem(name), _vattn(name), limit)
+    return Peer(name, name, partial(_backend_problem, name), partial(_vattn, backend=name), limit)

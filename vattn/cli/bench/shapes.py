@@ -70,24 +70,25 @@ class Work:
 
 _LAYERS = (
     LayerShape("llama3-8b", 32, 8, 128),
-    LayerShape("llama3-8b-tp8", 4, 1, 128),
-    LayerShape("llama3-70b", 64, 8, 128),
+    LayerShape("gemma3-12b-window-cap", 16, 8, 256, window=1024, soft_cap=50.0),
+    LayerShape("gpt-oss-20b-window", 64, 8, 64, window=128, sinks=True),
     LayerShape("llama3-70b-tp8", 8, 1, 128),
     LayerShape("qwen3-30b-a3b", 32, 4, 128),
-    LayerShape("gemma3-12b", 16, 8, 256),
-    LayerShape("gemma3-12b-window", 16, 8, 256, window=1024),
-    LayerShape("gemma3-12b-window-cap", 16, 8, 256, window=1024, soft_cap=50.0),
     LayerShape("gpt-oss-20b", 64, 8, 64, sinks=True),
-    LayerShape("gpt-oss-20b-window", 64, 8, 64, window=128, sinks=True),
+    LayerShape("gemma3-12b", 16, 8, 256),
+    LayerShape("llama3-70b", 64, 8, 128),
+    LayerShape("gemma3-12b-window", 16, 8, 256, window=1024),
+    LayerShape("llama3-8b-tp8", 4, 1, 128),
     LayerShape("mistral-7b-window", 32, 8, 128, window=1024),
-    LayerShape("llama2-7b", 32, 32, 128),
-    LayerShape("qwen2.5-7b", 28, 4, 128),
-    LayerShape("qwen2.5-32b", 40, 8, 128),
-    LayerShape("llama3-405b", 128, 8, 128),
     LayerShape("llama3.2-1b", 32, 8, 64),
+    LayerShape("llama3-405b", 128, 8, 128),
+    LayerShape("qwen2.5-32b", 40, 8, 128),
+    LayerShape("qwen2.5-7b", 28, 4, 128),
+    LayerShape("llama2-7b", 32, 32, 128),
 )
 
 LAYERS: dict[str, LayerShape] = {layer.name: layer for layer in _LAYERS}
+"""By name, in the order in which they run."""
 
 _MIXED = tuple((n, n) for n in (8192, 1, 77, 3000, 513, 5000, 1024, 250, 2048, 4100, 33, 700, 6001, 128, 1500, 900))
 
@@ -123,32 +124,13 @@ _WORKS = (
 
 WORKS: dict[str, Work] = {work.name: work for work in _WORKS}
 
-_OTHERS = (
-    "gemma3-12b-window-cap",
-    "gpt-oss-20b-window",
-    "llama3-70b-tp8",
-    "qwen3-30b-a3b",
-    "gpt-oss-20b",
-    "gemma3-12b",
-    "llama3-70b",
-    "gemma3-12b-window",
-    "llama3-8b-tp8",
-    "mistral-7b-window",
-    "llama3.2-1b",
-    "llama3-405b",
-    "qwen2.5-32b",
-    "qwen2.5-7b",
-    "llama2-7b",
-)
-"""The layers after the first, in the order in which they run."""
-
 _SHORT = ("decode 64x4k", "speculative 64x4k, 4", "prefill 1x8k")
 
 
 def default_cells() -> list[tuple[LayerShape, Work]]:
     """Return every work on Llama 3 8B, and one decode, one speculative step and one prefill on the other layers."""
     first = [(_LAYERS[0], work) for work in _WORKS]
-    return first + [(LAYERS[layer], WORKS[name]) for layer in _OTHERS for name in _SHORT]
+    return first + [(layer, WORKS[name]) for layer in _LAYERS[1:] for name in _SHORT]
 
 
 def every_cell() -> list[tuple[LayerShape, Work]]:
