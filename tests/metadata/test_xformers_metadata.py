@@ -51,6 +51,17 @@ def test_no_mask_without_leading_decodes(
     assert builder.build(query_lens, seq_lens, [[1], [2]][: len(query_lens)]).attn_bias is None
 
 
+def test_all_requests_are_leading_decodes_after_an_advance(builder: vattn.XFormersMetadataBuilder) -> None:
+    """The first request of the built step has no cached tokens yet, so that step has no mask."""
+    first = builder.build([1, 1], [1, 9], [[3], [1]])
+    assert first.attn_bias is None
+    step = builder.advance(first, [])
+    assert isinstance(step, vattn.XFormersMetadata) and isinstance(step.attn_bias, Mask)
+    assert step.attn_bias.k_seqinfo.seqlen.tolist() == [2, 10]
+    with pytest.raises(vattn.errors.MetadataError, match="over which its step"):
+        builder.advance(first, [])
+
+
 def test_layers_take_it_like_any_other(package: None) -> None:
     outputs = []
     for kind in (vattn.AttentionMetadataBuilder, vattn.XFormersMetadataBuilder):

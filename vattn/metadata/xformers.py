@@ -74,6 +74,16 @@ class XFormersMetadataBuilder(AttentionMetadataBuilder):
         lengths = queries if seq_lens is None else read_integers("seq_lens", seq_lens)
         decodes = (queries == 1) & (lengths > 1)
         leading = int(decodes.long().cumprod(0).sum()) if block_tables is not None else 0
-        return XFormersMetadata(
+        metadata = XFormersMetadata(
             **{each.name: getattr(step, each.name) for each in fields(step)}, num_leading_decodes=leading
         )
+        assert self._built is not None
+        self._built = metadata, self._built[1]
+        return metadata
+
+    def advance(self, metadata: AttentionMetadata, new_blocks: Sequence[Any] | Tensor) -> XFormersMetadata:
+        """Return the step that follows a step of decodes, all leading; as `AttentionMetadataBuilder.advance`."""
+        after = super().advance(metadata, new_blocks)
+        assert isinstance(after, XFormersMetadata)
+        after.num_leading_decodes, after._bias = after.num_reqs, None
+        return after
