@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from vattn.backends import selector
 from vattn.cache.layout import kv_cache_dtype, kv_cache_shape
 from vattn.cache.stored_rows import decode_stored, encode_stored
 from vattn.config.attention import AttentionConfig
@@ -21,6 +23,25 @@ from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
 
 GARBAGE_BYTE = 0xFF
 """Repeated, it is NaN in every float format that vattn stores."""
+
+
+@contextmanager
+def no_sync() -> Iterator[None]:
+    """Raise where the host waits for the GPU."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def capture(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """Capture a call that has run before in a CUDA graph; return the graph and what the call returned."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        result = call()
+    return graph, result
 
 
 def relative_l2(got: Tensor, expected: Tensor) -> float:
@@ -86,6 +107,16 @@ class Batch:
         }
         return replace(self, config=config, args=self.args._replace(config=config.encode(), **outputs))
 
+    def planned(self) -> Batch:
+        """Return the batch with the plan that a builder makes for its backend, if that takes one."""
+        args, backend = self.args, selector.get_backend(self.config.backend)
+        shape = backend.plan_shape(self.config, args.query.shape[0], *args.block_table.shape)
+        if not shape:
+            return self
+        schedule = torch.full(shape, -1, dtype=torch.int32, device=args.query.device)
+        torch.ops.vattn.plan(args.query_start_loc, args.seq_lens, schedule, args.config)
+        return replace(self, args=args._replace(plan=[schedule]))
+
     def run(self) -> tuple[Tensor, Tensor | None]:
         """Call the op; return the output as fp32 `[T, H, V]` (dequantised) and the LSE."""
         import vattn.ops.schemas  # noqa: F401  registers the ops
@@ -105,6 +136,11 @@ class Batch:
         if isinstance(self.args, AttentionArgs):
             return reference.paged_attention(self.args, self.config)
         return reference.packed_attention(self.args, self.config)
+
+
+def moved(args: Any, device: torch.device | str) -> Any:
+    """Return an op's arguments with every tensor on a device."""
+    return args._replace(**{name: t.to(device) for name, t in args._asdict().items() if isinstance(t, Tensor)})
 
 
 def _like_poisoned(tensor: Tensor) -> Tensor:
@@ -389,10 +425,9 @@ def _to_device(batch: Batch, scales: Sequence[Tensor | None], device: torch.devi
             for part in parts
         ]
 
-    moved = {field: value.to(device) for field, value in batch.args._asdict().items() if isinstance(value, Tensor)}
     return replace(
         batch,
-        args=batch.args._replace(**moved),
+        args=moved(batch.args, device),
         keys=stored(batch.keys, False),
         values=stored(batch.values, True),
         queries=[query.to(device) for query in batch.queries],

@@ -13,7 +13,7 @@ import torch
 from tests.conformance.cases import batch_of_row
 from tests.conformance.compare import call, compare, on_cpu, run_and_compare
 from tests.conformance.rows import BOTH_WAYS, CAP, CROSS, DECODES, ENCODED, LONG, LSE, MIXED, SINKS, Row
-from tests.support import Batch, make_config
+from tests.support import Batch, capture, make_config, no_sync
 from vattn.backends import selector
 from vattn.backends.flash_attn import libraries as flash_attention
 from vattn.backends.flash_attn.libraries import find_library
@@ -85,22 +85,11 @@ def batch_of(row: Row, seed: int = 3) -> Batch:
     return batch_of_row(merged, "FLASH_ATTN", device="cuda", seed=seed)
 
 
-def planned(batch: Batch) -> Batch:
-    """Give a batch the schedule that a builder would have made; `False` shapes are left alone."""
-    args = batch.args
-    shape = selector.get_backend("FLASH_ATTN").plan_shape(batch.config, args.query.shape[0], *args.block_table.shape)
-    if shape:
-        schedule = torch.full(shape, -1, dtype=torch.int32, device="cuda")
-        torch.ops.vattn.plan(args.query_start_loc, args.seq_lens, schedule, args.config)
-        batch.args = args._replace(plan=[schedule])
-    return batch
-
-
 def check(row: Row, plan: bool = False) -> None:
     config = make_config(**{**BASE, **row.changes, "backend": "FLASH_ATTN"})
     found = selector.get_backend("FLASH_ATTN").reasons(config, DeviceInfo.of("cuda"))
     batch = batch_of(row)
-    batch = planned(batch) if plan and not found else batch
+    batch = batch.planned() if plan and not found else batch
     assert run_and_compare(batch) == (not found)
 
 
@@ -183,7 +172,7 @@ def test_torchs_own(name: str, torchs_own: Any) -> None:
 @pytest.mark.parametrize("plan", [False, True])
 def test_no_sync_and_a_replay_with_other_lengths(plan: bool, fa3: None) -> None:
     batch = batch_of(Row(BASE, (*DECODES, (1, 2000))), seed=5)
-    batch = planned(batch) if plan else batch
+    batch = batch.planned() if plan else batch
 
     def step() -> None:
         for schedule in batch.args.plan:
@@ -193,15 +182,9 @@ def test_no_sync_and_a_replay_with_other_lengths(plan: bool, fa3: None) -> None:
         torch.ops.vattn.attention(*batch.args)
 
     step()
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         step()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = capture(step)
     lengths = batch.args.seq_lens.clone()
     for change in (0, -1, -30):
         batch.args.seq_lens.copy_((lengths + change).clamp(min=0))

@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.conformance.cases import batch_of_row
 from tests.conformance.compare import call, compare, on_cpu
 from tests.conformance.rows import CAP, DECODES, FP8, LSE, MIXED, SINKS, Row
-from tests.support import Batch, make_config
+from tests.support import Batch, capture, make_config
 from vattn.backends import selector, xformers
 from vattn.backends.triton_attn import TritonAttentionBackend
 from vattn.config.device import DeviceInfo
@@ -193,9 +193,7 @@ def test_a_captured_decode_follows_lengths_and_tables(calls: list[int]) -> None:
     kept = [tensor.clone() for tensor in (first.args.query, first.args.query_start_loc, first.args.seq_lens)]
     fill(first)
     call(args)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call(args)
+    graph, _ = capture(lambda: call(args))
     fill(second)
     args.output.fill_(float("nan"))
     graph.replay()

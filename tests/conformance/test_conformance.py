@@ -97,13 +97,10 @@ def test_attention(name: str, row: str, device: str) -> None:
 def test_attention_with_a_plan(place: tuple[str, str], row: str) -> None:
     backend, device = place
     batch = batch_of_row(ROWS[row], backend, device=device, seed=7)
-    tokens, table = batch.args.query.shape[0], batch.args.block_table
-    shape = selector.get_backend(backend).plan_shape(batch.config, tokens, *table.shape)
-    if not shape or selector.get_backend(backend).host_plan_size(batch.config) or refusal(batch.config, device):
+    if not selector.get_backend(backend).host_plan_size(batch.config) and not refusal(batch.config, device):
+        batch = batch.planned()
+    if not batch.args.plan:
         pytest.skip("takes no schedule here, so it would repeat test_attention")
-    schedule = torch.full(shape, -1, dtype=torch.int32, device=device)
-    torch.ops.vattn.plan(batch.args.query_start_loc, batch.args.seq_lens, schedule, batch.args.config)
-    batch.args = batch.args._replace(plan=[schedule])
     run_and_compare(batch)
 
 

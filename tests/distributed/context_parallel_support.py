@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support import poisoned_empty, relative_l2
+from tests.support import moved, poisoned_empty, relative_l2
 from vattn.cache.layout import row_view
 from vattn.cache.stored_rows import stored_views
 from vattn.config.attention import AttentionConfig
@@ -94,9 +94,7 @@ def combined_parts(
     for shard in shards:
         own, args = sharded(config, shard), share(full, config, shard, seed)
         part, lse = exact(args, own)
-        args = args._replace(config=own.replace(backend=backend).encode())
-        moved = {key: value.to(device) for key, value in args._asdict().items() if isinstance(value, Tensor)}
-        args = args._replace(**moved)
+        args = moved(args._replace(config=own.replace(backend=backend).encode()), device)
         getattr(torch.ops.vattn, name)(*args)
         empty = args.lse == -torch.inf
         assert torch.equal(empty.cpu(), lse == -torch.inf)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import vattn
 from tests.distributed.context_parallel_support import combined_parts, ranks
 from tests.layers.mla_support import exact, make_mla_config, random_mla_batch
-from tests.support import make_config, random_paged_batch, relative_l2
+from tests.support import capture, make_config, random_paged_batch, relative_l2
 from vattn.distributed import ContextParallel, DCPShard
 from vattn.ops.reference import attention as reference
 
@@ -132,15 +132,12 @@ def check_layers(sharded_layer: nn.Module, whole: nn.Module, parallel: ContextPa
         assert relative_l2(got, own) < 2 * ROUNDED
     local, full = make_inputs(2, 1)
     step = builders[0].build([1, 1], [135, 74], tables)
-    graph, output = torch.cuda.CUDAGraph(), None
     with torch.no_grad():
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             for _ in range(2):
                 sharded_layer(*local, metadata=step)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            output = sharded_layer(*local, metadata=step)
+        graph, output = capture(lambda: sharded_layer(*local, metadata=step))
         for position in range(135, 140):
             fresh_local, fresh_full = make_inputs(2, position)
             for old, new in zip(local, fresh_local, strict=True):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.conformance.compare import compare, on_cpu
-from tests.support import Batch, make_config, poisoned_empty, random_paged_batch, relative_l2
+from tests.support import Batch, capture, make_config, poisoned_empty, random_paged_batch, relative_l2
 from vattn.config.device import DeviceInfo
 from vattn.config.rope import RopeConfig
 from vattn.kernels.hopper.decode import launch as decode_fast
@@ -153,10 +153,8 @@ def test_outputs_of_requests_that_stay_whole(name: str, cache: dict[str, Any]) -
     assert tuning is not None and tuning.slots == 4
     decode_fast.decode(batch.args, batch.config)
     torch.cuda.synchronize()
-    codes, graph = batch.args.output.clone(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(20):
-            decode_fast.decode(batch.args, batch.config)
+    codes = batch.args.output.clone()
+    graph, _ = capture(lambda: [decode_fast.decode(batch.args, batch.config) for _ in range(20)])
     for _ in range(20):
         batch.args.output.view(torch.uint8).fill_(0x77)
         graph.replay()
@@ -415,9 +413,7 @@ def test_replays_follow_the_lengths() -> None:
         decode_fast.decode(args, batch.config)
 
     step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = capture(step)
     for lengths in ([33, 17, 299, 1], [900, 16, 0, 63]):
         args.seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
         args.output.view(torch.uint8).fill_(0xFF)

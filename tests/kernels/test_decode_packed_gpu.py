@@ -11,8 +11,7 @@ import vattn.ops.schemas  # noqa: F401  registers the ops
 from tests.kernels.decode_support import PACKED, SHORT
 from tests.kernels.test_decode_packed_codes import unpack_kernel
 from tests.quantization.test_kv_formats import SCALE, hard_rows
-from tests.support import make_config, random_paged_batch, relative_l2
-from vattn.backends import selector
+from tests.support import capture, make_config, moved, random_paged_batch, relative_l2
 from vattn.cache.layout import kv_cache_shape
 from vattn.kernels.hopper.decode import launch as decode_fast
 from vattn.kernels.hopper.decode_packed import launch as decode_packed
@@ -36,11 +35,8 @@ def check(fmt: str, lengths: list[int], padding: int = 0, planned: bool = True, 
     )
     assert decode_packed.accepts(batch.args, config)
     if planned:
-        rows, table = batch.args.query.shape[0], batch.args.block_table
-        shape = selector.get_backend("TRITON_ATTN").plan_shape(config, rows, *table.shape)
-        schedule = torch.full(shape, -1, dtype=torch.int32, device="cuda")
-        torch.ops.vattn.plan(batch.args.query_start_loc, batch.args.seq_lens, schedule, config.encode())
-        batch.args = batch.args._replace(plan=[schedule])
+        batch = batch.planned()
+        assert batch.args.plan
     batch.run()
     output, lse = batch.expected()
     assert relative_l2(batch.output(), output) < TOLERANCE[config.dtype]
@@ -143,9 +139,7 @@ def test_a_replayed_graph_reads_new_lengths(fmt: str) -> None:
     )  # fmt: skip
     batch = random_paged_batch(config, [1, 1, 1], [700, 90, 33], device="cuda", poison=False)
     batch.run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        torch.ops.vattn.attention(*batch.args)
+    graph, _ = capture(lambda: torch.ops.vattn.attention(*batch.args))
     batch.args.seq_lens.copy_(torch.tensor([301, 17, 1], dtype=torch.int32))
     graph.replay()
     assert relative_l2(batch.output(), batch.expected()[0]) < TOLERANCE["bfloat16"]
@@ -176,9 +170,7 @@ def test_stores_give_the_bytes_of_the_reference(
         scale = SCALE if kind != "none" else None
         expected = torch.full(kv_cache_shape(config, 24), 0xA5, dtype=torch.uint8)
         args = CacheUpdateArgs(rows, rows.flip(0), expected, slots, scale, scale, config.encode())
-        on_gpu = args._replace(**{
-            name: value.cuda() for name, value in args._asdict().items() if isinstance(value, torch.Tensor)
-        })  # fmt: skip
+        on_gpu = moved(args, "cuda")
         reference.kv_cache_update(args, config)
         torch.ops.vattn.kv_cache_update(*on_gpu)
         wrong = (on_gpu.kv_cache.cpu() != expected).sum().item()

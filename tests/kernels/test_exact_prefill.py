@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import vattn
-from tests.support import relative_l2
+from tests.support import capture, relative_l2
 from vattn.config.attention import AttentionConfig
 from vattn.errors import ConfigError, MetadataError, UnsupportedRequestError
 from vattn.quantization.codecs import decode_kv, encode_kv
@@ -257,9 +257,7 @@ def test_a_graph_replays_other_lengths(fmt: str) -> None:
         with torch.cuda.stream(stream):
             layer(*inputs, metadata=step)
         torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = layer(*inputs, metadata=step)
+        graph, out = capture(lambda: layer(*inputs, metadata=step))
         for lens in ([20, 9], [4, 17], [11, 4]):
             step = builder.build([4, 4], lens, tables)
             graph.replay()

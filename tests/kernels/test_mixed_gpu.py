@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from tests.kernels.test_prefill_gpu import CACHES, FEATURES, FP8, NATIVE, ODD, compare_rows, prefill_batch
-from tests.support import Batch
-from vattn.backends import selector
+from tests.support import Batch, capture
 from vattn.kernels.hopper import mixed_launch
 from vattn.kernels.hopper.prefill import launch as prefill_launch
 
@@ -155,9 +154,7 @@ def test_replays_in_a_graph_with_other_lengths(route: str) -> None:
             copied.copy_(args.output)
 
     step()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
+    graph, _ = capture(step)
     generator = torch.Generator().manual_seed(1)
     for _ in range(6):
         lengths = torch.randint(0, 900, (32,), generator=generator)
@@ -173,15 +170,11 @@ def test_replays_in_a_graph_with_other_lengths(route: str) -> None:
         assert torch.equal(copied.view(torch.uint8), args.output.view(torch.uint8))
 
 
-def attend_as_planned(requests: list[tuple[int, int]], **changes: Any) -> Any:
+def attend_as_planned(requests: list[tuple[int, int]], **changes: Any) -> Batch:
     """Attend through the op, with a schedule of its own plan."""
-    batch = prefill_batch(requests, backend="TRITON_ATTN", lse=False, **changes)
-    args = batch.args
-    backend = selector.get_backend("TRITON_ATTN")
-    shape = backend.plan_shape(batch.config, args.query.shape[0], *args.block_table.shape)
-    schedule = torch.zeros(shape, dtype=torch.int32, device="cuda")
-    torch.ops.vattn.plan(args.query_start_loc, args.seq_lens, schedule, args.config)
-    torch.ops.vattn.attention(*args._replace(plan=[schedule]))
+    batch = prefill_batch(requests, backend="TRITON_ATTN", lse=False, **changes).planned()
+    assert batch.args.plan
+    batch.run()
     torch.cuda.synchronize()
     return batch
 

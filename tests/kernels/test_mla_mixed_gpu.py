@@ -12,6 +12,7 @@ import vattn
 from tests.conformance.record_mla import error_of
 from tests.layers.mla_support import random_mla_batch
 from tests.layers.test_mla_gpu import compare, deepseek
+from tests.support import capture, no_sync
 from vattn.backends.mla.registry import mla_backends
 from vattn.config.mla import MLAConfig
 from vattn.ops.arguments import PlanArgs
@@ -130,15 +131,9 @@ def test_a_graph_replays_steps_of_other_lengths_without_a_sync(
         (plan,) = step.plans.values()
         assert plan.shape[0] == 16 if kind == "prompts" else plan.ndim == 3
         layer(*given, metadata=step)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_sync():
             layer(*given, metadata=step)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = layer(*given, metadata=step)
+        graph, out = capture(lambda: layer(*given, metadata=step))
         for queries, lengths in steps[1:]:
             step = builder.build(queries, lengths, tables)
             graph.replay()

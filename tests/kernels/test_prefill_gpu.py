@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import pytest
@@ -10,8 +9,7 @@ import torch
 
 from tests.conformance.compare import compare, on_cpu
 from tests.kernels.fp8_products import summed_lse
-from tests.support import Batch, make_config, random_paged_batch
-from vattn.backends import selector
+from tests.support import Batch, capture, make_config, random_paged_batch
 from vattn.cache.layout import key_value_views
 from vattn.config.device import DeviceInfo
 from vattn.kernels.hopper.prefill import launch as prefill_launch
@@ -215,16 +213,13 @@ def test_long_requests_of_narrow_heads() -> None:
 
 @pytest.mark.parametrize("products", PRODUCTS)
 def test_layers_share_a_schedule_made_once_a_step(products: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = prefill_batch(padding=40, backend="TRITON_ATTN", **PRODUCTS[products])
-    args = batch.args
-    shape = selector.get_backend("TRITON_ATTN").plan_shape(batch.config, args.query.shape[0], *args.block_table.shape)
-    schedule = torch.full(shape, -1, dtype=torch.int32, device="cuda")
-    torch.ops.vattn.plan(args.query_start_loc, args.seq_lens, schedule, args.config)
+    batch = prefill_batch(padding=40, backend="TRITON_ATTN", **PRODUCTS[products]).planned()
+    (schedule,) = batch.args.plan
     filled = schedule.clone()
     monkeypatch.setattr(prefill_launch, "plan", None)
     for _ in range(3):
-        args.output.view(torch.uint8).fill_(0xFF)
-        torch.ops.vattn.attention(*args._replace(plan=[schedule]))
+        batch.args.output.view(torch.uint8).fill_(0xFF)
+        torch.ops.vattn.attention(*batch.args)
         compare_rows(batch)
     assert torch.equal(schedule, filled)
 
@@ -233,9 +228,7 @@ def test_replays_in_a_graph_with_other_lengths() -> None:
     batch = prefill_batch([(300, 900), (40, 900), (200, 900), (1, 900)], padding=60)
     args = batch.args
     prefill_launch.prefill(args, batch.config)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        prefill_launch.prefill(args, batch.config)
+    graph, _ = capture(lambda: prefill_launch.prefill(args, batch.config))
     for starts, lengths in (([0, 1, 300, 301, 520], [5, 899, 64, 300]), ([0, 540, 540, 540, 541], [900, 3, 0, 500])):
         args.query_start_loc[:5].copy_(torch.tensor(starts, dtype=torch.int32))
         args.query_start_loc[5:] = starts[-1]
@@ -244,12 +237,3 @@ def test_replays_in_a_graph_with_other_lengths() -> None:
         graph.replay()
         torch.cuda.synchronize()
         compare_rows(batch)
-
-
-def test_refusals_name_what_is_missing() -> None:
-    device = DeviceInfo.of("cuda")
-    config = make_config(head_size=80, dtype="bfloat16", alibi="linear", block_size=24)
-    text = " ".join(prefill_launch.refusals(config, device))
-    assert "head_size 80" in text and "alibi" in text and "block_size 24" in text
-    other = dataclasses.replace(device, capability=(8, 0))
-    assert prefill_launch.refusals(make_config(head_size=128, dtype="bfloat16"), other)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support import poisoned_empty, relative_l2
+from tests.support import moved, poisoned_empty, relative_l2
 from vattn.cache.layout import mla_cache_dtype, mla_cache_shape
 from vattn.config.mla import MLAConfig
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
@@ -104,10 +104,10 @@ def random_mla_batch(
         workspace=None,
         config=config.encode(),
     )
-    moved = {name: value.to(device) for name, value in args._asdict().items() if isinstance(value, Tensor)}
+    args = moved(args, device)
     if fmt.column_major and block_scale is not None:
-        moved["output_block_scale"] = block_scale.t().to(device).t()
-    return args._replace(**moved)
+        args = args._replace(output_block_scale=block_scale.t().to(device).t())
+    return args
 
 
 def random_topk(
@@ -138,17 +138,12 @@ def random_weight(config: MLAConfig, rng: torch.Generator) -> tuple[Tensor, Tens
 
 def exact(args: MLAAttentionArgs, config: MLAConfig) -> tuple[Tensor, Tensor]:
     """Return what the un-absorbed formula gives in fp64, on the CPU."""
-    return mla_reference.attend_latents(on_cpu(args), config, torch.float64)
-
-
-def on_cpu(args: MLAAttentionArgs) -> MLAAttentionArgs:
-    """Return the arguments with every tensor on the CPU."""
-    return args._replace(**{k: v.cpu() for k, v in args._asdict().items() if isinstance(v, Tensor)})
+    return mla_reference.attend_latents(moved(args, "cpu"), config, torch.float64)
 
 
 def rounded_formula(args: MLAAttentionArgs, config: MLAConfig) -> Tensor:
     """Return what the un-absorbed formula gives where every step rounds to the model dtype: what eager models do."""
-    args = on_cpu(args)
+    args = moved(args, "cpu")
     dtype = MODEL_DTYPES[config.dtype]
     weight = weight_values(args.kv_b_weight, args.kv_b_scale, config, dtype)
     out = torch.zeros((args.query.shape[0], config.num_heads, config.v_head_dim), dtype=dtype)

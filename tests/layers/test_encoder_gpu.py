@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import vattn
 from tests.conformance.compare import compare, on_cpu
 from tests.layers.encoder_support import dense, offsets, random_qkv
-from tests.support import make_config, random_packed_batch, relative_l2
+from tests.support import capture, make_config, no_sync, random_packed_batch, relative_l2
 from vattn.quantization.codecs import decode_kv, encode_kv
 from vattn.quantization.formats import OUTPUT_FORMATS
 
@@ -113,15 +114,9 @@ def test_a_captured_dynamic_fp8_layer_goes_on_counting(compiled: bool) -> None:
         with torch.cuda.stream(stream):
             for _ in range(2):
                 step()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_sync():
             step()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = step()
+        graph, out = capture(step)
         layer.reset_amax_history()
         seen = []
         for seed, lens in enumerate([[729, 200, 1], [64] * 8, [1024], [3, 0, 700]] * 5):
@@ -145,15 +140,10 @@ def test_no_sync_in_eager_calls() -> None:
     calls = [lambda layer=layer: layer.cuda()(*(t[None] for t in qkv), starts, 200) for layer in layers]
     calls += [lambda layer=layer: layer(*(t.view(3, 100, 4, 80) for t in qkv)) for layer in layers]
     calls.append(lambda: text(*qkv, metadata=step))
-    for warm in (True, False):
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("default" if warm else "error")
-        try:
-            with torch.no_grad():
-                for call in calls:
-                    call()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    for mode in (contextlib.nullcontext, no_sync):
+        with mode(), torch.no_grad():
+            for call in calls:
+                call()
 
 
 def test_text_encoder_captures() -> None:
@@ -164,9 +154,7 @@ def test_text_encoder_captures() -> None:
     step = builder.build([512], **padding)
     with torch.no_grad():
         layer(*rows, metadata=step)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            out = layer(*rows, metadata=step)
+        graph, out = capture(lambda: layer(*rows, metadata=step))
         for lens in ([512], [100, 3, 200], [64] * 8):
             qkv = random_qkv(512, 4, 4, 64, real=sum(lens), dtype=torch.bfloat16)
             rows.copy_(torch.stack(qkv))

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import vattn
+from tests.support import capture, no_sync
 from vattn.backends import selector
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo", "no_grad")]
@@ -22,17 +21,6 @@ DTYPE = torch.float16
 
 TOLERANCE = 4e-3
 """Relative L2 in fp16 against fp32 on the CPU: inputs, projections and outputs are rounded to 2^-11 each."""
-
-
-@contextmanager
-def no_sync() -> Iterator[None]:
-    """Raise where the host waits for the device."""
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 class Model(nn.Module):
@@ -231,12 +219,9 @@ def test_a_first_step_captures_with_a_fixed_number_of_states() -> None:
     with vattn.forward_context(step):
         for _ in range(2):
             device(x, states)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
         shares: list[Tensor] = []
         device.last.register_forward_hook(lambda layer, given, out: shares.append(out))
-        with torch.cuda.graph(graph):
-            out = device(x, states)
+        graph, out = capture(lambda: device(x, states))
     for queries, encoders in (([30, 20], [120, 80]), ([64], [33]), ([1, 9], [0, 160])):
         build(queries, encoders)
         tokens, written = sum(queries), sum(encoders)

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import vattn
-from tests.layers.mla_support import exact, make_mla_config, on_cpu, random_mla_batch, rounded_formula, run_mla
-from tests.support import relative_l2
+from tests.layers.mla_support import exact, make_mla_config, random_mla_batch, rounded_formula, run_mla
+from tests.support import capture, relative_l2
 from vattn.config.mla import MLAConfig
 from vattn.kernels import mla_route
 from vattn.kernels.triton.common.tiles import Limits
@@ -264,10 +264,7 @@ def test_a_captured_layer_replays_other_lengths(heads: int) -> None:
     run = vattn.compile(layer, fullgraph=True)
     with torch.no_grad():
         run(q, kv_c, k_pe, metadata=step)
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            out = run(q, kv_c, k_pe, metadata=step)
+        graph, out = capture(lambda: run(q, kv_c, k_pe, metadata=step))
         for lengths in ([9, 300, 64, 700], [800, 1, 65, 128], [2, 2, 2, 2]):
             step = builder.build([1] * 4, lengths, tables)
             graph.replay()
@@ -277,6 +274,6 @@ def test_a_captured_layer_replays_other_lengths(heads: int) -> None:
                 q, layer.kv_cache, step.query_start_loc, step.seq_lens, step.block_table, layer.kv_b_weight, None,
                 torch.empty(4, heads, 32), None, None, None, None, None, None, None, [], None, config.encode(),
             )  # fmt: skip
-            expected, _ = exact(on_cpu(args), config)
+            expected, _ = exact(args, config)
             allowed = 2 * relative_l2(rounded_formula(args, config), expected)
             assert relative_l2(out.view(4, heads, 32), expected) <= allowed

@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import vattn
-from tests.layers.mla_support import exact, on_cpu, random_mla_batch, rounded_formula, run_mla
+from tests.layers.mla_support import exact, random_mla_batch, rounded_formula, run_mla
 from tests.layers.test_mla_gpu import compare, hopper
 from tests.layers.test_mla_gpu import deepseek as small_deepseek
 from tests.ops.test_mla_indexer import rope_args, update_config
-from tests.support import relative_l2
+from tests.support import capture, moved, no_sync, relative_l2
 from vattn.backends.mla.registry import mla_backends
 from vattn.config.device import DeviceInfo
 from vattn.config.mla import MLAConfig
@@ -172,10 +172,7 @@ def test_overlapping_launches_wait_for_what_they_read() -> None:
     config = deepseek(num_heads=16, output_format="fp8_per_token", lse=False)
     args = random_mla_batch(config, [1] * 64, [*range(40, 40 + 64 * 9, 9)], device="cuda")
     torch.ops.vattn.mla_attention(*args)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(3):
-            torch.ops.vattn.mla_attention(*args)
+    graph, _ = capture(lambda: [torch.ops.vattn.mla_attention(*args) for _ in range(3)])
     for factor in range(1, 13):
         args.query.normal_().mul_(0.1 * factor)
         graph.replay()
@@ -226,15 +223,9 @@ def test_a_step_with_prompts_has_no_sync_and_replays_other_lengths() -> None:
     config = deepseek()
     args = random_mla_batch(config, *MIX, padding_tokens=3, device="cuda")
     run_mla(args, config)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         torch.ops.vattn.mla_attention(*args)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        torch.ops.vattn.mla_attention(*args)
+    graph, _ = capture(lambda: torch.ops.vattn.mla_attention(*args))
     queries = [150, 1, 40, 0, 75, 6]
     args.query.nan_to_num_()
     args.query_start_loc.copy_(torch.tensor([0, *queries]).cumsum(0).int())
@@ -251,10 +242,10 @@ def test_a_step_with_prompts_has_no_sync_and_replays_other_lengths() -> None:
 def test_the_fused_store_equals_its_steps(kv_cache_dtype: str, style: str) -> None:
     config = update_config(kv_cache_dtype, "TRITON_MLA")
     args, _ = rope_args(config, style, False)
-    moved = args._replace(**{k: v.cuda() for k, v in args._asdict().items() if isinstance(v, Tensor)})
-    torch.ops.vattn.mla_rope_kv_cache_update(*moved)
+    on_gpu = moved(args, "cuda")
+    torch.ops.vattn.mla_rope_kv_cache_update(*on_gpu)
     torch.ops.vattn.mla_rope_kv_cache_update(*args._replace(config=config.replace(backend="TORCH_MLA").encode()))
-    off = moved.kv_cache.cpu().view(torch.uint8) != args.kv_cache.view(torch.uint8)
+    off = on_gpu.kv_cache.cpu().view(torch.uint8) != args.kv_cache.view(torch.uint8)
     assert off.float().mean() < 2e-2
 
 
@@ -325,10 +316,7 @@ def test_a_sparse_layer_compiled_with_its_indexer_in_a_graph() -> None:
     step = builder.build([1, 1], [9, 300], tables)
     with torch.no_grad():
         run(step)
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            out = run(step)
+        graph, out = capture(lambda: run(step))
         step = builder.build([1, 1], [200, 17], tables)
         graph.replay()
         torch.cuda.synchronize()
@@ -339,5 +327,5 @@ def test_a_sparse_layer_compiled_with_its_indexer_in_a_graph() -> None:
             config.encode(),
         )  # fmt: skip
         expected, _ = exact(args, config)
-        allowed = 2 * relative_l2(rounded_formula(on_cpu(args), config), expected)
+        allowed = 2 * relative_l2(rounded_formula(args, config), expected)
         assert relative_l2(out.view(2, 16, 32), expected) <= allowed

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import vattn
 from tests.ops.rope_cases import MAX_POSITIONS, expected, make_call, steps_apart
-from tests.support import make_config
+from tests.support import capture, make_config
 from vattn.config.rope import RopeConfig
 from vattn.ops.arguments import RopeUpdateArgs
 
@@ -60,10 +60,7 @@ def test_capture_with_changing_slots_and_positions() -> None:
     rope = RopeConfig(64)
     static = make_call(config, rope, device="cuda")
     torch.ops.vattn.rope_kv_cache_update(*static)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        torch.ops.vattn.rope_kv_cache_update(*static)
+    graph, _ = capture(lambda: torch.ops.vattn.rope_kv_cache_update(*static))
     for seed in range(1, 4):
         step = make_call(config, rope, device="cuda", seed=seed)
         changed = ("query", "key", "value", "cos", "sin", "positions", "slot_mapping", "q_scale", "k_scale", "v_scale")

@@ -8,6 +8,7 @@ import torch
 import vattn
 from tests.compile.toy_models import BLOCK, Model, fill_caches, make_model
 from tests.metadata.tree_cases import SIX, TREES, TWENTY, TreeBatch
+from tests.support import capture, no_sync
 from vattn.metadata.token_tree import TokenTree
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_dynamo", "no_grad")]
@@ -87,13 +88,9 @@ def test_a_step_and_moving_its_slots_wait_for_nothing() -> None:
     source, target = step.slot_mapping[3:5].clone(), step.slot_mapping[1:3].clone()
     case.layer(*inputs, metadata=step)
     vattn.move_slots(case.layer, source, target)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_sync():
         case.layer(*inputs, metadata=step)
         vattn.move_slots(case.layer, source, target)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_drafting_captures() -> None:
@@ -102,9 +99,7 @@ def test_drafting_captures() -> None:
     common = builder.build(case.counts, case.lengths, case.tables, trees=[None, None])
     step, inputs = builder.build_for_drafting(common, 2), case.inputs()
     case.layer(*inputs, metadata=step)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = case.layer(*inputs, metadata=builder.build_for_drafting(common, 2))
+    graph, out = capture(lambda: case.layer(*inputs, metadata=builder.build_for_drafting(common, 2)))
     out.fill_(float("nan"))
     graph.replay()
     outputs = list(out.unflatten(1, (4, 32)).split(case.counts))

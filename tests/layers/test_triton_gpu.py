@@ -8,14 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests.conformance.cases import batch_of_row, make_batch, make_cache_update
 from tests.conformance.compare import compare_cache_update, run_and_compare
 from tests.conformance.fuzz import check_request, fuzz_seed
 from tests.conformance.requests import PAIRS, Size, draw_request
 from tests.conformance.rows import ROWS
-from tests.support import Batch, make_config, random_paged_batch
+from tests.support import Batch, capture, make_config, random_paged_batch
 from vattn.config.attention import AttentionConfig
 from vattn.kernels.triton.common.tiles import Limits, choose_tiles
 from vattn.ops.arguments import AttentionArgs
@@ -216,26 +215,13 @@ def test_a_cache_of_more_than_2_to_the_31_elements(dtype: str) -> None:
 
 def _overwrite(args: AttentionArgs, source: AttentionArgs) -> None:
     """Copy another step's inputs into a captured step's buffers."""
-    for field in (
-        "query",
-        "kv_cache",
-        "query_start_loc",
-        "seq_lens",
-        "block_table",
-        "k_scale",
-        "v_scale",
-        "output_scale",
-    ):
-        target: Tensor | None = getattr(args, field)
-        if target is not None:
-            other = getattr(source, field)
-            if field == "block_table":
-                target.fill_(-1)
-                target[:, : other.shape[1]] = other[:, : target.shape[1]]
-            elif field == "kv_cache":
-                target[:, : other.shape[1]] = other[:, : target.shape[1]]
-            else:
-                target.copy_(other)
+    args.block_table.fill_(-1)
+    for field in ("block_table", "kv_cache"):
+        target, other = getattr(args, field), getattr(source, field)
+        target[:, : other.shape[1]] = other[:, : target.shape[1]]
+    for field in ("query", "query_start_loc", "seq_lens", "k_scale", "v_scale", "output_scale"):
+        if getattr(args, field) is not None:
+            getattr(args, field).copy_(getattr(source, field))
 
 
 @pytest.mark.parametrize("output", ["none", "fp8_static", "fp8_group64", "nvfp4_swizzled"])
@@ -267,10 +253,7 @@ def test_a_captured_graph_is_right_for_later_lengths_tables_and_scales(tokens: i
     table[:, : captured.args.block_table.shape[1]] = captured.args.block_table
     captured.args = captured.args._replace(kv_cache=cache, block_table=table)
     torch.ops.vattn.attention(*captured.args)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        torch.ops.vattn.attention(*captured.args)
+    graph, _ = capture(lambda: torch.ops.vattn.attention(*captured.args))
     names = ("output", "output_block_scale", "lse")
     for seed, lens in enumerate(steps, 1):
         later = step_of(lens, seed)

@@ -8,6 +8,7 @@ import torch
 import vattn
 from tests.metadata.flash_steps import BLOCK, TABLES, Greedy, builder_for, decode_steps, prefill, single_steps
 from tests.metadata.test_flash_attn_metadata import BLOCKS, LENGTHS, PROMPTS, QUERIES, SEQUENCES
+from tests.support import capture
 from vattn.backends import selector
 
 pytestmark = pytest.mark.gpu
@@ -76,10 +77,8 @@ def captured(model: Greedy, builder: vattn.FlashAttentionMetadataBuilder):
         decode_steps(model, step, inputs, ROWS, ROWS, found)
     torch.cuda.current_stream().wait_stream(stream)
     step = start()
-    key, graph = step.common.capture_key(), torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        decode_steps(model, step, inputs, ROWS, ROWS, found)
-    return inputs, found, graph, key
+    graph, _ = capture(lambda: decode_steps(model, step, inputs, ROWS, ROWS, found))
+    return inputs, found, graph, step.common.capture_key()
 
 
 def test_both_orders_of_tokens_give_equal_outputs(backend: str) -> None:

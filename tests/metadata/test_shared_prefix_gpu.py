@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import vattn
+from tests.support import capture
 from vattn.backends import selector
 
 pytestmark = pytest.mark.gpu
@@ -59,9 +60,7 @@ def test_a_graph_replays_other_prefixes() -> None:
     with torch.no_grad():
         for _ in range(2):
             layer(*rows, metadata=step)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            captured = layer(*rows, metadata=step)
+        graph, captured = capture(lambda: layer(*rows, metadata=step))
         for shared, lengths in ((32, [41, 43, 45, 50]), (0, [41, 60, 45, 50]), (16, [33, 43, 64, 50])):
             builder.build([1] * 4, lengths, TABLES, shared_prefix_len=shared)
             graph.replay()
