@@ -27,7 +27,6 @@ from vattn.errors import (
     GraphContractError,
     MetadataError,
     ShapeError,
-    UnknownOptionError,
     UnsupportedRequestError,
 )
 from vattn.metadata.cross_attention import write_cross_slots
@@ -318,10 +317,6 @@ BAD_OPTIONS = {
         {"quant_config": vattn.EncoderFP8Config(dynamic=True)}, ConfigError, "quant_config of type EncoderFP8Config"
     ),
     "window of the model": ({"cache": {"sliding_window": 8}}, ConfigError, "sliding_window=8"),
-    "window": ({"per_layer_sliding_window": 8}, UnknownOptionError, "per_layer_sliding_window"),
-    "alibi": ({"alibi_slopes": [1.0] * HEADS}, UnknownOptionError, "alibi_slopes"),
-    "ranges": ({"mm_prefix": "full"}, UnknownOptionError, "mm_prefix"),
-    "chunks": ({"chunk_lookback": 1}, UnknownOptionError, "chunk_lookback"),
 }  # fmt: skip
 
 

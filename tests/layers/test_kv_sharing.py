@@ -21,7 +21,7 @@ from tests.layers.layer_support import (
     make_inputs,
     state_of,
 )
-from vattn.errors import CacheError, ConfigError, MetadataError, ShapeError, UnknownOptionError
+from vattn.errors import CacheError, ConfigError, MetadataError, ShapeError
 
 # fp32 sums in another order.
 CLOSE = {"rtol": 1e-4, "atol": 1e-5}
@@ -342,8 +342,6 @@ def test_wrong_use_of_a_fast_layer():
         make_layer(fast_prefill=True)
     with pytest.raises(ConfigError, match="fast_prefill='yes'"):
         make_layer("layers.1", "layers.0", fast_prefill="yes")
-    with pytest.raises(UnknownOptionError, match=r"fast_prefil.*fast_prefill"):
-        make_layer("layers.1", "layers.0", fast_prefil=True)
     model, step = fast_pair(), make_step(num_logits=[1, 1, 1])
     before = state_of(model[1])
     with pytest.raises(ShapeError, match=r"query has 14 tokens.*kept_rows"):

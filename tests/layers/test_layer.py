@@ -352,15 +352,6 @@ def test_queries_that_no_cache_is_for_are_told_what_one_can_be(dtype):
 
 
 BAD_OPTIONS = {
-    "unknown option": ({"sink": torch.zeros(4)}, UnknownOptionError, "sinks"),
-    "misspelt argument": ({"window": 4}, UnknownOptionError, "per_layer_sliding_window"),
-    "foreign window": ({"sliding_window": 4}, UnknownOptionError, "Try: per_layer_sliding_window=... instead"),
-    "option of the cache": (
-        {"kv_cache_dtype": "fp8"},
-        UnknownOptionError,
-        "Try: cache_config=CacheConfig(cache_dtype=",
-    ),
-    "nearest argument": ({"backend": "TORCH_SDPA"}, UnknownOptionError, "Try: attn_backend=... instead of backend"),
     "unknown backend": ({"attn_backend": "FAST"}, UnknownOptionError, "FAST"),
     "unknown type": ({"attn_type": "prefix"}, ConfigError, "attn_type='prefix'"),
     "encoder": ({"attn_type": "encoder_only"}, UnsupportedRequestError, "use vattn.EncoderOnlyAttention"),

@@ -446,8 +446,6 @@ def bad_layers() -> dict[str, tuple[type[VattnError], dict[str, Any]]]:
         "projection of another geometry": (ShapeError, {"projection": nn.Linear(L, 7, bias=False)}),
         "projection with a bias": (ConfigError, {"projection": nn.Linear(L, N * (P + V))}),
         "no projection": (ConfigError, {"projection": 3}),
-        "soft cap": (UnknownOptionError, {"logits_soft_cap": 3.0}),
-        "ALiBi": (UnknownOptionError, {"alibi_slopes": [1.0] * N}),
         "an FP8 cache without a scale": (ScaleError, {"cache_dtype": "fp8"}),
         "a scale without an FP8 cache": (ScaleError, {"quant_config": vattn.QuantConfig(k_scale=1.0)}),
         "a value scale": (

@@ -32,7 +32,6 @@ from vattn.errors import (
     MetadataError,
     ScaleError,
     ShapeError,
-    UnknownOptionError,
     UnsupportedRequestError,
 )
 from vattn.passes.report import clear_fusion_report
@@ -439,7 +438,6 @@ BAD_OPTIONS = {
     "whole numbers": ({"sink_key": make_sinks().long()}, DtypeError, "sink_key is int64"),
     "scales of a dict": ({"quant_config": {}}, ConfigError, "quant_config of type dict"),
     "chunks": ({"chunk_lookback": 1, "per_layer_sliding_window": 8}, UnsupportedRequestError, "chunk_lookback"),
-    "misspelt": ({"sinks_len": 4}, UnknownOptionError, "sink_len"),
     "calculated scales": ({"cache": {"cache_dtype": "fp8", "calculate_kv_scales": True}}, ScaleError, "calculate_kv_"),
     "cross attention": ({"attn_type": "encoder_decoder"}, UnsupportedRequestError, "StaticSinkAttention"),
     "sinks of a sharing layer": (

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
 import re
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -18,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from vattn import errors
-from vattn.config.arguments import refuse_unknown
 from vattn.errors import ConfigError, RecompilationError, UnknownOptionError, VattnError
 from vattn.metadata import forward_context as context
 from vattn.metadata.attention_metadata import AttentionMetadata, mark_once
@@ -67,7 +65,7 @@ def compile(target: Target, *, fullgraph: bool = True, **options: Any) -> Target
 
     Raises:
         ConfigError: nothing that can be called, or `mode` and `options` together.
-        UnknownOptionError: an option that `torch.compile` does not have, or one of `vattn.backend` for another backend.
+        UnknownOptionError: an option of `vattn.backend` for another backend.
         RecompilationError: when it is called, with more different constants than `torch.compile` compiles it for.
         VattnError: when it is called and compiling finds a mistake; `torch.compile` raises an error of its own there,
             which has this one's text in it and is its cause here.
@@ -92,8 +90,6 @@ def compile(target: Target, *, fullgraph: bool = True, **options: Any) -> Target
 
 def _check_options(of: str, options: dict[str, Any]) -> None:
     """Refuse options that `torch.compile` would, with what vattn has for them."""
-    names = [name for name in inspect.signature(torch.compile).parameters if name != "model"]
-    refuse_unknown(of, set(options) - set(names), names)
     mode, inner = options.get("mode"), options.get("options")
     if mode is not None and inner is not None:
         raise ConfigError(

@@ -1,16 +1,14 @@
-"""Read arguments: counts, sizes in bytes, times to wait, and the names of extra options."""
+"""Read arguments: counts, sizes in bytes, and times to wait."""
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterable, Mapping
-from difflib import get_close_matches
 from typing import Any
 
 from torch import Tensor
 
-from vattn.errors import ConfigError, UnknownOptionError, VattnError
+from vattn.errors import ConfigError, VattnError
 
 MOST_SECONDS = 1e9
 """About thirty years. Operating systems count no further than a few hundred."""
@@ -90,22 +88,3 @@ def parse_bytes(memory: int | str) -> int:
     if count < 1:
         raise ConfigError(f"memory={memory!r}", "a positive int of bytes, or such as '2GiB', '512MB'", "memory='1GiB'")
     return count
-
-
-def refuse_unknown(
-    of: str, unknown: Iterable[str], names: Iterable[str], elsewhere: Mapping[str, str] | None = None
-) -> None:
-    """Refuse options that something does not have.
-
-    Args:
-        elsewhere: where options of other objects belong, by their names.
-
-    Raises:
-        UnknownOptionError: there is an unknown name; the text has all known ones, and the nearest one.
-    """
-    unknown, names = sorted(unknown), list(names)
-    if unknown:
-        places = {**(elsewhere or {}), **{name: f"{name}=..." for name in names}}
-        near = get_close_matches(unknown[0], names, 1, 0.7) or get_close_matches(unknown[0], places, 1, 0.7)
-        fix = f"{places[near[0]]} instead of {unknown[0]}" if near else "check the spelling"
-        raise UnknownOptionError(f"{of} got unknown option(s) {', '.join(unknown)}", ", ".join(names), fix)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from vattn.cache.specs import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vattn.config.attention import AttentionType, CacheConfig, check_window
-from vattn.layers.base.arguments import alibi_kind, check_configs, check_extra, check_type
+from vattn.distributed.group import ContextParallel
+from vattn.layers.base.arguments import alibi_kind, check_configs, check_type
 from vattn.layers.base.paged_attention import CachedAttention
 from vattn.layers.base.scales import QuantConfig
 
@@ -34,11 +34,13 @@ class Attention(CachedAttention):
         kv_sharing_target_layer_name: prefix of an earlier layer; this layer reads its cache and never writes it.
         attn_backend: name of a backend, never replaced by another; default: the first that accepts.
         head_size_v: value width; default `head_size`.
-        **extra: `sinks` (`[num_heads]` learned logits; a parameter is kept, anything else copied as fp32),
-            `chunk_lookback` (int >= 0), `mm_prefix` (`"full"` or `"clamped"`), `batch_invariant` (bool),
-            `fast_prefill` (bool, for a layer that shares a cache: its queries are `vattn.kept_rows` of the step's),
-            `context_parallel` (`vattn.distributed.ContextParallel`: the ranks that share the cache; the layer then
-            takes its rank's part of the `num_heads` query heads, and all KV heads).
+        sinks: `[num_heads]` learned logits; a parameter is kept, anything else copied as fp32.
+        chunk_lookback: chunks before its own that a token sees, from 0; -1: no chunks.
+        mm_prefix: `"full"` or `"clamped"`: how multimodal ranges see each other; `"none"`: not.
+        batch_invariant: whether a row's result depends on no other row of the batch.
+        fast_prefill: for a layer that shares a cache: its queries are `vattn.kept_rows` of the step's.
+        context_parallel: the ranks that share the cache; the layer then takes its rank's part of the `num_heads` query
+            heads, and all KV heads.
 
     Raises:
         ConfigError, ScaleError, UnknownOptionError, UnsupportedRequestError: at construction where the values alone
@@ -84,10 +86,15 @@ class Attention(CachedAttention):
         kv_sharing_target_layer_name: str | None = None,
         attn_backend: str | None = None,
         head_size_v: int | None = None,
-        **extra: Any,
+        *,
+        sinks: Tensor | Sequence[float] | None = None,
+        chunk_lookback: int = -1,
+        mm_prefix: str = "none",
+        batch_invariant: bool = False,
+        fast_prefill: bool = False,
+        context_parallel: ContextParallel | None = None,
     ) -> None:
         layer = type(self)
-        options = check_extra(layer, extra)
         check_type(layer.__name__, attn_type, AttentionType.DECODER)
         exact = layer.takes_exact_prefill and kv_sharing_target_layer_name is None
         check_configs(layer.__name__, cache_config, quant_config, exact_prefill=exact)
@@ -95,7 +102,6 @@ class Attention(CachedAttention):
         check_window(window, "per_layer_sliding_window")
         if window is None and cache_config is not None:
             window = cache_config.sliding_window
-        lookback = options["chunk_lookback"]
         super().__init__(
             num_heads,
             head_size,
@@ -108,15 +114,15 @@ class Attention(CachedAttention):
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
             attn_backend=attn_backend,
             alibi_slopes=alibi_slopes,
-            sinks=options["sinks"],
-            fast_prefill=options["fast_prefill"],
+            sinks=sinks,
+            fast_prefill=fast_prefill,
             sliding_window=window,
-            chunk_lookback=None if lookback == -1 else lookback,
+            chunk_lookback=None if chunk_lookback == -1 else chunk_lookback,
             logits_soft_cap=logits_soft_cap,
             alibi=alibi_kind(alibi_slopes, use_alibi_sqrt),
-            mm_prefix=options["mm_prefix"],
-            batch_invariant=options["batch_invariant"],
-            context_parallel=options["context_parallel"],
+            mm_prefix=mm_prefix,
+            batch_invariant=batch_invariant,
+            context_parallel=context_parallel,
         )
 
     def get_kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec | None:

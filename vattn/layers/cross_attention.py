@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,7 +11,7 @@ from torch import Tensor
 from vattn.cache.specs import CrossAttentionSpec, KVCacheSpec
 from vattn.config.attention import AttentionType, CacheConfig
 from vattn.errors import ConfigError, MetadataError, ShapeError
-from vattn.layers.base.arguments import check_configs, check_extra, check_type
+from vattn.layers.base.arguments import check_configs, check_type
 from vattn.layers.base.paged_attention import CachedAttention
 from vattn.layers.base.scales import QuantConfig
 from vattn.layers.base.step import LayerStep, given
@@ -19,9 +19,6 @@ from vattn.metadata.attention_metadata import AttentionMetadata
 
 if TYPE_CHECKING:
     from vattn.layers.base.cache_binding import BoundCache
-
-_OPTIONS = ("sinks", "batch_invariant", "fast_prefill")
-"""Options of `vattn.layers.base.arguments.EXTRA_OPTIONS` that mean something where positions are unrelated."""
 
 
 class CrossAttention(CachedAttention):
@@ -36,8 +33,8 @@ class CrossAttention(CachedAttention):
         kv_sharing_target_layer_name, attn_backend, head_size_v: as for `Attention`. A `cache_config` with a window is
             refused: queries have no position among the keys.
         attn_type: only `"encoder_decoder"` here.
-        **extra: `sinks`, `batch_invariant` and `fast_prefill`, as for `Attention`; `fast_prefill` also with a cache of
-            its own, since keys do not come from the rows of the query.
+        sinks, batch_invariant, fast_prefill: as for `Attention`; `fast_prefill` also with a cache of its own, since
+            keys do not come from the rows of the query.
 
     Raises:
         ConfigError, ScaleError, UnknownOptionError, UnsupportedRequestError: as `Attention`.
@@ -80,9 +77,11 @@ class CrossAttention(CachedAttention):
         kv_sharing_target_layer_name: str | None = None,
         attn_backend: str | None = None,
         head_size_v: int | None = None,
-        **extra: Any,
+        *,
+        sinks: Tensor | Sequence[float] | None = None,
+        batch_invariant: bool = False,
+        fast_prefill: bool = False,
     ) -> None:
-        options = check_extra(CrossAttention, extra, _OPTIONS)
         own = AttentionType.ENCODER_DECODER
         check_type("CrossAttention", own if attn_type is None else attn_type, own)
         check_configs("CrossAttention", cache_config, quant_config, exact_prefill=False)
@@ -103,12 +102,12 @@ class CrossAttention(CachedAttention):
             quant_config=quant_config,
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
             attn_backend=attn_backend,
-            sinks=options["sinks"],
-            fast_prefill=options["fast_prefill"],
+            sinks=sinks,
+            fast_prefill=fast_prefill,
             logits_soft_cap=logits_soft_cap,
             attn_type=own,
             causality="bidirectional",
-            batch_invariant=options["batch_invariant"],
+            batch_invariant=batch_invariant,
         )
 
     def get_kv_cache_spec(self, dtype: torch.dtype) -> KVCacheSpec | None:
@@ -176,7 +175,7 @@ class CrossAttention(CachedAttention):
             block_table=metadata.cross_block_table,
             query_slots=metadata.slot_mapping,
             key_slots=metadata.cross_slot_mapping,
+            plan=[metadata.plans[self._plan_key]] if self._plan_key in metadata.plans else [],
             causal=False,
-            plan=metadata.plans.get(self._plan_key),
             block_size=metadata.block_size,
         )

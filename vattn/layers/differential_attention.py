@@ -19,14 +19,13 @@ import torch
 from torch import Tensor, nn
 
 from vattn.backends import selector
-from vattn.config.attention import AttentionConfig, CacheConfig
+from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
 from vattn.errors import ConfigError, ShapeError
 from vattn.layers.attention import Attention
-from vattn.layers.base.arguments import StepKind, check_extra, step_configs
+from vattn.layers.base.arguments import StepKind, step_configs
 from vattn.layers.base.buffers import own_tensor
 from vattn.layers.base.cache_binding import BoundCache
-from vattn.layers.base.scales import QuantConfig
 from vattn.layers.base.step import LayerResult, LayerStep
 from vattn.layers.base.two_parts import CascadeOps, Part
 from vattn.ops.arguments import AttentionArgs
@@ -59,10 +58,9 @@ class DifferentialAttention(Attention):
         lambda_init: constant part of lambda, `vattn.differential_lambda_init(depth)` in the paper.
         subln: module that normalises the last dimension of `[T, num_heads / 2, 2 * head_size]`; default
             `nn.RMSNorm(2 * head_size, eps=1e-5)`.
-        cache_config, quant_config, logits_soft_cap, per_layer_sliding_window, prefix, kv_sharing_target_layer_name,
-            attn_backend, alibi_slopes, sinks, fast_prefill: as for `Attention`. Slopes and sinks are one per query
-            head; `quant_config.output_format` quantises what the layer returns. Any backend with pairs of heads runs
-            it; `"DIFFERENTIAL_FLASH_ATTN"` is the first of them on the device.
+        prefix, **arguments: as for `Attention`; not `head_size_v`. Slopes and sinks are one per query head;
+            `quant_config.output_format` quantises what the layer returns. Any backend with pairs of heads runs it;
+            `"DIFFERENTIAL_FLASH_ATTN"` is the first of them on the device.
 
     A dict with these names can be passed as `**differential_flash_attention_config`.
 
@@ -100,33 +98,13 @@ class DifferentialAttention(Attention):
         lambda_k2: Tensor | Sequence[float] | None = None,
         lambda_init: float | None = None,
         subln: nn.Module | None = None,
-        alibi_slopes: Tensor | Sequence[float] | None = None,
-        cache_config: CacheConfig | None = None,
-        quant_config: QuantConfig | None = None,
-        logits_soft_cap: float | None = None,
-        per_layer_sliding_window: int | None = None,
+        *,
         prefix: str = "",
-        kv_sharing_target_layer_name: str | None = None,
-        attn_backend: str | None = None,
-        **extra: Any,
+        **arguments: Any,
     ) -> None:
-        check_extra(type(self), extra)
         _check_even(prefix, num_heads, num_heads if num_kv_heads is None else num_kv_heads)
-        super().__init__(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes=alibi_slopes,
-            cache_config=cache_config,
-            quant_config=quant_config,
-            logits_soft_cap=logits_soft_cap,
-            per_layer_sliding_window=per_layer_sliding_window,
-            prefix=prefix,
-            kv_sharing_target_layer_name=kv_sharing_target_layer_name,
-            attn_backend=attn_backend,
-            **extra,
-        )
+        # Named here, so that Python refuses another width of values: they are as wide as a pair of keys.
+        super().__init__(num_heads, head_size, scale, num_kv_heads, head_size_v=head_size, prefix=prefix, **arguments)
         vectors = dict(zip(_LAMBDAS, (lambda_q1, lambda_k1, lambda_q2, lambda_k2), strict=True))
         self._register_lambdas(vectors, lambda_init)
         if subln is not None and not isinstance(subln, nn.Module):

@@ -245,9 +245,9 @@ class OutputFormat:
         Args:
             dtype: model dtype.
         """
-        tokens, heads = query.shape[:2]
+        tokens, heads, _ = query.shape
         output = query.new_empty((tokens, heads, self.output_columns(head_size_v)), dtype=self.container or dtype)
-        shape = self.block_scale_shape(tokens, heads * head_size_v)
+        shape = self.block_scale_shape(tokens, heads * head_size_v) if self.group_size else None
         if shape is None:
             return output, None
         if self.column_major:

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Iterable
-from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
 
 from vattn.backends import selector
 from vattn.cache.layout import kv_cache_dtype, kv_cache_shape, num_blocks_of, shape_of_storage
-from vattn.config.arguments import refuse_unknown
 from vattn.config.attention import AttentionConfig, AttentionType, CacheConfig
 from vattn.config.device import DeviceInfo
 from vattn.errors import (
@@ -22,16 +18,6 @@ from vattn.errors import (
 )
 from vattn.layers.base.scales import QuantConfig, make_scale
 from vattn.quantization.formats import dtype_name
-
-EXTRA_OPTIONS: dict[str, Any] = {
-    "sinks": None,
-    "chunk_lookback": -1,
-    "mm_prefix": "none",
-    "batch_invariant": False,
-    "fast_prefill": False,
-    "context_parallel": None,
-}
-"""Options of `Attention` beyond its named arguments, with what means "off"."""
 
 StepKind = tuple[str, bool, bool]
 """What metadata can change about a layer's config: causality, tree bias given, multimodal ranges given."""
@@ -51,26 +37,6 @@ _SHARED_FIELDS = (
     "context_interleave",
 )
 """What two layers must have in common to read the same cache bytes."""
-
-
-def _named_arguments(layer: type) -> list[str]:
-    """Return the names of a layer's arguments, including the layer that it extends."""
-    names: dict[str, None] = {}
-    for owner in layer.__mro__:
-        if "prefix" in names:
-            break
-        parameters = inspect.signature(owner).parameters.values()
-        names.update((p.name, None) for p in parameters if p.kind is not p.VAR_KEYWORD)
-    return list(names)
-
-
-def check_extra(layer: type, extra: dict[str, Any], options: Iterable[str] = EXTRA_OPTIONS) -> dict[str, Any]:
-    """Return the extra options of a layer with their defaults; refuse any but `options`."""
-    configs = (("cache_config", CacheConfig), ("quant_config", QuantConfig))
-    elsewhere = {f.name: f"{name}={kind.__name__}({f.name}=...)" for name, kind in configs for f in fields(kind)}
-    names = [*_named_arguments(layer), *options]
-    refuse_unknown(layer.__name__, set(extra) - set(options), names, elsewhere)
-    return {**EXTRA_OPTIONS, **extra}
 
 
 _LAYERS = {

@@ -177,7 +177,7 @@ class CachedAttention(BoundCache):
 
     def _layer_step(self, metadata: AttentionMetadata) -> LayerStep:
         """Return what this layer reads of a step."""
-        if metadata.block_table.shape[1:] == (0,):
+        if metadata.block_table.shape[-1] == 0:
             raise MetadataError(
                 f"metadata without block tables in layer {self.prefix!r}, which has a KV cache",
                 "a table with a column per block",

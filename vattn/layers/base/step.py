@@ -64,8 +64,8 @@ class LayerStep(NamedTuple):
     Attributes:
         query_slots: one entry per query row, negative for rows that are padding or not stored.
         key_slots: one slot per row of key and value; `None` where this step writes none.
-        plan: the schedule of this kind of layer, if the builder made one.
-        host_plan: its half on the CPU, for a backend that plans on the host.
+        plan: the schedule of this kind of layer, if the builder made one, and its half on the CPU, for a backend that
+            plans on the host.
         block_size: tokens per block that table and slots count in; 0: unknown.
         local_seq_lens: keys that this rank holds; `None` without context parallelism.
         prefix: what all requests share, if it is attended apart; lengths and table then exclude it.
@@ -76,12 +76,11 @@ class LayerStep(NamedTuple):
     block_table: Tensor
     query_slots: Tensor
     key_slots: Tensor | None
+    plan: list[Tensor]
     causal: bool | Tensor = True
     tree_bias: Tensor | None = None
     tree_id: Tensor | None = None
     mm_ranges: Tensor | None = None
-    plan: Tensor | None = None
-    host_plan: Tensor | None = None
     block_size: int = 0
     local_seq_lens: Tensor | None = None
     prefix: CascadeStep | None = None
@@ -89,7 +88,7 @@ class LayerStep(NamedTuple):
     @staticmethod
     def of(metadata: AttentionMetadata, plan_key: str) -> LayerStep:
         """Return the step as a layer of plain decoder attention reads it."""
-        seq_lens, table, prefix = metadata.seq_lens, metadata.block_table, None
+        seq_lens, table, prefix, plans = metadata.seq_lens, metadata.block_table, None, metadata.plans
         if metadata.prefix_lens is not None:
             if metadata.prefix_start_loc is None or metadata.suffix_lens is None or metadata.suffix_block_table is None:
                 raise MetadataError(
@@ -109,8 +108,7 @@ class LayerStep(NamedTuple):
             tree_bias=metadata.tree_bias,
             tree_id=metadata.tree_id,
             mm_ranges=metadata.mm_ranges,
-            plan=metadata.plans.get(plan_key),
-            host_plan=metadata.plans.get(host_plan_key(plan_key)),
+            plan=[plans[key] for key in (plan_key, host_plan_key(plan_key)) if key in plans] if plans else [],
             block_size=metadata.block_size,
             local_seq_lens=metadata.local_seq_lens,
             prefix=prefix,
@@ -133,8 +131,7 @@ class LayerStep(NamedTuple):
         return self._replace(
             query_start_loc=metadata.logits_start_loc,
             query_slots=metadata.logits_indices,
-            plan=None if self.plan is None else self.plan[:0],
-            host_plan=None if self.host_plan is None else self.host_plan[:0],
+            plan=[plan[:0] for plan in self.plan],
         )
 
     def kind(self) -> StepKind:
@@ -185,7 +182,7 @@ class LayerStep(NamedTuple):
             tree_id=self.tree_id if self.tree_bias is not None else None,
             mm_ranges=self.mm_ranges,
             local_seq_lens=self.local_seq_lens,
-            plan=[plan for plan in (self.plan, self.host_plan) if plan is not None],
+            plan=self.plan,
             workspace=None,
             config=op_config,
         )
@@ -212,13 +209,14 @@ def split_heads(name: str, tensor: Tensor, heads: int, width: int) -> Tensor:
         )
     if tensor.layout is not torch.strided or tensor.is_nested:
         raise not_strided(name, tensor)
-    if tensor.dim() == 2 and tensor.shape[1] == heads * width:
+    shape = tensor.shape
+    if len(shape) == 2 and shape[1] == heads * width:
         # No unflatten: where a default device is set, Dynamo breaks the graph at it.
-        return tensor.view(tensor.shape[0], heads, width)
-    if tensor.dim() == 3 and tensor.shape[1] == heads and tensor.shape[2] == width:
+        return tensor.view(shape[0], heads, width)
+    if len(shape) == 3 and shape[1] == heads and shape[2] == width:
         return tensor
     raise ShapeError(
-        f"{name} has shape {tuple(tensor.shape)}",
+        f"{name} has shape {tuple(shape)}",
         f"[tokens, {heads * width}] or [tokens, {heads}, {width}]",
         "reshape it, or check the head counts of the layer",
     )

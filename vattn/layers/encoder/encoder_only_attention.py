@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,6 @@ from vattn.errors import MetadataError, ScaleError, UnsupportedRequestError
 from vattn.layers.base.arguments import (
     alibi_kind,
     check_configs,
-    check_extra,
     check_type,
     layer_scales,
     own_cache_dtype,
@@ -50,9 +48,9 @@ class EncoderOnlyAttention(VarlenAttention):
         kv_sharing_target_layer_name: refused; there is no cache to share.
         attn_backend: name of a backend, never replaced by another; default: the first that accepts on the device.
         head_size_v: value width; default `head_size`.
-        **extra: `sinks` (`[num_heads]` learned logits; a parameter is kept, anything else copied as fp32),
-            `chunk_lookback` (int >= 0; chunks reach as far to the right), `batch_invariant` (bool). `mm_prefix` and
-            `fast_prefill` are refused.
+        sinks: `[num_heads]` learned logits; a parameter is kept, anything else copied as fp32.
+        chunk_lookback: as for `Attention`; chunks reach as far to the right.
+        batch_invariant: as for `Attention`.
 
     Raises:
         ConfigError, ScaleError, UnknownOptionError, UnsupportedRequestError: what the values alone decide. What dtype
@@ -90,15 +88,22 @@ class EncoderOnlyAttention(VarlenAttention):
         kv_sharing_target_layer_name: str | None = None,
         attn_backend: str | None = None,
         head_size_v: int | None = None,
-        **extra: Any,
+        *,
+        sinks: Tensor | Sequence[float] | None = None,
+        chunk_lookback: int = -1,
+        batch_invariant: bool = False,
     ) -> None:
-        options = check_extra(EncoderOnlyAttention, extra)
         own = AttentionType.ENCODER_ONLY
         check_type("EncoderOnlyAttention", own if attn_type is None else attn_type, own)
         check_configs("EncoderOnlyAttention", cache_config, quant_config, exact_prefill=False)
         super().__init__()
         self._set_sizes(num_heads, head_size, num_kv_heads, head_size_v, prefix, attn_backend)
-        _check_no_cache(prefix, {**options, "kv_sharing_target_layer_name": kv_sharing_target_layer_name})
+        if kv_sharing_target_layer_name is not None:
+            raise UnsupportedRequestError(
+                f"kv_sharing_target_layer_name={kv_sharing_target_layer_name!r} in EncoderOnlyAttention {prefix!r}",
+                "None: it has no cache to share",
+                "leave it out",
+            )
         self.cache_config, self.quant_config = cache_config or CacheConfig(), quant_config or QuantConfig()
         window = per_layer_sliding_window
         check_window(window, "per_layer_sliding_window")
@@ -108,9 +113,8 @@ class EncoderOnlyAttention(VarlenAttention):
         # Buffers made in inference mode could not be loaded outside of it.
         with torch.inference_mode(False):
             self._register_per_head("alibi_slopes", None if alibi_slopes is None else own_tensor(alibi_slopes))
-            self._register_per_head("sinks", options["sinks"])
+            self._register_per_head("sinks", sinks)
             cache_dtype = self._register_scales()
-        lookback = options["chunk_lookback"]
         self._set_request(
             scale,
             cache_dtype,
@@ -120,11 +124,11 @@ class EncoderOnlyAttention(VarlenAttention):
             query_scale=scale_kind(self.q_scale),
             output_format=self.quant_config.output_format,
             sliding_window=window,
-            chunk_lookback=None if lookback == -1 else lookback,
+            chunk_lookback=None if chunk_lookback == -1 else chunk_lookback,
             logits_soft_cap=logits_soft_cap,
             alibi=alibi_kind(alibi_slopes, use_alibi_sqrt),
             sinks=self.sinks is not None,
-            batch_invariant=options["batch_invariant"],
+            batch_invariant=batch_invariant,
         )
 
     def _register_scales(self) -> str:
@@ -217,17 +221,3 @@ class EncoderOnlyAttention(VarlenAttention):
         """Show the request."""
         window = "" if self.sliding_window is None else f", sliding_window={self.sliding_window}"
         return f"{self._sizes_repr()}{window}, {self._backend_repr()}"
-
-
-def _check_no_cache(prefix: str, options: dict[str, Any]) -> None:
-    """Refuse options that need a cache, or positions between the tokens of a request."""
-    for name, off, why in (
-        ("fast_prefill", False, "keys come from the rows of the query, so all of them are needed"),
-        ("context_parallel", None, "it has no cache to divide among ranks"),
-        ("kv_sharing_target_layer_name", None, "it has no cache to share"),
-        ("mm_prefix", "none", "all tokens of a request see each other without ranges"),
-    ):
-        if options[name] != off:
-            raise UnsupportedRequestError(
-                f"{name}={options[name]!r} in EncoderOnlyAttention {prefix!r}", f"{off!r}: {why}", "leave it out"
-            )

@@ -12,8 +12,9 @@ from vattn.cache.layout import mla_cache_dtype, mla_cache_shape, shape_of_mla_st
 from vattn.cache.specs import KVCacheSpec, MLAAttentionSpec
 from vattn.config.attention import CacheConfig
 from vattn.config.mla import DECODE_THRESHOLD, MLAConfig
+from vattn.distributed.group import ContextParallel
 from vattn.errors import CacheError, ConfigError, ScaleError, UnsupportedRequestError
-from vattn.layers.base.arguments import check_configs, check_extra
+from vattn.layers.base.arguments import check_configs
 from vattn.layers.base.buffers import OwnBuffers
 from vattn.layers.base.checks import check_storage_kind
 from vattn.layers.base.dcp import check_context_parallel, gather_rows, partial_request
@@ -31,13 +32,6 @@ from vattn.metadata.dcp import telling_others
 from vattn.ops.reference.mla_absorb import elements_per_token, key_and_value_weights
 from vattn.quantization.formats import MODEL_DTYPES, dtype_name
 from vattn.quantization.mla_formats import MLA_FORMATS, resolve_mla_cache_dtype
-
-EXTRA_OPTIONS: dict[str, Any] = {
-    "decode_threshold": DECODE_THRESHOLD,
-    "workspace_tokens": None,
-    "context_parallel": None,
-}
-"""Options beyond the named arguments, with their defaults."""
 
 
 class BoundLatents(OwnBuffers):
@@ -67,11 +61,12 @@ class BoundLatents(OwnBuffers):
         attn_backend: str | None = None,
         use_sparse: bool = False,
         indexer: object | None = None,
-        **extra: Any,
+        *,
+        decode_threshold: int = DECODE_THRESHOLD,
+        workspace_tokens: int | None = None,
+        context_parallel: ContextParallel | None = None,
     ) -> None:
         super().__init__()
-        check_extra(type(self), extra, EXTRA_OPTIONS)
-        options = {**EXTRA_OPTIONS, **extra}
         check_configs(type(self).__name__, cache_config, quant_config, exact_prefill=False)
         self.prefix = prefix
         self.cache_config = cache_config or CacheConfig()
@@ -81,7 +76,7 @@ class BoundLatents(OwnBuffers):
         self.qk_nope_head_dim, self.qk_rope_head_dim, self.v_head_dim = qk_nope_head_dim, qk_rope_head_dim, v_head_dim
         self.q_lora_rank, self.kv_lora_rank = q_lora_rank, kv_lora_rank
         self.use_sparse, self.indexer = use_sparse, indexer
-        self.workspace_tokens = options["workspace_tokens"]
+        self.workspace_tokens = workspace_tokens
         self.config: Any = None
         """What the bound cache made of the request, backend included; `None` before `bind_kv_cache`."""
         # In a tuple it is no submodule: its owner saves and moves it.
@@ -98,14 +93,14 @@ class BoundLatents(OwnBuffers):
             "block_size": self.cache_config.block_size,
             "query_format": self.quant_config.query_format,
             "output_format": self.quant_config.output_format,
-            "decode_threshold": options["decode_threshold"],
+            "decode_threshold": decode_threshold,
             "sparse": use_sparse,
             "backend": self.attn_backend,
         }
-        self.context_parallel = options["context_parallel"]
-        if self.context_parallel is not None:
+        self.context_parallel = context_parallel
+        if context_parallel is not None:
             check_context_parallel(self, num_heads, v_head_dim, {})
-            self._request.update(partial_request(self.context_parallel))
+            self._request.update(partial_request(context_parallel))
         self._op_config = ""
         self._plan_key = ""
         self._weights_read: tuple[TensorState, ...] | None = None

@@ -44,10 +44,10 @@ class MLAAttention(BoundLatents):
         use_sparse: rows see the positions alone that `indexer` lists.
         indexer: with `use_sparse`: an object with `topk_indices`, int32 `[max_tokens, K]`, filled before the layer
             runs: positions in its request that each row sees, -1 for none.
-        **extra: `decode_threshold` (longest query that is absorbed into the latent space), `workspace_tokens` (keys and
-            values of how many tokens are expanded at a time), `context_parallel`
-            (`vattn.distributed.ContextParallel`: the ranks that share the cache; the layer then takes its rank's
-            part of the `num_heads` query heads, while `kv_b_proj` has all of them, or on every rank its own).
+        decode_threshold: longest query that is absorbed into the latent space.
+        workspace_tokens: how many tokens' keys and values are expanded at a time; default: as the op chooses.
+        context_parallel: the ranks that share the cache; the layer then takes its rank's part of the `num_heads` query
+            heads, while `kv_b_proj` has all of them, or on every rank its own.
 
     Raises:
         ConfigError, ScaleError, ShapeError, DtypeError, UnknownOptionError, UnsupportedRequestError: at construction
