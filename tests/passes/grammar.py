@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from harness import COLUMNS
-from productions import DYNAMIC_PARTS, E4M3, HELD_OUT, STATIC_PARTS
+from productions import DYNAMIC_PARTS, E4M3, STATIC_PARTS
 from torch import Tensor
 
 STATIC_BASE = ("float()", "/ s", "clamp", "to", "none")
@@ -38,7 +38,6 @@ class Form:
         saturates: whether no cast of it is left to saturate on its own.
         plain: the same with codes and scales returned as they are, where it returns something made of them.
         moved: what becomes of codes and scales of the whole output `[T, ...]` by the form's slices and transposes.
-        held_out: whether it has a production that was kept out of the matcher's development.
     """
 
     name: str
@@ -46,11 +45,6 @@ class Form:
     saturates: bool = True
     plain: Callable[[Tensor, Tensor], Any] | None = None
     moved: Callable[[Tensor], Tensor] = _same
-    held_out: bool = False
-
-
-def _has_held_out(parts: dict[str, dict[str, Any]], chosen: tuple[str, ...]) -> bool:
-    return any(f"{kind}: {name}" in HELD_OUT for kind, name in zip(parts, chosen, strict=True))
 
 
 def static_form(*chosen: str) -> Form:
@@ -64,7 +58,7 @@ def static_form(*chosen: str) -> Form:
         return after(before(q))
 
     name = f"static: {', '.join(chosen)}"
-    return Form(name, function, chosen[2] not in SATURATING, None, moved, _has_held_out(STATIC_PARTS, chosen))
+    return Form(name, function, chosen[2] not in SATURATING, None, moved)
 
 
 def dynamic_form(*chosen: str) -> Form:
@@ -82,9 +76,8 @@ def dynamic_form(*chosen: str) -> Form:
         return codes.view(-1, columns), returned(factor)
 
     plain = DYNAMIC_PARTS["returned"]["[T, G]"]
-    held = _has_held_out(DYNAMIC_PARTS, chosen)
     name = f"dynamic: {', '.join(chosen)}"
-    return Form(name, function, plain=lambda o, s: function(o, s, plain), moved=moved, held_out=held)
+    return Form(name, function, plain=lambda o, s: function(o, s, plain), moved=moved)
 
 
 PAIRS = [

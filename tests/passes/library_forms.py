@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from grammar import Form
 from harness import COLUMNS, HEADS, WIDTH
-from productions import E4M3, held_out
+from productions import E4M3
 from torch import Tensor, nn
 
 from vattn.quantization.codecs import swizzle_block_scales
@@ -379,5 +379,5 @@ def external() -> dict[str, Form]:
         if not missing(library):
             for name, function in forms().items():
                 title = f"{library}: {name}"
-                found[title] = Form(title, function, plain=plain.get(name), held_out=held_out(name))
+                found[title] = Form(title, function, plain=plain.get(name))
     return found

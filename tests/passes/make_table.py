@@ -22,7 +22,7 @@ def main() -> None:
         everything_wrong += wrong
     page = Path(__file__).with_name("verdicts.md")
     kept = page.read_text().split(test_forms.TITLE)[0]
-    page.write_text("\n".join((kept + test_forms.TITLE, "|---|---|---|---|", *table, "")))
+    page.write_text("\n".join((kept + test_forms.TITLE, "|---|---|---|", *table, "")))
     print("\n".join(everything_wrong), f"{len(table)} forms", sep="\n")
 
 

@@ -1,13 +1,7 @@
-"""The productions of the grammar: single choices that `grammar.py` composes into ways to write quantisation.
-
-Each table has two parts. The matcher was developed with the first part in sight. Of the second part, three quarters
-(`held_out`, decided by a hash of the name) were kept out of its development and run once, before anything was mended
-for them: docs/fusion-proofs.md has that figure.
-"""
+"""The productions of the grammar: single choices that `grammar.py` composes into ways to write quantisation."""
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from typing import Any
 
@@ -44,8 +38,6 @@ WIDEN: dict[str, Part] = {
     "bf16 math": lambda o: o,
     "double()": lambda o: o.double(),
     "times 1.0": lambda o: o.float() * 1.0,
-}
-WIDEN_2: dict[str, Part] = {
     "type()": lambda o: o.type(torch.float32),
     "copied": lambda o: o.to(torch.float32, copy=True),
     "minus zero": lambda o: o.float() - 0.0,
@@ -79,8 +71,6 @@ SCALED: dict[str, Part] = {
     "/ s / 2": lambda x, s: x / s / 2.0,
     "/ s + 1": lambda x, s: x / s + 1.0,
     "gelu / s": lambda x, s: F.gelu(x) / s,
-}
-SCALED_2: dict[str, Part] = {
     "true_divide": lambda x, s: torch.true_divide(x, s),
     "div_": in_place(lambda x, s: x.div_(s)),
     "mul_": in_place(lambda x, s: x.mul_(s)),
@@ -115,8 +105,6 @@ CLAMPED: dict[str, Part] = {
     "too narrow": lambda x: x.clamp(-240, 240),
     "one side": lambda x: x.clamp(max=448),
     "nan_to_num": lambda x: torch.nan_to_num(x.clamp(-448, 448)),
-}
-CLAMPED_2: dict[str, Part] = {
     "clip": lambda x: x.clip(-448, 448),
     "clamp_": in_place(lambda x: x.clamp_(-448, 448)),
     "clamp_max, clamp_min": lambda x: x.clamp_max(448).clamp_min(-448),
@@ -138,8 +126,6 @@ CLAMPED_2: dict[str, Part] = {
 }
 CAST: dict[str, Part] = {
     "to": lambda x: x.to(E4M3),
-}
-CAST_2: dict[str, Part] = {
     "type": lambda x: x.type(E4M3),
     "copy_": lambda x: torch.empty_like(x, dtype=E4M3).copy_(x),
     "to, bytes": lambda x: x.to(E4M3).view(torch.uint8),
@@ -163,8 +149,6 @@ SHAPED: dict[str, tuple[Part, Part]] = {
     "codes as heads": (lambda o: o, lambda q: q.view(-1, HEADS, WIDTH).view(-1, COLUMNS)),
     "half the columns": (lambda o: o[:, :HALF], lambda q: q),
     "whole slice": (lambda o: o[:, :COLUMNS], lambda q: q[:]),
-}
-SHAPED_2: dict[str, tuple[Part, Part]] = {
     "transposed": (lambda o: o.t(), lambda q: q.t()),
     "transposed for good": (lambda o: o.t(), lambda q: q),
     "heads first": (lambda o: o.view(-1, HEADS, WIDTH).transpose(0, 1), lambda q: q.transpose(0, 1).flatten(1)),
@@ -202,8 +186,6 @@ LARGEST: dict[str, Part] = {
     "amax and amin": lambda x: torch.maximum(x.amax(-1, keepdim=True), -x.amin(-1, keepdim=True)),
     "norm": lambda x: torch.linalg.vector_norm(x, float("inf"), dim=-1, keepdim=True),
     "mean": lambda x: x.abs().mean(-1, keepdim=True) * 4,
-}
-LARGEST_2: dict[str, Part] = {
     "aminmax": lambda x: torch.maximum(x.aminmax(dim=-1, keepdim=True)[1], -x.aminmax(dim=-1, keepdim=True)[0]),
     "linalg.norm": lambda x: torch.linalg.norm(x, float("inf"), dim=-1, keepdim=True),
     "Tensor.norm": lambda x: x.norm(p=float("inf"), dim=-1, keepdim=True),
@@ -234,8 +216,6 @@ SCALE: dict[str, Part] = {
     "no floor": lambda m: m / 448.0,
     "plus 1e-6": lambda m: (m + 1e-6) / 448.0,
     "of 240": lambda m: m.clamp(min=1e-10) / 240.0,
-}
-SCALE_2: dict[str, Part] = {
     "* (1 / 448)": lambda m: m.clamp(min=1e-10) * (1.0 / 448.0),
     "finfo().max": lambda m: m.clamp(min=1e-10) / torch.finfo(E4M3).max,
     "clamp_min": lambda m: m.clamp_min(1e-5) / 448.0,
@@ -260,8 +240,6 @@ APPLIED: dict[str, Part] = {
     "/": lambda x, scale: x / scale,
     "* reciprocal()": lambda x, scale: x * scale.reciprocal(),
     "* (1 / scale)": lambda x, scale: x * (1.0 / scale),
-}
-APPLIED_2: dict[str, Part] = {
     "torch.div": lambda x, scale: torch.div(x, scale),
     "div_": in_place(lambda x, scale: x.div_(scale)),
     "/ expanded": lambda x, scale: x / scale.expand_as(x),
@@ -280,8 +258,6 @@ POWER: dict[str, Part] = {
     "any": lambda scale: scale,
     "power of two": lambda scale: torch.exp2(torch.ceil(torch.log2(scale))),
     "nearest power of two": lambda scale: torch.exp2(torch.round(torch.log2(scale))),
-}
-POWER_2: dict[str, Part] = {
     "pow": lambda scale: torch.pow(2.0, torch.ceil(torch.log2(scale))),
     "bits": lambda scale: ((scale.float().view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32),
     "ldexp": lambda scale: torch.ldexp(torch.ones_like(scale), torch.ceil(torch.log2(scale)).int()),
@@ -292,16 +268,21 @@ POWER_2: dict[str, Part] = {
     "bits above": lambda scale: ((scale.float().view(torch.int32) + 0x800000) & 0x7F800000).view(torch.float32),
     "with a floor": lambda scale: torch.exp2(torch.ceil(torch.log2(scale.abs().clamp(min=1e-10)))),
 }
-GROUPS: dict[str, int] = {"token": COLUMNS, "group 64": 64, "group 32": 32, "tensor": 0}
-GROUPS_2: dict[str, int] = {"group 128": 128, "group 16": 16, "pair of values": 2}
+GROUPS: dict[str, int] = {
+    "token": COLUMNS,
+    "group 64": 64,
+    "group 32": 32,
+    "tensor": 0,
+    "group 128": 128,
+    "group 16": 16,
+    "pair of values": 2,
+}
 RETURNED: dict[str, Part] = {
     "[T, G]": lambda scale: scale.flatten(1),
     "[T, G, 1]": lambda scale: scale,
     "column-major": lambda scale: scale.flatten(1).t().contiguous().t(),
     "transposed": lambda scale: scale.flatten(1).t().contiguous(),
     "reciprocal": lambda scale: scale.flatten(1).reciprocal(),
-}
-RETURNED_2: dict[str, Part] = {
     "flat": lambda scale: scale.flatten(),
     "expanded": lambda scale: scale.flatten(1).unsqueeze(-1).expand(-1, -1, 4),
     "bf16": lambda scale: scale.flatten(1).bfloat16(),
@@ -315,9 +296,6 @@ RETURNED_2: dict[str, Part] = {
 }
 PLACED: dict[str, tuple[Part, Part]] = {
     "whole": (lambda o: o, lambda q: q),
-}
-"""For computed scales: what is done to the output first, and what becomes of codes and scales `[T, G]` of the whole."""
-PLACED_2: dict[str, tuple[Part, Part]] = {
     "first tokens": (lambda o: o[:3], lambda q: q[:3]),
     "without the first": (lambda o: o[1:], lambda q: q[1:]),
     "half the tokens": (lambda o: o[: o.shape[0] // 2], lambda q: q[: q.shape[0] // 2]),
@@ -332,45 +310,24 @@ PLACED_2: dict[str, tuple[Part, Part]] = {
     "contiguous heads": (lambda o: o.view(-1, HEADS, WIDTH).contiguous().flatten(1), lambda q: q),
     "part of a group": (lambda o: o[:, 32:], lambda q: q[:, : q.shape[1]]),
 }
-
-
-def held_out(name: str) -> bool:
-    """Return whether a production of a second part was kept out of the matcher's development."""
-    return hashlib.sha256(name.encode()).digest()[0] % 4 != 0
-
-
-SECOND: dict[str, dict[str, Any]] = {
-    "widen": WIDEN_2,
-    "scaled": SCALED_2,
-    "clamped": CLAMPED_2,
-    "cast": CAST_2,
-    "shaped": SHAPED_2,
-    "largest": LARGEST_2,
-    "scale": SCALE_2,
-    "applied": APPLIED_2,
-    "power": POWER_2,
-    "groups": GROUPS_2,
-    "returned": RETURNED_2,
-    "placed": PLACED_2,
-}
-HELD_OUT = frozenset(f"{kind}: {name}" for kind, table in SECOND.items() for name in table if held_out(name))
+"""For computed scales: what is done to the output first, and what becomes of codes and scales `[T, G]` of the whole."""
 
 STATIC_PARTS: dict[str, dict[str, Any]] = {
-    "widen": WIDEN | WIDEN_2,
-    "scaled": SCALED | SCALED_2,
-    "clamped": CLAMPED | CLAMPED_2,
-    "cast": CAST | CAST_2,
-    "shaped": SHAPED | SHAPED_2,
+    "widen": WIDEN,
+    "scaled": SCALED,
+    "clamped": CLAMPED,
+    "cast": CAST,
+    "shaped": SHAPED,
 }
 DYNAMIC_PARTS: dict[str, dict[str, Any]] = {
-    "widen": WIDEN | WIDEN_2,
-    "largest": LARGEST | LARGEST_2,
-    "scale": SCALE | SCALE_2,
-    "applied": APPLIED | APPLIED_2,
-    "power": POWER | POWER_2,
-    "groups": GROUPS | GROUPS_2,
-    "clamped": CLAMPED | CLAMPED_2,
-    "cast": CAST | CAST_2,
-    "returned": RETURNED | RETURNED_2,
-    "placed": PLACED | PLACED_2,
+    "widen": WIDEN,
+    "largest": LARGEST,
+    "scale": SCALE,
+    "applied": APPLIED,
+    "power": POWER,
+    "groups": GROUPS,
+    "clamped": CLAMPED,
+    "cast": CAST,
+    "returned": RETURNED,
+    "placed": PLACED,
 }

@@ -22,7 +22,7 @@ BASE_64 = (*grammar.DYNAMIC_BASE[:5], "group 64", *grammar.DYNAMIC_BASE[6:])
 ONLY_64 = ("power", "returned", "placed")
 SHARED = ("widen", "clamped", "cast")
 OTHERS = tuple(kind for kind in grammar.DYNAMIC_PARTS if kind not in ONLY_64)
-TITLE = "| form | held out | fused to | or why not |"
+TITLE = "| form | fused to | or why not |"
 FORMS: dict[str, Form] = {
     **grammar.around("static", grammar.STATIC_BASE, grammar.STATIC_PARTS, grammar.static_form),
     **grammar.around("token", grammar.DYNAMIC_BASE, grammar.DYNAMIC_PARTS, grammar.dynamic_form, (*ONLY_64, *SHARED)),
@@ -68,9 +68,8 @@ def row(form: Form, node: NodeReport) -> str:
     """Return a form's line of the table in verdicts.md."""
     fused = node.outcome == "fused"
     reason = NODE_NAMES.sub("an op", re.sub(r"\(s\d+,", "(tokens,", node.reason))
-    kept_out = "yes" if form.held_out else ""
     name = form.name.replace("|", "\\|")
-    return f"| {name} | {kept_out} | {node.output_format if fused else ''} | {'' if fused else reason} |"
+    return f"| {name} | {node.output_format if fused else ''} | {'' if fused else reason} |"
 
 
 def check(forms: list[Form], steps: Any = ([3, 4], [5, 1, 2])) -> tuple[dict[str, NodeReport], list[str]]:
