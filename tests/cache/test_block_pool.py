@@ -7,22 +7,6 @@ from vattn.cache.block_pool import BlockPool, BlockTable
 from vattn.errors import BlockError, ConfigError, OutOfBlocksError
 
 
-def test_allocates_distinct_blocks_and_never_a_reserved_one():
-    pool = BlockPool(10, reserved=2)
-    blocks = pool.allocate(8)
-    assert sorted(blocks) == list(range(2, 10))
-    assert (pool.num_free, pool.num_used) == (0, 8)
-
-
-def test_out_of_blocks_says_how_many_were_asked_and_left_and_takes_none():
-    pool = BlockPool(6)
-    pool.allocate(2)
-    with pytest.raises(OutOfBlocksError, match=r"4 blocks were requested and 3 of 5 are left"):
-        pool.allocate(4)
-    assert pool.num_free == 3
-    assert len(pool.allocate(3)) == 3
-
-
 def test_double_free_is_refused_by_name_and_frees_nothing():
     pool = BlockPool(6)
     first, second = pool.allocate(2)
@@ -51,35 +35,6 @@ def test_a_free_block_cannot_be_forked_or_written():
         pool.fork([2])
     with pytest.raises(BlockError, match="not allocated: 2"):
         pool.writable(2)
-
-
-def test_forked_blocks_outlive_one_owner():
-    pool = BlockPool(4)
-    blocks = pool.allocate(2)
-    assert pool.fork(blocks) == blocks
-    pool.free(blocks)
-    assert pool.num_free == 1
-    pool.free(blocks)
-    assert pool.num_free == 3
-
-
-def test_writable_copies_a_shared_block_once():
-    pool = BlockPool(5)
-    (block,) = pool.allocate(1)
-    assert pool.writable(block) == (block, False)
-    pool.fork([block])
-    copy, copied = pool.writable(block)
-    assert copied and copy != block
-    assert pool.writable(block) == (block, False)
-    assert pool.references(block) == pool.references(copy) == 1
-
-
-def test_writable_without_a_free_block_changes_nothing():
-    pool = BlockPool(2)
-    blocks = pool.fork(pool.allocate(1))
-    with pytest.raises(OutOfBlocksError, match="1 blocks were requested and 0 of 1 are left"):
-        pool.writable(blocks[0])
-    assert pool.references(blocks[0]) == 2
 
 
 @pytest.mark.parametrize("arguments", [(1, 1), (0, 0), (4, -1), (2, 5)])
