@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from torch import nn
+from torch._dynamo.testing import EagerAndRecordGraphs
 
 import vattn
 from vattn.cache.block_pool import BlockPool, BlockTable
@@ -200,6 +201,12 @@ class Hybrid:
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
         return step
 
+    def compare_steps(self):
+        """Compare a prefill, a decode and a mixed step of two requests."""
+        requests = [self.request() for _ in range(2)]
+        for counts in ([30, 3], [1, 1], [7, 20]):
+            self.compare(requests, counts)
+
     def request(self):
         return vattn.HybridBlockTable(self.pool, self.cache), BlockTable(self.plain_pool, BLOCK)
 
@@ -234,36 +241,20 @@ def test_outputs_equal_those_of_one_table_for_all_layers(changes):
 
 
 def test_compiled_models_take_steps_with_groups_in_one_graph():
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
-    hybrid = Hybrid(kinds=Stack.KINDS[:4])
+    hybrid, backend = Hybrid(kinds=Stack.KINDS[:4]), EagerAndRecordGraphs()
     hybrid.forward = vattn.compile(hybrid.model, backend=backend)
-    requests = [hybrid.request() for _ in range(2)]
-    for counts in ([30, 3], [1, 1], [7, 20]):
-        hybrid.compare(requests, counts)
-    assert len(graphs) == 1
+    hybrid.compare_steps()
+    assert len(backend.graphs) == 1
 
 
 def test_equal_layers_of_different_groups_share_one_graph():
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
     torch._dynamo.reset()
-    hybrid = Hybrid()
+    hybrid, backend = Hybrid(), EagerAndRecordGraphs()
     windows = [layer for layer in hybrid.model.layers if layer._request["sliding_window"] == 12]
     assert len({layer.kv_cache_group.index for layer in windows}) == 2
     vattn.compile_regions(windows, backend=backend)
-    requests = [hybrid.request() for _ in range(2)]
-    for counts in ([30, 3], [1, 1]):
-        hybrid.compare(requests, counts)
-    assert len(graphs) == 1
+    hybrid.compare_steps()
+    assert len(backend.graphs) == 1
 
 
 @pytest.mark.slow
@@ -271,9 +262,7 @@ def test_inductor_updates_a_storage_that_two_groups_share():
     hybrid = Hybrid(kinds=Stack.KINDS[:2])
     assert len(hybrid.cache.kv_caches) == 1
     hybrid.forward = vattn.compile(hybrid.model)
-    requests = [hybrid.request() for _ in range(2)]
-    for counts in ([30, 3], [1, 1], [7, 20]):
-        hybrid.compare(requests, counts)
+    hybrid.compare_steps()
 
 
 def test_forked_requests_write_to_blocks_of_their_own():

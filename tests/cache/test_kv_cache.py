@@ -160,9 +160,18 @@ def test_page_sizes_and_bounds(spec, page, blocks):
         (lambda: SlidingWindowSpec(2, 64), "sliding_window=0"),
         (lambda: SlidingWindowSpec(2, 64, sliding_window=True), "sliding_window=True"),
         (lambda: CrossAttentionSpec(2, 64).max_blocks(100), "max_encoder_len"),
+        (lambda: FullAttentionSpec(0, 64), "num_kv_heads=0"),
+        (lambda: FullAttentionSpec(2, -1), "head_size=-1"),
+        (lambda: FullAttentionSpec(2, 64, block_size=1.5), "block_size=1.5"),
+        (lambda: FullAttentionSpec(2, 64, kv_cache_dtype="fp8"), "kv_cache_dtype='fp8'"),
+        (lambda: FullAttentionSpec(2, 64, layout="NDH"), "layout='NDH'"),
+        *(
+            (lambda length=length: FullAttentionSpec(2, 64).max_blocks(length), "an int, tokens >= 0")
+            for length in (-5, "5", 2.5, True)
+        ),
     ],
 )
-def test_wrong_special_specs(make, text):
+def test_wrong_specs_and_lengths(make, text):
     with pytest.raises(ConfigError, match=text):
         make()
 
@@ -183,11 +192,9 @@ def test_unequal_specs_do_not_merge(specs, text):
         FullAttentionSpec.merge(specs)
 
 
-def test_records_of_hidden_tokens_merge_and_a_window_with_chunks_does_not():
+def test_records_of_hidden_tokens_merge():
     plain, window = FullAttentionSpec(2, 64), FullAttentionSpec(2, 64, sliding_window=8)
     assert FullAttentionSpec.merge([plain, window, plain]) == window
-    with pytest.raises(ConfigError, match="sliding_window=8 together with attention_chunk_size=16"):
-        FullAttentionSpec.merge([window, FullAttentionSpec(2, 64, attention_chunk_size=16)])
 
 
 def test_a_padded_storage_is_read_and_written_like_any():
@@ -214,16 +221,6 @@ def test_specs_are_values():
     assert first != SlidingWindowSpec(2, 64, sliding_window=8)
     with pytest.raises(AttributeError):
         first.head_size = 8
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [{"num_kv_heads": 0}, {"head_size": -1}, {"block_size": 1.5}, {"kv_cache_dtype": "fp8"}, {"layout": "NDH"}],
-)
-def test_wrong_specs_are_refused_by_name(changes):
-    ((name, value),) = changes.items()
-    with pytest.raises(ConfigError, match=f"{name}={value!r}"):
-        FullAttentionSpec(**{"num_kv_heads": 2, "head_size": 64, **changes})
 
 
 class Model(nn.Module):
@@ -294,24 +291,6 @@ def test_memory_too_small_says_what_a_block_needs():
     assert allocate_kv_cache(model, memory=4096).num_blocks == 1
 
 
-@pytest.mark.parametrize("arguments", [{}, {"num_blocks": 4, "memory": "1GiB"}])
-def test_exactly_one_size_is_asked_for(arguments):
-    with pytest.raises(ConfigError, match=r"exactly one of them\. Try: pass either memory='1GiB' or num_blocks=1024"):
-        allocate_kv_cache(Model(layer(0)), **arguments)
-
-
-@pytest.mark.parametrize("num_blocks", [0, -3, 2.0, True, "8"])
-def test_wrong_num_blocks(num_blocks):
-    with pytest.raises(ConfigError, match=f"num_blocks={num_blocks!r}"):
-        allocate_kv_cache(Model(layer(0)), num_blocks=num_blocks)
-
-
-@pytest.mark.parametrize("memory", [0, -1, "", "1 elephant", "GiB", "-2GiB", "1e9", True, 2.5, "0.2B"])
-def test_wrong_memory(memory):
-    with pytest.raises(ConfigError, match="memory="):
-        allocate_kv_cache(Model(layer(0)), memory=memory)
-
-
 @pytest.mark.parametrize(
     "text, count",
     [("17", 17), ("17B", 17), ("2GiB", 2 << 30), (" 1.5 mib ", 3 << 19), ("3GB", 3 * 10**9), ("2 KB", 2000), (12, 12)],
@@ -325,33 +304,50 @@ def test_format_bytes(count, text):
     assert format_bytes(count) == text
 
 
-def test_no_layer_found():
+NO_CUDA = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+ONE_SIZE = r"exactly one of them\. Try: pass either memory='1GiB' or num_blocks=1024"
+NO_SIZES = [0, -1, "", "1 elephant", "GiB", "-2GiB", "1e9", True, 2.5, "0.2B"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({}, ConfigError, ONE_SIZE),
+        ({"num_blocks": 4, "memory": "1GiB"}, ConfigError, ONE_SIZE),
+        *(({"num_blocks": count}, ConfigError, f"num_blocks={count!r}") for count in (0, -3, 2.0, True, "8")),
+        *(({"memory": size}, ConfigError, "memory=") for size in NO_SIZES),
+        ({"num_blocks": 2**50}, CacheError, "could not be allocated on cpu"),
+        ({"num_blocks": 2, "dtype": torch.int8}, DtypeError, r"torch\.int8"),
+        *(({"num_blocks": 2, "device": name}, DeviceError, name) for name in ("meta", "nonsense", "mps")),
+        pytest.param({"num_blocks": 2, "device": "cuda"}, DeviceError, "cuda", marks=NO_CUDA),
+    ],
+)
+def test_wrong_allocations_bind_nothing(arguments, error, text):
+    model = Model(layer(0))
+    with pytest.raises(error, match=text):
+        allocate_kv_cache(model, **arguments)
+    assert model.layers[0].kv_cache is None
+
+
+def test_models_without_a_cache_to_allocate():
     with pytest.raises(ConfigError, match="model of type list"):
         allocate_kv_cache([nn.Linear(2, 2)], num_blocks=4)
-    with pytest.raises(CacheError, match="Sequential contains no attention layer that has a KV cache"):
-        allocate_kv_cache(nn.Sequential(nn.Linear(2, 2)), num_blocks=4)
+    for model, text in (
+        (nn.Sequential(nn.Linear(2, 2)), "Sequential contains no attention layer that has a KV cache"),
+        (Model(layer(1, kv_sharing_target_layer_name="layers.0.attn")), "no attention layer of the model"),
+        (Model(layer(0), layer(0)), r"two layers of the prefix 'layers\.0\.attn'"),
+        (Model(layer(0), layer(1, cache_config=CacheConfig(block_size=32))), "block sizes 16, 32"),
+    ):
+        with pytest.raises(CacheError, match=text):
+            allocate_kv_cache(model, num_blocks=2)
 
 
-def test_dtypes():
+def test_dtypes_are_those_of_the_model():
+    """A few wide parameters do not decide."""
     model = Model(layer(0), dtype=torch.float16)
+    model.norm = nn.LayerNorm(4, dtype=torch.float32)
     assert allocate_kv_cache(model, num_blocks=2).kv_caches[0].dtype == torch.float16
     assert allocate_kv_cache(model, num_blocks=2, dtype=torch.float32).kv_caches[0].dtype == torch.float32
-    with pytest.raises(DtypeError, match=r"torch\.int8"):
-        allocate_kv_cache(model, num_blocks=2, dtype=torch.int8)
-
-
-def test_a_few_wide_parameters_do_not_decide_the_dtype():
-    model = Model(layer(0))
-    model.norm = nn.LayerNorm(4, dtype=torch.float32)
-    assert allocate_kv_cache(model, num_blocks=2).dtype == torch.bfloat16
-
-
-@pytest.mark.parametrize("device", ["meta", "nonsense", "mps", "cuda"])
-def test_wrong_devices(device):
-    if device == "cuda" and torch.cuda.is_available():
-        pytest.skip("needs a machine without CUDA")
-    with pytest.raises(DeviceError, match=device):
-        allocate_kv_cache(Model(layer(0)), num_blocks=2, device=device)
 
 
 def test_a_model_on_several_devices_needs_one_named():
@@ -360,11 +356,6 @@ def test_a_model_on_several_devices_needs_one_named():
     with pytest.raises(DeviceError, match="cpu, meta"):
         allocate_kv_cache(model, num_blocks=2)
     assert allocate_kv_cache(model, num_blocks=2, device="cpu").num_blocks == 2
-
-
-def test_an_impossible_size_is_a_cache_error():
-    with pytest.raises(CacheError, match="could not be allocated on cpu"):
-        allocate_kv_cache(Model(layer(0)), num_blocks=2**50)
 
 
 def test_shared_caches_are_one_tensor_counted_once():
@@ -397,18 +388,6 @@ def test_wrong_sharing_targets(target, reason):
     with pytest.raises(CacheError, match=f"'layers.1.attn' shares the KV cache of '{target}', which {reason}"):
         allocate_kv_cache(model, num_blocks=2)
     assert all(bound.kv_cache is None for bound in model.layers)
-
-
-def test_only_sharing_layers():
-    with pytest.raises(CacheError, match="no attention layer of the model"):
-        allocate_kv_cache(Model(layer(1, kv_sharing_target_layer_name="layers.0.attn")), num_blocks=2)
-
-
-def test_duplicate_prefixes_and_block_sizes():
-    with pytest.raises(CacheError, match=r"two layers of the prefix 'layers\.0\.attn'"):
-        allocate_kv_cache(Model(layer(0), layer(0)), num_blocks=2)
-    with pytest.raises(CacheError, match="block sizes 16, 32"):
-        allocate_kv_cache(Model(layer(0), layer(1, cache_config=CacheConfig(block_size=32))), num_blocks=2)
 
 
 def test_layers_without_prefix_go_by_their_path():
@@ -471,30 +450,19 @@ def test_copy_treats_a_shared_storage_once():
         assert torch.equal(new, old[[0, 1, 1, 2, 4]])
 
 
-def test_copy_takes_an_allocation_and_an_empty_mapping():
+def test_copy_takes_allocations_and_mappings_of_pairs():
     model = Model(layer(0), layer(1, kv_sharing_target_layer_name="layers.0.attn"))
     allocation = allocate_kv_cache(model, num_blocks=4)
     (cache,) = allocation.kv_caches
-    cache[:, 1] = 7
-    copy_blocks(allocation, torch.empty((0, 2), dtype=torch.int64))
-    assert not cache[:, 3].any()
-    copy_blocks(allocation, torch.tensor([(1, 3)]))
-    assert bool((cache[:, 3] == 7).all()) and not cache[:, 2].any()
-
-
-def test_copy_takes_what_a_block_table_returns():
-    cache = filled(make_config(), 4).nan_to_num_()
+    cache.normal_()
     before = cache.clone()
-    copy_blocks([cache], [])
-    assert torch.equal(cache, before)
-    copy_blocks([cache], [(1, 3), (0, 2)])
+    for nothing in (torch.empty((0, 2), dtype=torch.int64), []):
+        copy_blocks(allocation, nothing)
+        assert torch.equal(cache, before)
+    copy_blocks(allocation, torch.tensor([(1, 3)]))
+    assert torch.equal(cache, before[:, [0, 1, 2, 1]])
+    copy_blocks([cache], [(0, 2)])
     assert torch.equal(cache, before[:, [0, 1, 0, 1]])
-
-
-@pytest.mark.parametrize("pairs", [[1, 2], [(1, 2), (3,)], [("a", "b")]])
-def test_pairs_that_are_none(pairs):
-    with pytest.raises(CacheError, match="block_mapping"):
-        copy_blocks([filled(make_config(), 4)], pairs)
 
 
 @pytest.mark.parametrize(
@@ -518,11 +486,23 @@ def test_wrong_ids_copy_nothing(mapping, reason):
     assert all(torch.equal(cache.view(torch.uint8), old) for cache, old in zip(caches, before, strict=True))
 
 
-@pytest.mark.parametrize("mapping", [torch.tensor([1, 2]), torch.tensor([[1, 2]], dtype=torch.int32), torch.ones(1, 3)])
-def test_wrong_mappings(mapping):
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        [1, 2],
+        [(1, 2), (3,)],
+        [("a", "b")],
+        torch.tensor([1, 2]),
+        torch.tensor([[1, 2]], dtype=torch.int32),
+        torch.ones(1, 3),
+    ],
+)
+def test_wrong_mappings_and_storages(mapping):
     cache = filled(make_config(), 4)
-    with pytest.raises(CacheError, match="block_mapping of shape"):
+    with pytest.raises(CacheError, match="block_mapping"):
         copy_blocks([cache], mapping)
+    with pytest.raises(CacheError, match="2 or 5 dimensions"):
+        copy_blocks([cache[0]], torch.tensor([(0, 1)]))
 
 
 @pytest.mark.parametrize(
@@ -536,12 +516,6 @@ def test_swap_refuses_another_geometry(changes):
             swap_blocks(*pair, torch.tensor([(0, 1)]), config)
 
 
-def test_views_are_refused():
-    cache = filled(make_config(), 4)
-    with pytest.raises(CacheError, match="2 or 5 dimensions"):
-        copy_blocks([cache[0]], torch.tensor([(0, 1)]))
-
-
 @pytest.mark.gpu
 def test_swap_between_devices():
     config = make_config()
@@ -552,10 +526,3 @@ def test_swap_between_devices():
     # Bytes, since random ones make NaN too.
     assert torch.equal(back[:, [1, 5]].view(torch.uint8), host[:, [1, 5]].view(torch.uint8))
     assert not back[:, [0, 2, 3, 4]].any()
-
-
-@pytest.mark.parametrize("length", [-5, "5", 2.5, True])
-def test_lengths_that_are_none_are_refused(length: object) -> None:
-    spec = FullAttentionSpec(num_kv_heads=2, head_size=16, kv_cache_dtype="float32", block_size=16)
-    with pytest.raises(ConfigError, match="an int, tokens >= 0"):
-        spec.max_blocks(length)
