@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import EagerAndRecordGraphs
 
 import vattn
 from vattn.cache.block_pool import BlockPool, BlockTable
@@ -80,6 +81,14 @@ class Setup:
         with self.transfer.step(loads, saves) as step, vattn.forward_context(metadata):
             out = (self.model if forward is None else forward)(x)
         return out, step
+
+    def run_hooks(self, loads=(), saves=()):
+        """Run the hooks of a step without its model."""
+        with self.transfer.step(loads, saves) as step:
+            for point in self.transfer.points:
+                self.transfer.before_layer(point)
+                self.transfer.after_layer(point)
+        return step
 
     def fill(self):
         for storage in self.cache.kv_caches:
@@ -203,18 +212,6 @@ def test_differential_layers_save_and_load_their_blocks():
     check_prefix_continues(Setup(HostMemoryConnector("1MiB"), Stack(*layers)))
 
 
-def graphs_of(model, *inputs):
-    """Return the ops of every graph that Dynamo makes of a model."""
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
-        return graph.forward
-
-    compiled = vattn.compile(model, backend=backend)
-    return compiled, graphs
-
-
 def test_without_a_connector_the_graph_has_no_transfer_op_and_with_one_it_is_one_graph():
     setup = Setup(HostMemoryConnector("1MiB"), Stack(make_layer(0), make_layer(1)))
     setup.transfer.detach()
@@ -222,26 +219,22 @@ def test_without_a_connector_the_graph_has_no_transfer_op_and_with_one_it_is_one
         torch._dynamo.reset()
         if attached:
             setup.transfer = KVTransfer(setup.model, setup.cache, HostMemoryConnector("1MiB"))
-        compiled, graphs = graphs_of(setup.model)
+        backend = EagerAndRecordGraphs()
+        compiled = vattn.compile(setup.model, backend=backend)
         for tokens in (6, 9, 17):
             setup.run(torch.randn(tokens, 64), [tokens - 2, 2], [tokens - 2, 12], [[1, 2, 3], [4, 5]], compiled)
-        (graph,) = graphs
-        assert sum("kv_transfer_wait" in op for op in graph) == sum("kv_transfer_save" in op for op in graph)
-        assert sum("kv_transfer_wait" in op for op in graph) == (2 if attached else 0)
+        (graph,) = backend.graphs
+        calls = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+        for op in ("kv_transfer_wait", "kv_transfer_save"):
+            assert sum(op in call for call in calls) == (2 if attached else 0)
 
 
 def test_equal_layers_share_one_graph_with_a_connector_too():
-    setup = Setup(HostMemoryConnector("1MiB"), Stack(make_layer(0), make_layer(1)))
+    setup, backend = Setup(HostMemoryConnector("1MiB"), Stack(make_layer(0), make_layer(1))), EagerAndRecordGraphs()
     torch._dynamo.reset()
-    graphs = []
-
-    def backend(graph, _):
-        graphs.append(graph)
-        return graph.forward
-
     vattn.compile_regions(setup.model.layers, backend=backend)
     setup.run(torch.randn(6, 64), [4, 2], [4, 12], [[1], [4, 5]])
-    assert len(graphs) == 1
+    assert len(backend.graphs) == 1
 
 
 def test_a_compiler_that_copies_the_cache_is_refused():
@@ -407,14 +400,8 @@ def test_cancel_in_the_middle_of_a_step():
     hook = setup.model.layers[0].register_forward_hook(lambda *_: cancelled.append(setup.transfer.cancel("bad")))
     cancelled = []
     new = tuple(block_keys(range(100, 116), BLOCK))
-    _, step = setup.run(
-        torch.randn(4, 64),
-        [4],
-        [20],
-        [[5, 6, 7]],
-        loads=[TransferRequest("bad", keys, (5, 6))],
-        saves=[TransferRequest("bad", new, (1, 2))],
-    )
+    loads, saves = [TransferRequest("bad", keys, (5, 6))], [TransferRequest("bad", new, (1, 2))]
+    _, step = setup.run(torch.randn(4, 64), [4], [20], [[5, 6, 7]], loads=loads, saves=saves)
     hook.remove()
     assert cancelled == [True] and "cancelled" in str(step.failed["bad"])
     assert "cancelled" in str(setup.transfer.wait_for_saves()["bad"])
@@ -813,9 +800,8 @@ def test_a_second_pass_in_one_step_transfers_nothing_again():
     setup.transfer.offload("a", old, [1, 2])
     before = [storage.clone() for storage in setup.cache.kv_caches]
     start = time.monotonic()
-    with setup.transfer.step(
-        [TransferRequest("b", tuple(old), (3, 4))], [TransferRequest("c", tuple(new), (1, 2))]
-    ) as step:
+    loads, saves = [TransferRequest("b", tuple(old), (3, 4))], [TransferRequest("c", tuple(new), (1, 2))]
+    with setup.transfer.step(loads, saves) as step:
         for _ in range(2):
             for point in setup.transfer.points:
                 setup.transfer.before_layer(point)
@@ -861,9 +847,7 @@ def test_memory_is_given_back_only_when_no_copy_uses_it(monkeypatch, caplog):
         setup.transfer.cancel("cancelled")
     assert "cancelled" in setup.transfer.wait_for_saves()
     assert order[-2:] == ["copied cancelled", "finished cancelled"]
-    with setup.transfer.step(saves=[TransferRequest("whole", keys, (1, 2))]):
-        for point in setup.transfer.points:
-            setup.transfer.after_layer(point)
+    setup.run_hooks(saves=[TransferRequest("whole", keys, (1, 2))])
     assert setup.transfer.wait_for_saves() == {} and order[-2:] == ["copied whole", "finished whole"]
     with setup.transfer.step(loads=[TransferRequest("load", keys, (3, 4))]) as step:
         while step.loads["load"]._last is None:
@@ -883,16 +867,12 @@ def test_only_blocks_that_are_not_held_are_saved():
     keys = block_keys(range(32), BLOCK)
     setup.transfer.offload("a", [keys[0], keys[2]], [1, 3])
     request = TransferRequest("b", tuple(keys), (1, 2, 3, 4))
-    with setup.transfer.step(saves=[request]) as step:
-        for point in setup.transfer.points:
-            setup.transfer.after_layer(point)
+    step = setup.run_hooks(saves=[request])
     assert step.saves["b"].request.keys == (keys[1], keys[3]) and step.saves["b"].request.block_ids == (2, 4)
     assert setup.transfer.wait_for_saves() == {}
     setup.transfer.reload("c", keys, [5, 6, 7, 8])
     assert setup.holds(slice(5, 9), slice(1, 5))
-    with setup.transfer.step(saves=[request]) as step:
-        pass
-    assert not step.saves and setup.transfer.wait_for_saves() == {}
+    assert not setup.run_hooks(saves=[request]).saves and setup.transfer.wait_for_saves() == {}
 
 
 @pytest.mark.parametrize("answer", [None, [0, 7], ["a"], [0, 0]])
