@@ -44,6 +44,13 @@ def check_empty(generator: vattn.Generator) -> None:
     assert blocks.num_free_rows == generator.scheduler.max_num_reqs
 
 
+def run_to_end(generator: vattn.Generator) -> None:
+    """Step until no request is left; nothing may be lost by then."""
+    while generator.busy:
+        generator.step()
+    check_empty(generator)
+
+
 class Characters:
     """A tokenizer of one letter per token."""
 

@@ -24,6 +24,7 @@ from tests.generation.generator_support import (
     check_empty,
     make_generator,
     one_by_one,
+    run_to_end,
 )
 from tests.integrations.hf_families import make_model
 from vattn.integrations.transformers import PackedModel, enable
@@ -240,9 +241,7 @@ def test_requests_that_can_never_fit_and_full_queues(packed: PackedModel) -> Non
         small.add([1, 2], GREEDY)
     with pytest.raises(errors.QueueFullError, match="2 requests wait"):
         small.add([1, 2], GREEDY)
-    while small.busy:
-        small.step()
-    check_empty(small)
+    run_to_end(small)
 
 
 def test_cancelling_in_every_state(packed: PackedModel, expected: list[list[int]]) -> None:
@@ -255,8 +254,7 @@ def test_cancelling_in_every_state(packed: PackedModel, expected: list[list[int]
     while not requests[1].output:
         generator.step()
     generator.cancel(requests[1])
-    while generator.busy:
-        generator.step()
+    run_to_end(generator)
     generator.cancel(requests[2])
     states = [request.state for request in requests]
     assert states == ["cancelled", "cancelled", "finished", "finished", "finished", "cancelled"]
@@ -265,7 +263,6 @@ def test_cancelling_in_every_state(packed: PackedModel, expected: list[list[int]
         requests[0].result()
     with pytest.raises(errors.RequestError, match="its own requests"):
         generator.cancel(make_generator(packed).add([1]))
-    check_empty(generator)
 
 
 def test_a_client_that_goes_away_in_the_stream(packed: PackedModel) -> None:
@@ -286,13 +283,10 @@ def test_a_model_that_raises_can_be_run_again(packed: PackedModel, expected: lis
     requests = [generator.add(prompt, GREEDY) for prompt in PROMPTS]
     faulty.raise_in, faulty.bad = 6, -1
     with pytest.raises(ZeroDivisionError):
-        while generator.busy:
-            generator.step()
+        run_to_end(generator)
     assert {request.state for request in requests} <= {"waiting", "finished"}, requests
-    while generator.busy:
-        generator.step()
+    run_to_end(generator)
     assert [request.output for request in requests] == expected
-    check_empty(generator)
 
 
 def test_logits_that_are_not_finite_fail_their_request_alone(packed: PackedModel, expected: list[list[int]]) -> None:

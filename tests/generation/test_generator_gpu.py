@@ -12,7 +12,7 @@ from tests.support import relative_l2
 
 pytest.importorskip("transformers")
 
-from tests.generation.generator_support import PROMPTS, one_by_one
+from tests.generation.generator_support import PROMPTS, one_by_one, run_to_end
 from tests.integrations.hf_families import FAMILIES, make_model
 from vattn import errors
 from vattn.integrations.transformers import enable
@@ -141,8 +141,7 @@ def test_launching_a_step_waits_for_nothing() -> None:
         for _ in range(4):
             generator.step()
         generator._runner.launch = checked  # type: ignore[method-assign]
-        while generator.busy:
-            generator.step()
+        run_to_end(generator)
         assert requests[0].output == requests[2].output and requests[1].output == requests[3].output
 
 

@@ -14,7 +14,7 @@ from vattn import errors
 
 pytest.importorskip("transformers")
 
-from tests.generation.generator_support import GREEDY, PROMPTS, Characters, check_empty, make_generator
+from tests.generation.generator_support import GREEDY, PROMPTS, Characters, check_empty, make_generator, run_to_end
 from tests.integrations.hf_families import make_model
 from vattn.integrations.transformers import PackedModel, disable, enable
 
@@ -33,22 +33,19 @@ def test_steps_inside_of_a_step_are_refused(packed: PackedModel, expected: list[
 
     wanted = [vattn.Sampling(12, stop_token_ids=(), stopping_criteria=(runs,)), GREEDY, GREEDY]
     requests = [generator.add(prompt, one) for prompt, one in zip(PROMPTS, wanted, strict=False)]
-    while generator.busy:
-        generator.step()
+    run_to_end(generator)
     assert [request.state for request in requests] == ["failed", "finished", "finished"]
     assert "a step inside of another" in str(requests[0].error)
     assert [request.output for request in requests[1:]] == expected[1:3]
     wanted[0] = vattn.Sampling(12, stop_token_ids=(), stopping_criteria=(cancels,))
     requests = [generator.add(prompt, one) for prompt, one in zip(PROMPTS, wanted, strict=False)]
-    while generator.busy:
-        generator.step()
+    run_to_end(generator)
     assert [request.state for request in requests] == ["finished", "cancelled", "finished"]
     assert [request.output for request in requests] == [
         expected[0],
         expected[1][: len(requests[1].output)],
         expected[2],
     ]
-    check_empty(generator)
 
 
 @pytest.mark.parametrize("seed", [None, 7])
@@ -117,10 +114,8 @@ def test_cancelling_from_another_thread(packed: PackedModel) -> None:
 
     sampling = vattn.Sampling(12, stop_token_ids=(), stopping_criteria=(elsewhere,))
     requests = [generator.add(prompt, one) for prompt, one in zip(PROMPTS, [GREEDY, sampling], strict=False)]
-    while generator.busy:
-        generator.step()
+    run_to_end(generator)
     assert [request.state for request in requests] == ["cancelled", "finished"] and len(problems) == 12
-    check_empty(generator)
 
 
 def test_cancelling_what_another_generator_has(packed: PackedModel) -> None:
@@ -192,8 +187,7 @@ def test_training_mode_is_refused_whenever_it_came_and_eval_goes_on(expected: li
     with pytest.raises(errors.ConfigError, match=r"layers\.1\.mlp' in"):
         next(stream)
     part.eval()
-    while generator.busy:
-        generator.step()
+    run_to_end(generator)
     assert request.output == expected[0]
     assert generator.generate([PROMPTS[1]], GREEDY)[0].output == expected[1]
     check_empty(generator)

@@ -14,7 +14,7 @@ from vattn import errors
 
 pytest.importorskip("transformers")
 
-from tests.generation.generator_support import Characters, Faulty, check_empty, chosen
+from tests.generation.generator_support import Characters, Faulty, check_empty, chosen, run_to_end
 from tests.integrations.hf_families import make_model
 from vattn.integrations.transformers import PackedModel, disable, enable
 
@@ -129,12 +129,10 @@ def test_survivors_have_the_tokens_of_one_by_one() -> None:
             gone = generator.add(prompt[:12], vattn.Sampling(20, stop_token_ids=()))
             generator.step()
             generator.cancel(gone)
-        while generator.busy:
-            generator.step()
+        run_to_end(generator)
         assert doomed.state == "failed"
         for request in requests:
             assert request.output == chosen(model, request.prompt, request.output) and len(request.output) == 20
-        check_empty(generator)
 
 
 def test_weights_that_are_not_finite() -> None:
