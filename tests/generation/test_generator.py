@@ -43,16 +43,6 @@ def test_tokens_equal_one_by_one(packed: PackedModel, expected: list[list[int]],
     assert len(statistics.first_token_seconds) == len(PROMPTS)
 
 
-def test_preempted_requests_start_again(expected: list[list[int]]) -> None:
-    packed = enable(make_model("llama"), num_blocks=7)
-    for reuse in (False, True):
-        generator = make_generator(packed, token_budget=32, reuse_prefixes=reuse)
-        done = generator.generate(PROMPTS, GREEDY)
-        assert [request.output for request in done] == expected
-        assert generator.statistics().preemptions > 0 and any(request.preemptions for request in done)
-        check_empty(generator)
-
-
 def test_prefixes_are_found_again(packed: PackedModel, expected: list[list[int]]) -> None:
     generator = make_generator(packed)
     first = generator.generate(PROMPTS[:1], GREEDY)[0]
@@ -261,8 +251,6 @@ def test_cancelling_in_every_state(packed: PackedModel, expected: list[list[int]
     assert [r.output for r in requests[2:5]] == expected[2:5]
     with pytest.raises(errors.RequestError, match="cancelled"):
         requests[0].result()
-    with pytest.raises(errors.RequestError, match="its own requests"):
-        generator.cancel(make_generator(packed).add([1]))
 
 
 def test_a_client_that_goes_away_in_the_stream(packed: PackedModel) -> None:

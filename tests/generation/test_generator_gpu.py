@@ -12,7 +12,7 @@ from tests.support import relative_l2
 
 pytest.importorskip("transformers")
 
-from tests.generation.generator_support import PROMPTS, one_by_one, run_to_end
+from tests.generation.generator_support import PROMPTS, check_empty, one_by_one, run_to_end
 from tests.integrations.hf_families import FAMILIES, make_model
 from vattn import errors
 from vattn.integrations.transformers import enable
@@ -49,8 +49,7 @@ def test_captured_generator_gives_the_same_tokens(dtype: torch.dtype) -> None:
     sampling = vattn.Sampling(16, stop_token_ids=())
     done = generator.generate(PROMPTS, sampling) + generator.generate(PROMPTS, sampling)
     assert sum(request.reused for request in done) > 0
-    generator.scheduler.pool.check()
-    assert generator.scheduler.pool.num_used == 0
+    check_empty(generator)
     from vattn.integrations.transformers import disable
 
     disable(packed)
@@ -108,8 +107,7 @@ def test_guesses_and_groups_in_graphs(name: str) -> None:
         done = generator.generate(PROMPTS, sampling) + generator.generate(PROMPTS, sampling)
         assert_near(done, alone * 2, plain)
         steps.append(generator.statistics().steps)
-        generator.scheduler.pool.check()
-        assert generator.scheduler.pool.num_used == 0
+        check_empty(generator)
     assert steps[1] < steps[0] and generator.statistics().accepted_tokens > 0
 
 
@@ -218,8 +216,7 @@ def test_steps_with_prompts_in_graphs(name: str) -> None:
     generator._runner.forward = forward
     assert_near(done, alone, plain)
     assert len(set(replayed)) > 1
-    generator.scheduler.pool.check()
-    assert generator.scheduler.pool.num_used == 0
+    check_empty(generator)
 
 
 @pytest.mark.parametrize("compiled", ["none", "layers"])

@@ -80,12 +80,12 @@ def expected_of_samplings(long_expected: list[list[int]]) -> list[list[int]]:
 def test_drafts_with_prompts_run_without(packed: PackedModel, long_expected: list[list[int]]) -> None:
     packed.allocate(num_blocks=64)
     lookup = vattn.PromptLookup(num_drafts=3, shortest=1)
-    generator = make_generator(packed, graph_sizes=[4], mixed_graph_sizes=[64], speculation=lookup)
+    generator = make_generator(packed, graph_sizes=[2, 4], mixed_graph_sizes=[64], speculation=lookup)
     log = stand_in(generator)
     done = generator.generate(PROMPTS, SAMPLINGS)
     assert [request.output for request in done] == expected_of_samplings(long_expected)
     # One token more than requested: 16 for each of 4 requests could be taken for drafts.
-    assert {(4, 16), (4, 65)} <= set(log)
+    assert {(2, 8), (4, 16), (4, 65)} <= set(log)
 
 
 @pytest.mark.parametrize(

@@ -79,13 +79,3 @@ def test_following_steps_change_nothing(packed: PackedModel, long_expected: list
         "not finite": {"finished", "failed"},
     }
     assert states == ends.get(event, {"finished"})
-
-
-def test_blocks_are_found_by_content_after_a_run(packed: PackedModel) -> None:
-    packed.allocate(num_blocks=64)
-    generator = make_generator(packed, max_seq_len=120)
-    sampling = vattn.Sampling(30, stop_token_ids=())
-    first = generator.generate(PROMPTS[:2], sampling)[0]
-    again = generator.generate([first.prompt + first.output], vattn.Sampling(2, stop_token_ids=()))[0]
-    # The last token was never computed.
-    assert again.reused == (len(first.prompt) + len(first.output) - 1) // 16 * 16
