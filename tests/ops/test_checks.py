@@ -409,9 +409,9 @@ def test_ops_refuse_and_write_nothing(
 def test_merging_into_an_input_is_refused() -> None:
     args = merge_args({})
     shared = args._replace(output=args.prefix_output)
-    refuses(lambda: checks.check_merge(shared), errors.StrideError, "output shares its storage.*a storage of its own")
+    refuses(lambda: checks.check_merge(shared), errors.StrideError, "output overlaps an input.*memory of its own")
     shared = args._replace(output_lse=args.suffix_lse)
-    refuses(lambda: checks.check_merge(shared), errors.StrideError, "output_lse shares its storage")
+    refuses(lambda: checks.check_merge(shared), errors.StrideError, "output_lse overlaps an input")
     checks.check_merge(args._replace(output_lse=None))
 
 

@@ -29,7 +29,6 @@ from vattn.ops.arguments import (
 )
 from vattn.ops.tensor_checks import (
     OncePerSignature,
-    check_column_major,
     check_optional,
     check_rows,
     check_scale,
@@ -108,8 +107,7 @@ def check_rope_kv_cache_update(args: RopeUpdateArgs, rope: RopeConfig, config: A
     check_scale("q_scale", args.q_scale, config.query_scale, config.num_kv_heads, device)
     check_scale("k_scale", args.k_scale, config.kv_scale, config.num_kv_heads, device)
     check_scale("v_scale", args.v_scale, config.kv_scale, config.num_kv_heads, device)
-    for part in (args.query, args.key, args.value):
-        _check_no_overlap("query_out", args.query_out, part)
+    _check_no_overlap("query_out", args.query_out, args[:3])
 
 
 def check_tables(
@@ -217,8 +215,8 @@ def check_merge(args: MergeArgs) -> None:
     check_rows("suffix_lse", args.suffix_lse, shape[:2], _FP32, device)
     if args.output_lse is not None:
         check_tensor("output_lse", args.output_lse, shape[:2], _FP32, device)
-        _check_no_alias("output_lse", args.output_lse, args)
-    _check_no_alias("output", args.output, args)
+        _check_no_overlap("output_lse", args.output_lse, args[2:])
+    _check_no_overlap("output", args.output, args[2:])
 
 
 def check_quantiser_input(name: str, input: Tensor, scale: Tensor | None = None, group_size: int | None = None) -> None:
@@ -268,8 +266,8 @@ def check_outputs(args: Any, config: Any, num_tokens: int, value_size: int, devi
     scales, shape = args.output_block_scale, fmt.block_scale_shape(num_tokens, num_heads * value_size)
     if is_given(scales, "output_block_scale", shape is not None):
         assert shape is not None and fmt.block_scale_dtype is not None
-        check = check_column_major if fmt.column_major else check_tensor
-        check("output_block_scale", scales, shape, (fmt.block_scale_dtype,), device)
+        dtypes = (fmt.block_scale_dtype,)
+        check_tensor("output_block_scale", scales, shape, dtypes, device, column_major=fmt.column_major)
 
 
 def _check_mask_inputs(
@@ -303,23 +301,14 @@ def _check_kv_cache(kv_cache: Tensor, config: AttentionConfig, device: torch.dev
         )
 
 
-def _check_no_alias(name: str, output: Tensor, args: MergeArgs) -> None:
-    start = output.untyped_storage().data_ptr()
-    for part in (args.prefix_output, args.suffix_output, args.prefix_lse, args.suffix_lse):
-        if start == part.untyped_storage().data_ptr() and output.numel():
-            raise StrideError(
-                f"{name} shares its storage with an input", "a storage of its own", f"allocate {name} separately"
-            )
-
-
-def _check_no_overlap(name: str, output: Tensor, part: Tensor) -> None:
+def _check_no_overlap(name: str, output: Tensor, inputs: tuple[Any, ...]) -> None:
     """Refuse an output that overlaps an input in memory; compiled code may place both in one storage."""
-    if not output.numel() or not part.numel():
-        return
-    extent = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
-    start, first = output.data_ptr(), part.data_ptr()
-    if start < first + extent * part.itemsize and first < start + output.numel() * output.itemsize:
-        raise StrideError(f"{name} overlaps an input", "memory of its own", f"allocate {name} separately")
+    for part in inputs:
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
+        start, first = output.data_ptr(), part.data_ptr()
+        overlap = start < first + extent * part.itemsize and first < start + output.numel() * output.itemsize
+        if overlap and output.numel() and part.numel():
+            raise StrideError(f"{name} overlaps an input", "memory of its own", f"allocate {name} separately")
 
 
 def forget() -> None:

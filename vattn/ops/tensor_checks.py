@@ -157,27 +157,16 @@ def check_tensor(
     dtypes: tuple[torch.dtype, ...],
     device: torch.device,
     meaning: str = "",
+    column_major: bool = False,
 ) -> None:
-    """Check a tensor that must be contiguous; `meaning`: of its shape, where `_LAYOUTS` has another one."""
+    """Check a tensor that must be contiguous, or its transpose; `meaning`: of its shape, if not that of `_LAYOUTS`."""
     refuse(name, tensor, shape, dtypes, device, meaning)
-    if not tensor.is_contiguous():
-        raise StrideError(
-            f"{name} has strides {tensor.stride()} for shape {tuple(tensor.shape)}",
-            "contiguous memory",
-            f"allocate {name} contiguous; a copy made on the way would not be written back",
-        )
-
-
-def check_column_major(
-    name: str, tensor: Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
-) -> None:
-    """Check a tensor that must be dense in its first dimension."""
-    refuse(name, tensor, shape, dtypes, device)
-    if not tensor.t().is_contiguous():
+    if not (tensor.t() if column_major else tensor).is_contiguous():
+        fix = f"allocate {name} contiguous; a copy made on the way would not be written back"
         raise StrideError(
             f"{name} has strides {tensor.stride()} for shape {shape}",
-            f"column-major memory, strides (1, {shape[0]})",
-            f"allocate {name} as {shape[::-1]} and pass its transpose",
+            f"column-major memory, strides (1, {shape[0]})" if column_major else "contiguous memory",
+            f"allocate {name} as {shape[::-1]} and pass its transpose" if column_major else fix,
         )
 
 
