@@ -153,10 +153,7 @@ class CachedAttention(BoundCache):
     def _own_part(self, metadata: AttentionMetadata | None) -> AttentionMetadata | None:
         """Return the metadata to use: that of the call or of the forward context, or its part for the layer's group."""
         if self.kv_cache_group is not None:
-            own = part_of(self.kv_cache_group, metadata, context.current)
-            if own is not None and own._built is not None and not torch.compiler.is_compiling():
-                own._built.lineage.check_layer(self)
-            return own
+            metadata = part_of(self.kv_cache_group, metadata, context.current)
         metadata = given_step(self, metadata)
         if isinstance(metadata, GroupedMetadata):
             raise MetadataError(

@@ -13,7 +13,6 @@ from vattn.errors import MetadataError, ShapeError, StrideError
 from vattn.layers.base.arguments import StepKind
 from vattn.metadata.attention_metadata import AttentionMetadata, host_plan_key
 from vattn.metadata.hybrid import GroupedMetadata
-from vattn.metadata.lineage import is_rewritten, rewritten
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
 from vattn.ops.arguments_mla import MLAAttentionArgs
 from vattn.quantization.formats import OUTPUT_FORMATS
@@ -40,8 +39,6 @@ def part_of(
             "metadata of the model's own GroupedMetadataBuilder",
             "build steps with GroupedMetadataBuilder(..., layers=model)",
         )
-    if is_rewritten(step):
-        raise rewritten(step, f"a layer of group {group.index} of {group.count}")
     return step
 
 
