@@ -11,12 +11,15 @@ import pytest
 pytest.importorskip("triton")
 
 UNITS = """
+import inspect
 import os
 os.environ["TRITON_INTERPRET"] = "0"
 from types import SimpleNamespace
+from triton.compiler.compiler import make_backend
+from triton.runtime.jit import JITFunction, serialize_specialization_data
 from tools.compile_kernels import attention, decode, mla, prefill
 from tools.compile_kernels.__main__ import sample
-from tools.compile_kernels.compiling import GPU_TARGETS, complaints, spills
+from tools.compile_kernels.compiling import GPU_TARGETS, complaints, source_of, spills
 from tools.compile_kernels.launches import TARGETS
 
 nothing = SimpleNamespace(asm={})
@@ -37,6 +40,12 @@ assert kernels >= wanted, wanted - kernels
 assert {launch.target for launch in launches} == set(TARGETS) == set(GPU_TARGETS)
 first, again = (sample(launches, 30, 7) for _ in range(2))
 assert [x.name for x in first] == [x.name for x in again] and {x.kernel.__name__ for x in first} == kernels
+# Hooks on compiling get the constants as JSON.
+for launch in first:
+    source, target = source_of(launch), GPU_TARGETS[launch.target]
+    constants = {key: value for key, value in source.constants.items() if not isinstance(value, JITFunction)}
+    data = launch.name, source.signature, constants, {}, make_backend(target).parse_options({}), "key", target
+    serialize_specialization_data(*data[: len(inspect.signature(serialize_specialization_data).parameters)])
 """
 
 

@@ -11,6 +11,7 @@ import torch
 
 from tests.conformance.compare import compare, on_cpu
 from tests.support import Batch, capture, make_config, poisoned_empty, random_paged_batch, relative_l2
+from vattn.backends import hopper_routes
 from vattn.config.device import DeviceInfo
 from vattn.config.rope import RopeConfig
 from vattn.kernels.hopper.decode import launch as decode_fast
@@ -500,7 +501,7 @@ def test_rope_between_the_kernels_around_it(lengths: list[int], cache: dict[str,
         for hidden, update, call in steps:
             torch.mm(hidden, weight, out=product)
             rope_update(update, rope, config, limits, next_may_start=True)
-            decode_fast.decode(call, config)
+            hopper_routes.run(call, config)
 
     results = []
     for overlapped in (False, True):

@@ -5,8 +5,9 @@ Every entry has the name of its op and takes the op's arguments in the schema's 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,8 +36,6 @@ from vattn.ops.reference import mla_indexer
 from vattn.ops.reference.mla_rope import MLARopeUpdateArgs, check_mla_rope_update
 from vattn.quantization import codecs
 
-Args = TypeVar("Args", AttentionArgs, VarlenAttentionArgs, MLAAttentionArgs)
-
 
 @lru_cache(maxsize=4096)
 def _resolve(text: str, device: torch.device) -> tuple[Any, Any]:
@@ -46,11 +45,29 @@ def _resolve(text: str, device: torch.device) -> tuple[Any, Any]:
     return selector.choose(config, DeviceInfo.of(device)), config
 
 
-def kv_cache_update(*arguments: Any) -> None:
-    args = CacheUpdateArgs(*arguments)
-    backend, config = _resolve(args.config, args.key.device)
-    checks.check_kv_cache_update(args)
-    backend.kv_cache_update(args, config)
+def _by_backend(name: str, kind: Any, tensor: str, check: Callable[[Any], None]) -> Callable[..., None]:
+    """Return an op that a backend runs by its method of that name; `tensor`: the argument that has the device."""
+
+    def run(*arguments: Any) -> None:
+        args = kind(*arguments)
+        if getattr(args, "plan", None):
+            # AOTInductor passes a schedule of no elements for an empty list.
+            args = args._replace(plan=[schedule for schedule in args.plan if schedule.numel()])
+        backend, config = _resolve(args.config, getattr(args, tensor).device)
+        check(args)
+        getattr(backend, name)(args, config)
+
+    return run
+
+
+kv_cache_update = _by_backend("kv_cache_update", CacheUpdateArgs, "key", checks.check_kv_cache_update)
+attention = _by_backend("attention", AttentionArgs, "query", checks.check_attention)
+varlen_attention = _by_backend("varlen_attention", VarlenAttentionArgs, "query", checks.check_varlen_attention)
+plan = _by_backend("plan", PlanArgs, "seq_lens", checks.check_plan)
+mla_kv_cache_update = _by_backend(
+    "mla_kv_cache_update", MLACacheUpdateArgs, "kv_c", checks_mla.check_mla_kv_cache_update
+)
+mla_attention = _by_backend("mla_attention", MLAAttentionArgs, "query", checks_mla.check_mla_attention)
 
 
 def rope_kv_cache_update(*arguments: Any) -> None:
@@ -65,35 +82,6 @@ def rope_kv_cache_update(*arguments: Any) -> None:
         )
     checks.check_rope_kv_cache_update(args, rope, config)
     backend.rope_kv_cache_update(args, rope, config)
-
-
-def _with_present_plan(args: Args) -> Args:
-    """Return the arguments without schedules of no elements: AOTInductor passes those for an empty list."""
-    if not args.plan:
-        return args
-    plan = [schedule for schedule in args.plan if schedule.numel()]
-    return args if len(plan) == len(args.plan) else args._replace(plan=plan)
-
-
-def attention(*arguments: Any) -> None:
-    args = _with_present_plan(AttentionArgs(*arguments))
-    backend, config = _resolve(args.config, args.query.device)
-    checks.check_attention(args)
-    backend.attention(args, config)
-
-
-def varlen_attention(*arguments: Any) -> None:
-    args = _with_present_plan(VarlenAttentionArgs(*arguments))
-    backend, config = _resolve(args.config, args.query.device)
-    checks.check_varlen_attention(args)
-    backend.varlen_attention(args, config)
-
-
-def mla_kv_cache_update(*arguments: Any) -> None:
-    args = MLACacheUpdateArgs(*arguments)
-    backend, config = _resolve(args.config, args.kv_c.device)
-    checks_mla.check_mla_kv_cache_update(args)
-    backend.mla_kv_cache_update(args, config)
 
 
 def mla_rope_kv_cache_update(*arguments: Any) -> None:
@@ -123,20 +111,6 @@ def _indexer(tensor: Tensor) -> Any:
 
         return kernels
     return mla_indexer
-
-
-def mla_attention(*arguments: Any) -> None:
-    args = _with_present_plan(MLAAttentionArgs(*arguments))
-    backend, config = _resolve(args.config, args.query.device)
-    checks_mla.check_mla_attention(args)
-    backend.mla_attention(args, config)
-
-
-def plan(*arguments: Any) -> None:
-    args = PlanArgs(*arguments)
-    backend, config = _resolve(args.config, args.seq_lens.device)
-    checks.check_plan(args)
-    backend.plan(args, config)
 
 
 def merge_attn_states(*arguments: Any) -> None:

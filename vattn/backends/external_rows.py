@@ -82,7 +82,6 @@ class TritonCacheUpdate:
     """Write the cache by vattn's kernel, which has every format; for backends on libraries without one."""
 
     def kv_cache_update(self, args: CacheUpdateArgs, config: AttentionConfig) -> None:
-        """Run `vattn::kv_cache_update`. Arguments are checked already."""
         from vattn.kernels.triton.attention.launch import update_kv_cache
 
         update_kv_cache(args, config)

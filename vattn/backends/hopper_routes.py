@@ -14,6 +14,7 @@ from vattn.config.dcp import without_dcp
 from vattn.config.device import DeviceInfo
 from vattn.config.features import requested_features
 from vattn.kernels.hopper import availability, mixed_launch
+from vattn.kernels.hopper.decode import cluster_launch
 from vattn.kernels.hopper.decode import launch as decode
 from vattn.kernels.hopper.decode_packed import launch as decode_packed
 from vattn.kernels.hopper.prefill import launch as prefill
@@ -112,7 +113,7 @@ def run(args: AttentionArgs, config: AttentionConfig) -> bool:
         if fits:
             decode_packed.decode(args, config)
         return fits
-    kernels = ((decode, decode.decode), (mixed_launch, mixed_launch.attend), (prefill, prefill.prefill))
+    kernels = ((decode, _decode), (mixed_launch, mixed_launch.attend), (prefill, prefill.prefill))
     for kernel, attend in kernels:
         if kernel.accepts(args, config):
             attend(args, config)
@@ -124,6 +125,11 @@ def run(args: AttentionArgs, config: AttentionConfig) -> bool:
     if any(kernel.accepts(args, plain) for kernel, _ in kernels):
         return run(round_query(args, config), plain)
     return False
+
+
+def _decode(args: AttentionArgs, config: AttentionConfig) -> None:
+    in_clusters = cluster_launch.takes(args, config)
+    (cluster_launch if in_clusters else decode).decode(args, config)
 
 
 def _run_dcp(args: AttentionArgs, config: AttentionConfig) -> bool:

@@ -86,7 +86,6 @@ class TritonAttentionBackend(Backend):
         return hopper_routes.decode.plan_shape(config, num_tokens, num_reqs, device)
 
     def plan_key(self, config: AttentionConfig) -> str:
-        """Return a key that is equal for layers that can share one schedule."""
         from vattn.backends.hopper_routes import routes
 
         names = ("num_heads", "num_kv_heads", "head_size", "dtype", "kv_cache_dtype", "query_format", "sliding_window")
@@ -100,7 +99,6 @@ class TritonAttentionBackend(Backend):
         hopper_routes.plan(args, config)
 
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
-        """Run `vattn::attention`."""
         from vattn.backends import hopper_routes
         from vattn.kernels.triton.attention.launch import paged_attention
 
@@ -108,7 +106,6 @@ class TritonAttentionBackend(Backend):
             paged_attention(args, config)
 
     def varlen_attention(self, args: VarlenAttentionArgs, config: AttentionConfig) -> None:
-        """Run `vattn::varlen_attention`."""
         from vattn.kernels.triton.attention import encoder
         from vattn.kernels.triton.attention.launch import packed_attention
         from vattn.kernels.triton.attention.round_query import after_rounding, round_query
@@ -122,7 +119,6 @@ class TritonAttentionBackend(Backend):
         packed_attention(args, config)
 
     def kv_cache_update(self, args: CacheUpdateArgs, config: AttentionConfig) -> None:
-        """Run `vattn::kv_cache_update`."""
         from vattn.kernels.triton.attention.launch import update_kv_cache
 
         update_kv_cache(args, config)

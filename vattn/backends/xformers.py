@@ -58,7 +58,6 @@ class XFormersBackend(TritonAttentionBackend):
     )
 
     def problem(self) -> str | None:
-        """Return why this backend cannot be used in this process, `None` if it can."""
         triton = _OURS.package
         return super().problem() or (None if triton is None else triton.problem()) or _library_problem()
 
@@ -86,7 +85,6 @@ class XFormersBackend(TritonAttentionBackend):
         return super().plan_shape(config, num_tokens, num_reqs, table_width)
 
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
-        """Run `vattn::attention`."""
         num_tokens, num_reqs = args.query.shape[0], args.block_table.shape[0]
         if num_tokens > num_reqs or missing_in_xformers(config) or not args.block_table.numel() or not num_tokens:
             super().attention(args, config)

@@ -56,7 +56,6 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
         return capabilities_of(self.library, _current_capability())
 
     def problem(self) -> str | None:
-        """Return why no FlashAttention library can be used, `None` if one can."""
         return self._problem(self.library)
 
     def running(self) -> tuple[str, str] | None:
@@ -100,7 +99,6 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
         return planning.plan_shape(config, num_tokens)
 
     def plan_key(self, config: AttentionConfig) -> str:
-        """Return a key that is equal for layers that can share one schedule."""
         return planning.plan_key(self.name, config)
 
     def plan(self, args: PlanArgs, config: AttentionConfig) -> None:
@@ -108,7 +106,6 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
         planning.fill_plan(args, config, _window(config))
 
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
-        """Run `vattn::attention`."""
         if self._has_nothing_to_read(args, args.seq_lens, args.kv_cache, config):
             return
         library = self._library_of(args.query)
@@ -117,7 +114,6 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
         self._run(library, call, args, args.seq_lens, config)
 
     def varlen_attention(self, args: VarlenAttentionArgs, config: AttentionConfig) -> None:
-        """Run `vattn::varlen_attention`."""
         lengths = args.kv_start_loc.diff()
         if self._has_nothing_to_read(args, lengths, args.key, config):
             return

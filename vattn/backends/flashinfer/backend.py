@@ -77,7 +77,6 @@ class FlashInferBackend(TritonCacheUpdate, Backend):
         return FLASHINFER if can_compile() or FLASHINFER.package.problem() is not None else _of_built_kernels()
 
     def problem(self) -> str | None:
-        """Return why FlashInfer cannot be used in this process, `None` if it can."""
         return super().problem() or compiler_problem()
 
     def limits(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
@@ -98,7 +97,6 @@ class FlashInferBackend(TritonCacheUpdate, Backend):
         return (flashinfer_plan.sections(num_tokens, num_reqs, table_width).size,)
 
     def plan_key(self, config: AttentionConfig) -> str:
-        """Return a key that is equal for layers that can share one schedule."""
         return f"{self.name} {plan_text(config)}"
 
     def host_plan_size(self, config: AttentionConfig) -> int:
@@ -119,7 +117,6 @@ class FlashInferBackend(TritonCacheUpdate, Backend):
         )
 
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
-        """Run `vattn::attention`."""
         key, value = key_value_views(args.kv_cache, config)
         if config.kv_cache_layout == "HND":
             key, value = key.transpose(1, 2), value.transpose(1, 2)
@@ -132,7 +129,6 @@ class FlashInferBackend(TritonCacheUpdate, Backend):
                 _attend_paged(args, config, cache)
 
     def varlen_attention(self, args: VarlenAttentionArgs, config: AttentionConfig) -> None:
-        """Run `vattn::varlen_attention`."""
         starts, kv_starts = _host(args.query, args.query_start_loc, args.kv_start_loc)
         wrapper = _packed_wrapper(args.query.device)
 

@@ -67,7 +67,6 @@ class MLABackend(Backend):
     capabilities: MLACapabilities
 
     def parts(self, config: Any) -> frozenset[str]:
-        """Return the parts of a request, by the names that recorded runs use."""
         fields: tuple[str, ...] = ("dtype", "kv_cache_dtype", "weight_format", "output_format")
         if config.query_format != "none":
             fields = (*fields, "query_format")
@@ -123,7 +122,6 @@ class TritonMLAUpdate:
     """Write the cache by vattn's kernels, which have every format."""
 
     def mla_kv_cache_update(self, args: MLACacheUpdateArgs, config: MLAConfig) -> None:
-        """Run `vattn::mla_kv_cache_update`."""
         from vattn.kernels.triton.mla.launch import update_cache
 
         update_cache(args, config)

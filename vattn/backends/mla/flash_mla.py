@@ -63,7 +63,6 @@ class FlashMLABackend(TritonMLAUpdate, MLABackend):
     )
 
     def problem(self) -> str | None:
-        """Return why FlashMLA cannot be used in this process, `None` if it can."""
         if _operator() is not None or importlib.util.find_spec("flash_mla") is not None:
             return None
         return "package flash_mla is not installed, and no vattn.backends.mla.flash_mla.load_flash_mla(path) was called"
@@ -80,7 +79,6 @@ class FlashMLABackend(TritonMLAUpdate, MLABackend):
         return found
 
     def mla_attention(self, args: MLAAttentionArgs, config: MLAConfig) -> None:
-        """Run `vattn::mla_attention`."""
         refuse_capture(args.query, self.name, "that is not tested", "pass attn_backend='TRITON_MLA'")
         tokens = args.query.shape[0]
         if not tokens:

@@ -36,7 +36,6 @@ class FlashInferMLABackend(TritonMLAUpdate, MLABackend):
     )
 
     def mla_attention(self, args: MLAAttentionArgs, config: MLAConfig) -> None:
-        """Run `vattn::mla_attention`."""
         refuse_capture(args.query, self.name, "it plans from lengths on the host", "pass attn_backend='TRITON_MLA'")
         args.output.zero_()
         if args.lse is not None:

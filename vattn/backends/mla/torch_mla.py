@@ -87,7 +87,6 @@ class TorchMLABackend(MLABackend):
     )
 
     def mla_attention(self, args: MLAAttentionArgs, config: MLAConfig) -> None:
-        """Run `vattn::mla_attention`."""
         refuse_capture(args.query, self.name, "it reads lengths on the host")
         shape = args.query.shape[0], config.num_heads, config.v_head_dim
         out = args.query.new_zeros(shape, dtype=MODEL_DTYPES[config.dtype])

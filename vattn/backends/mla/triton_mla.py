@@ -53,13 +53,11 @@ class TritonMLABackend(TritonMLAUpdate, MLABackend):
         return mla_route.plan_shape(config, num_tokens, num_reqs, device)
 
     def plan_key(self, config: Any) -> str:
-        """Return a key that is equal for layers that can share one plan."""
         from vattn.kernels import mla_route
 
         return f"{self.name} {mla_route.plan_key(config)}"
 
     def plan(self, args: PlanArgs, config: Any) -> None:
-        """Fill a step's plan."""
         from vattn.kernels import mla_route
 
         mla_route.plan(args, config)
@@ -74,7 +72,6 @@ class TritonMLABackend(TritonMLAUpdate, MLABackend):
         return super().scratch_bytes(config, num_tokens, None) + tokens * row + sums
 
     def mla_attention(self, args: MLAAttentionArgs, config: MLAConfig) -> None:
-        """Run `vattn::mla_attention`."""
         from vattn.kernels.mla_route import attend
 
         if config.context_parallel:

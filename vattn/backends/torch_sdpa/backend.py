@@ -62,7 +62,6 @@ class TorchSDPABackend(Backend):
     )
 
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
-        """Run `vattn::attention`."""
         refuse_capture(args.query, "TORCH_SDPA", "it reads lengths on the host", "pass attn_backend='TRITON_ATTN'")
         keys, values = stored_views(args.kv_cache, config)
         capacity = args.block_table.shape[1] * config.block_size if keys.codes.shape[0] else 0
@@ -85,7 +84,6 @@ class TorchSDPABackend(Backend):
             _quantise(result, args, config)
 
     def varlen_attention(self, args: VarlenAttentionArgs, config: AttentionConfig) -> None:
-        """Run `vattn::varlen_attention`."""
         refuse_capture(args.query, "TORCH_SDPA", "it reads lengths on the host", "pass attn_backend='TRITON_ATTN'")
         starts = args.kv_start_loc.tolist()
         lengths = [max(0, end - start) for start, end in pairwise(starts)]

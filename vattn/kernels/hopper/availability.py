@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -41,6 +42,16 @@ def layer_refusals(
     return found + [
         f"{name} is not implemented" for name in sorted(requested_features(config) - FEATURES - {*features})
     ]
+
+
+def runs_where(refusals: Callable[[Any, DeviceInfo], list[str]]) -> Any:
+    """Return a function of a layer's config and a device, cached: whether a kernel's `refusals` has no reason."""
+
+    @lru_cache(maxsize=4096)
+    def runs(config: Any, device: torch.device) -> bool:
+        return not refusals(config, DeviceInfo.of(device))
+
+    return runs
 
 
 @lru_cache(maxsize=64)

@@ -212,10 +212,8 @@ def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
     return tokens > 0 and has_run and runs(config, args.query.device)
 
 
-@lru_cache(maxsize=4096)
-def runs(config: AttentionConfig, device: torch.device) -> bool:
-    """Return whether nothing is refused."""
-    return not refusals(config, DeviceInfo.of(device))
+runs = hopper.runs_where(refusals)
+"""Whether nothing is refused: of a config and a device."""
 
 
 @dataclass(frozen=True)
@@ -337,12 +335,6 @@ def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None =
     """
     num_tokens, num_reqs, device = args.query.shape[0], args.seq_lens.shape[0], args.query.device
     tokens = tokens or rows_at_a_time(config, num_tokens, num_reqs, device)
-    if tuning is None:
-        from vattn.kernels.hopper.decode import cluster_launch as decode_cluster_launch
-
-        if decode_cluster_launch.takes(args, config):
-            decode_cluster_launch.decode(args, config)
-            return
     tuning = tuning or whole_tuning(args, config)
     tuning = tuning or choose_tuning(config, num_reqs, tokens, num_tokens > tokens * num_reqs)
     sizes = sizing(config, num_reqs, tuning, device, tokens, num_tokens)

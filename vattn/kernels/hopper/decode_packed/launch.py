@@ -6,7 +6,6 @@ Schedule, scratch and reduction come from `vattn.kernels.hopper.decode.launch`.
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -77,10 +76,8 @@ def _is_unpacked(config: AttentionConfig) -> bool:
     return (key.codec, key.bits) in KEY_CODECS and (value.codec, value.bits) in VALUE_CODECS
 
 
-@lru_cache(maxsize=4096)
-def runs(config: AttentionConfig, device: torch.device) -> bool:
-    """Return whether nothing is refused."""
-    return not refusals(config, DeviceInfo.of(device))
+runs = hopper.runs_where(refusals)
+"""Whether nothing is refused: of a config and a device."""
 
 
 def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:

@@ -7,7 +7,6 @@ but right.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -79,9 +78,7 @@ def runs(config: MLAConfig, device: torch.device) -> bool:
     return _can_run(config, device)
 
 
-@lru_cache(maxsize=4096)
-def _can_run(config: MLAConfig, device: torch.device) -> bool:
-    return not refusals(config, DeviceInfo.of(device))
+_can_run = hopper.runs_where(refusals)
 
 
 def accepts(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> bool:

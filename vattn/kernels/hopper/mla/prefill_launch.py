@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -48,9 +47,7 @@ def _widths(config: MLAConfig) -> tuple[int, int, int]:
     return config.qk_nope_head_dim, config.qk_rope_head_dim, config.v_head_dim
 
 
-@lru_cache(maxsize=4096)
-def _can_run(config: MLAConfig, device: torch.device) -> bool:
-    return not refusals(config, DeviceInfo.of(device))
+_can_run = hopper.runs_where(refusals)
 
 
 def accepts(args: MLAAttentionArgs, config: MLAConfig, align: int, chunks: int) -> bool:

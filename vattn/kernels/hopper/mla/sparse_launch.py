@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,6 +12,7 @@ from torch import Tensor
 from vattn.config import device as devices
 from vattn.config.device import DeviceInfo
 from vattn.config.mla import MLAConfig
+from vattn.kernels.hopper import availability as hopper
 from vattn.kernels.hopper.mla import launch as mla_launch
 from vattn.kernels.hopper.mla.decode_64_gather import mla_decode_64_gather_kernel
 from vattn.kernels.hopper.mla.decode_fp8 import mla_decode_fp8_kernel
@@ -96,9 +96,7 @@ def refusals(config: MLAConfig, device: DeviceInfo) -> list[str]:
     return found
 
 
-@lru_cache(maxsize=4096)
-def _can_run(config: MLAConfig, device: torch.device) -> bool:
-    return config.sparse and not refusals(config, DeviceInfo.of(device))
+_can_run = hopper.runs_where(refusals)
 
 
 def accepts(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> bool:

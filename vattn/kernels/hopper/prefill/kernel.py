@@ -70,7 +70,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
     STAGES: gl.constexpr = SHAPE.STAGES
     CACHE: gl.constexpr = SHAPE.CACHE
     KV_SCALE: gl.constexpr = SHAPE.KV_SCALE
-    MODEL: gl.constexpr = SHAPE.MODEL
+    MODEL: gl.constexpr = gl.float16 if SHAPE.MODEL == "float16" else gl.bfloat16
     OUTPUT: gl.constexpr = SHAPE.OUTPUT
     OUTPUT_GROUPS: gl.constexpr = SHAPE.OUTPUT_GROUPS
     GROUP: gl.constexpr = HEADS // SHAPE.KV_HEADS
@@ -251,6 +251,7 @@ def prefill_kernel(
     CACHE: gl.constexpr = SHAPE.CACHE
     GROUPS: gl.constexpr = SHAPE.GROUPS
     CONVERTERS: gl.constexpr = SHAPE.CONVERTERS
+    MODEL: gl.constexpr = gl.float16 if SHAPE.MODEL == "float16" else gl.bfloat16
     if EARLY:
         let_next_kernel_start()
     panels: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -276,8 +277,8 @@ def prefill_kernel(
     raw_value_full = value_full
     raw_value_empty = value_empty
     if CACHE == "plain":
-        keys = gl.allocate_shared_memory(SHAPE.MODEL, [STAGES, KEYS, D], panels)
-        values = gl.allocate_shared_memory(SHAPE.MODEL, [STAGES, KEYS, D], panels)
+        keys = gl.allocate_shared_memory(MODEL, [STAGES, KEYS, D], panels)
+        values = gl.allocate_shared_memory(MODEL, [STAGES, KEYS, D], panels)
         raw_keys = keys
         raw_values = values
     else:

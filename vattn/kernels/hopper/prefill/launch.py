@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -168,10 +167,8 @@ def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
     return found
 
 
-@lru_cache(maxsize=4096)
-def runs(config: AttentionConfig, device: torch.device) -> bool:
-    """Return whether nothing is refused."""
-    return not refusals(config, DeviceInfo.of(device))
+runs = hopper.runs_where(refusals)
+"""Whether nothing is refused: of a config and a device."""
 
 
 def is_prefill(num_tokens: int, num_reqs: int) -> bool:
@@ -356,7 +353,7 @@ def shape_of(config: AttentionConfig, tiles: TileConfig, late: bool) -> Shape:
         HALVES=tiles.halves,
         QUERY_SCALE=decode_fast.SCALE_KINDS[config.query_scale],
         KV_SCALE=decode_fast.SCALE_KINDS[config.kv_scale],
-        MODEL=decode_fast.DTYPES[config.dtype],
+        MODEL=config.dtype,
         LATE=late,
         OUTPUT=row_output(config),
         OUTPUT_GROUPS=group_constants(config) if computes_scales(config) else (0, False, False, -1.0, "divide"),

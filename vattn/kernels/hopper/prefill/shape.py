@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True)
-class Shape:
-    """Constants of a launch; `launch.shape_of` makes them.
+class Shape(NamedTuple):
+    """Constants of a launch; `launch.shape_of` makes them. Triton's compile hooks write them as JSON.
 
     Attributes:
         HEADS, KV_HEADS, D: of the layer.
@@ -29,7 +27,7 @@ class Shape:
         HELD: columns of the queries that consumers keep in registers.
         HALVES: whether values of the first half of a tile are multiplied while weights of the second are computed.
         QUERY_SCALE, KV_SCALE: 0 none, 1 one value, 2 one a head.
-        MODEL: dtype of the model.
+        MODEL: dtype of the model, by name.
         LATE: when the producer takes the next row tile from the counter: at the last key tile of this one, so that the
             longest that are left go to the first free CTA; or else at its beginning.
         OUTPUT: how a row is quantised that has no scales of its own.
@@ -57,7 +55,7 @@ class Shape:
     HALVES: bool
     QUERY_SCALE: int
     KV_SCALE: int
-    MODEL: Any
+    MODEL: str
     LATE: bool
     OUTPUT: str
     OUTPUT_GROUPS: tuple[Any, ...]
