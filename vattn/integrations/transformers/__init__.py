@@ -123,7 +123,8 @@ def enable(
     frequencies = fix_frequencies(model, rope_length)
     model.__dict__["_vattn_before"] = model.config._attn_implementation, remove_cache_hooks(model), frequencies
     try:
-        calls = observe(model, PackedCache())
+        seen = observe(model, PackedCache())
+        calls = seen.calls
         if found is not None:
             _check_heads(found, calls)
         if calibration is None and quant_config is None:
@@ -135,7 +136,9 @@ def enable(
         check_skip_layers(layers, whole=True)
         for name, layer in layers.items():
             module = calls[name].module
-            module.add_module(NAME, layer.to(next(module.parameters()).device))
+            device = next(module.parameters()).device
+            layer.resolve_config(model.dtype, device)
+            module.add_module(NAME, layer.to(device))
         replaced = bool(replaced_modules(model))
         register()
         replace_forwards(model, attend)
@@ -144,7 +147,7 @@ def enable(
         if vattn_linears:
             linears.replace_linears(model)
         set_attention(model, REPLACED if replaced else NAME)
-        packed = PackedModel(model, rope_length)
+        packed = PackedModel(model, rope_length, seen.first_position)
         if num_blocks is not None or memory is not None:
             packed.allocate(num_blocks=num_blocks, memory=memory)
     except BaseException:
@@ -186,9 +189,8 @@ def disable(model: nn.Module) -> None:
     set_attention(inner, implementation)
     restore_cache_hooks(hooks)
     restore_frequencies(frequencies)
-    for packed in inner.__dict__.pop("_vattn_packed", []):
-        if packed() is not None:
-            packed().enabled = False
+    for packed in inner.__dict__.pop("_vattn_packed", ()):
+        packed.enabled = False
 
 
 def check_quant_config(quant_config: object) -> None:
@@ -285,6 +287,14 @@ def check_model(model: Any) -> None:
             "load it first: enable(transformers.AutoModelForCausalLM.from_pretrained(folder).eval())",
         )
     if not isinstance(model, transformers.PreTrainedModel):
+        inside = model.named_modules() if isinstance(model, nn.Module) else ()
+        path = next((name for name, part in inside if isinstance(part, transformers.PreTrainedModel)), None)
+        if path is not None:
+            raise ConfigError(
+                f"enable() of {type(model).__name__}, a module around a model of transformers",
+                "the model itself",
+                f"enable(model.{path}); adapters in its layers stay where they are",
+            )
         raise ConfigError(
             f"enable() of {type(model).__name__}", "a model of transformers", "use vattn.Attention in your own models"
         )

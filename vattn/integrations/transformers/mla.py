@@ -84,13 +84,15 @@ def enable_latent_attention(
         torch.Size([5, 64])
     """
     check_model(model)
-    modules = _latent_modules(model)
     check_quant_config(quant_config)
     own_config(model)
     frequencies = fix_frequencies(model, None)
     model.__dict__["_vattn_before"] = model.config._attn_implementation, remove_cache_hooks(model), frequencies
     try:
-        _check_calls(observe(model, PackedCache()), modules)
+        # A model that `enable` would refuse too is refused here by its reason.
+        seen = observe(model, PackedCache())
+        modules = _latent_modules(model)
+        _check_calls(seen.calls, modules)
         for name, module in modules.items():
             layer = MLAAttention(
                 module.num_heads,
@@ -111,7 +113,7 @@ def enable_latent_attention(
         ALL_ATTENTION_FUNCTIONS.register(LATENT, attend_latents)
         ALL_MASK_ATTENTION_FUNCTIONS.register(LATENT, no_mask)
         set_attention(model, LATENT)
-        packed = PackedModel(model)
+        packed = PackedModel(model, first_position=seen.first_position)
         if num_blocks is not None or memory is not None:
             packed.allocate(num_blocks=num_blocks, memory=memory)
     except BaseException:

@@ -8,6 +8,7 @@ tested too.
 from __future__ import annotations
 
 import inspect
+import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,6 +28,9 @@ from vattn.layers.fp8_linear import exact_inputs
 
 PROBE = "vattn_probe"
 TOKENS = 3
+
+FULL = 2**17
+"""How many tokens the cache says that it holds in a run that must not be different for it."""
 
 SAME = 2.0**-6
 """What attention gives every token while notes are taken."""
@@ -122,26 +126,70 @@ class AttentionCall:
         return {name: self.options[name] for name in _CONSTANTS if name in self.options}
 
 
-def observe(model: Any, cache: Any) -> dict[str, AttentionCall]:
-    """Run a model on a few tokens and return how it calls attention, by name of the module.
+@dataclass
+class Observation:
+    """What `observe` found.
+
+    Attributes:
+        calls: how the model calls attention, by name of the module, in the order of calls.
+        first_position: what the model itself passes as the position of a request's first token.
+    """
+
+    calls: dict[str, AttentionCall]
+    first_position: int
+
+
+@dataclass
+class _Run:
+    """Logits of a run, `[T, vocab_size]`, and its calls of attention."""
+
+    logits: Tensor
+    calls: dict[nn.Module, AttentionCall]
+
+    def equals(self, other: _Run) -> bool:
+        """Return whether logits and queries are the same, but for sums in another order."""
+        pairs = [
+            (self.logits, other.logits),
+            *((call.queries, other.calls[m].queries) for m, call in self.calls.items()),
+        ]
+        return all(_close(a, b) for a, b in pairs if a is not None and b is not None)
+
+
+def _close(expected: Tensor, given: Tensor) -> bool:
+    return bool((expected.float() - given.float()).abs().max() <= 1e-2 * expected.float().abs().max())
+
+
+def observe(model: Any, cache: Any) -> Observation:
+    """Run a model on a few tokens and return how it calls attention.
+
+    Args:
+        cache: a `PackedCache`.
 
     Raises:
         UnsupportedRequestError: see `vattn.integrations.transformers.enable`.
     """
     _check_signature(model)
+    ids = ordinary_tokens(model, 5)
     with _taking_notes(model) as notes, exact_inputs(model):
-        first = _run(model, cache, [1, 2, 3], [0, 1, 2])
-        calls, notes.calls = notes.calls, {}
-        other = _run(model, cache, [4, 2, 5], [0, 1, 2])
-        notes.calls = {}
-        moved = _run(model, cache, [1, 2, 3], [0, 1, _far(model)])
-        moved_calls = notes.calls
+
+        def run(ids: list[int], positions: list[int] | None) -> _Run:
+            notes.calls = {}
+            return _Run(_run(model, cache, ids, positions), notes.calls)
+
+        start, first = _first_position(model, lambda positions: run(ids[:3], positions))
+        positions = [start, start + 1, start + 2]
+        other = run([ids[3], ids[1], ids[4]], positions)
+        moved = run(ids[:3], [start, start + 1, _far(model)])
+        cache.seq_length = FULL
+        cached = run(ids[:3], positions)
+        cache.seq_length = 0
+    calls = first.calls
     names = {module: name for name, module in model.named_modules()}
     for module, call in calls.items():
         call.alibi_slopes = alibi_slopes(module, model.config)
     _check_layers(model, calls)
-    _check_tokens_apart(first, other)
-    places = [(first, moved)] + [(calls[m].queries, moved_calls[m].queries) for m in calls]
+    _check_tokens_apart(model, first.logits, other.logits)
+    places = [(first.logits, moved.logits)] + [(calls[m].queries, moved.calls[m].queries) for m in calls]
     if not any(call.alibi_slopes is not None for call in calls.values()) and all(
         torch.equal(a, b) for a, b in places if a is not None and b is not None
     ):
@@ -151,8 +199,46 @@ def observe(model: Any, cache: Any) -> dict[str, AttentionCall]:
             "keep this model on transformers' own attention",
         )
     for module, call in calls.items():
-        _check_positions_apart(model, call.queries, moved_calls[module].queries)
-    return {names[module]: call for module, call in calls.items()}
+        _check_positions_apart(model, call.queries, moved.calls[module].queries)
+    if not first.equals(cached):
+        raise UnsupportedRequestError(
+            f"{type(model).__name__}, in which the number of cached tokens (get_seq_length) changes queries or logits",
+            "models that take the positions of packed tokens from position_ids alone",
+            "keep this model on transformers' own attention",
+        )
+    return Observation({names[module]: call for module, call in calls.items()}, start)
+
+
+def _first_position(model: Any, run: Callable[[list[int] | None], _Run]) -> tuple[int, _Run]:
+    """Return the position that a model gives the first token when it is passed none, and the run with it.
+
+    RoBERTa and its relatives count from the id of padding on.
+
+    Raises:
+        UnsupportedRequestError: neither 0 nor the first after the id of padding gives the model's own result.
+    """
+    own = run(None)
+    padding = getattr(model.config.get_text_config(), "pad_token_id", None)
+    for start in (0, padding + 1 if isinstance(padding, int) else 0):
+        first = run([start, start + 1, start + 2])
+        if own.equals(first):
+            return start, first
+    raise UnsupportedRequestError(
+        f"{type(model).__name__}, which numbers the positions of tokens in a way of its own",
+        "positions that count from 0, or from the id of padding plus 1",
+        "keep this model on transformers' own attention",
+    )
+
+
+def ordinary_tokens(model: Any, count: int) -> list[int]:
+    """Return ids from all over the vocabulary, the same in every call, without those that a configuration names."""
+    configs = (model.config, model.config.get_text_config())
+    named = [value for config in configs for name, value in vars(config).items() if "_token_i" in name]
+    special = {each for value in named for each in (value if isinstance(value, (list, tuple)) else [value])}
+    size = getattr(configs[1], "vocab_size", None) or model.get_input_embeddings().num_embeddings
+    drawn = random.Random(0).sample(range(size), min(size, count + len(special)))
+    found = [token for token in drawn if token not in special] or drawn
+    return [found[i % len(found)] for i in range(count)]
 
 
 def _far(model: Any) -> int:
@@ -250,11 +336,14 @@ def set_attention(model: Any, name: str) -> None:
         raise _unsupported(f"{type(model).__name__} has no exchangeable attention")
 
 
-def _run(model: Any, cache: Any, ids: list[int], positions: list[int]) -> Tensor:
-    device = next(model.parameters()).device
+def _run(model: Any, cache: Any, ids: list[int], positions: list[int] | None) -> Tensor:
+    device, taken = next(model.parameters()).device, inspect.signature(model.forward).parameters
     inputs = {"input_ids": torch.tensor([ids], device=device)}
-    if "position_ids" in inspect.signature(model.forward).parameters:
+    if "position_ids" in taken and positions is not None:
         inputs["position_ids"] = torch.tensor([positions], device=device)
+    if "logits_to_keep" in taken:
+        # As a number, it makes Gemma 4 slice its masks.
+        inputs["logits_to_keep"] = torch.arange(len(ids), device=device)
     try:
         # Layers that were compiled while the model was on vattn before must run our notes as they are written.
         with torch.no_grad(), torch.compiler.set_stance("force_eager"):
@@ -279,7 +368,7 @@ def _check_layers(model: Any, calls: dict[nn.Module, AttentionCall]) -> None:
         raise _unsupported(f"{len(calls)} of {expected} layers of {type(model).__name__} call attention")
 
 
-def _check_tokens_apart(first: Tensor, other: Tensor) -> None:
+def _check_tokens_apart(model: Any, first: Tensor, other: Tensor) -> None:
     """Refuse a model in which the middle token's logits depend on its neighbours outside of attention."""
     if not bool(first.isfinite().all()):
         raise ConfigError(
@@ -290,7 +379,15 @@ def _check_tokens_apart(first: Tensor, other: Tensor) -> None:
     difference = float((first[1] - other[1]).abs().max())
     # Products of other rows may be summed in another order where experts take different numbers of tokens.
     if not difference <= 1e-2 * float(first[1].abs().max()):
-        raise _unsupported("tokens meet outside of attention (convolution, recurrence or the like)")
+        for name, module in model.named_modules():
+            if type(module).__module__.startswith("torch.ao.nn.quantized.dynamic"):
+                raise _unsupported(
+                    f"{type(module).__name__} {name!r} of torch.ao quantises all tokens of a step by one scale, "
+                    "so that tokens change each other"
+                )
+        raise _unsupported(
+            "tokens meet outside of attention (a convolution, a recurrence, or a scale over all tokens of a step)"
+        )
 
 
 def _check_positions_apart(model: Any, near: Tensor | None, far: Tensor | None) -> None:

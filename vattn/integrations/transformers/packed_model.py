@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -32,18 +33,22 @@ class PackedCache(transformers.Cache):
     """A cache for transformers that holds nothing: the attention layers own the paged cache.
 
     Keys and values pass through, so that attention gets only keys and values of the step's tokens.
+
+    Attributes:
+        seq_length: what the cache says that it holds; `position_ids` hold the positions.
     """
 
     def __init__(self) -> None:
         super().__init__(layers=_NoStates())
+        self.seq_length = 0
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """Return keys and values unchanged."""
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return 0; `position_ids` hold the positions."""
-        return 0
+        """Return `seq_length`."""
+        return self.seq_length
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         """Return 0."""
@@ -52,6 +57,38 @@ class PackedCache(transformers.Cache):
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Return the size of a mask over the step's tokens."""
         return query_length, 0
+
+
+class _Users:
+    """The `PackedModel`s of a model, which keeps them in its attributes; it keeps none of them alive."""
+
+    def __init__(self) -> None:
+        self._users: weakref.WeakSet[PackedModel] = weakref.WeakSet()
+
+    def add(self, packed: PackedModel) -> None:
+        self._users.add(packed)
+
+    def __iter__(self) -> Iterator[PackedModel]:
+        return iter(list(self._users))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Users:
+        """Return the users that are copied too."""
+        users = _Users()
+        for packed in self:
+            if id(packed) in memo:
+                users.add(memo[id(packed)])
+        return users
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigError(
+            "torch.save or pickle of a whole model on vattn, with its caches and layers",
+            "state dicts, and models that are not on vattn",
+            "torch.save(packed.model.state_dict(), path), or disable(model) and model.save_pretrained(folder)",
+        )
+
+
+class _MissingAttributeError(ConfigError, AttributeError):
+    """A `ConfigError` that `hasattr` and `getattr` with a default take for a missing attribute."""
 
 
 class PackedModel(nn.Module):
@@ -63,17 +100,18 @@ class PackedModel(nn.Module):
     Attributes:
         kv_cache: what `allocate` returned last; `None` before.
         rope_length: the longest request, as given to `enable`; `None`: any.
+        first_position: what the model takes as the position of a request's first token, not 0 in RoBERTa.
 
     Example: see `enable`.
     """
 
-    def __init__(self, model: nn.Module, rope_length: int | None = None) -> None:
+    def __init__(self, model: nn.Module, rope_length: int | None = None, first_position: int = 0) -> None:
         super().__init__()
-        self.model, self.rope_length = model, rope_length
+        self.model, self.rope_length, self.first_position = model, rope_length, first_position
         self.kv_cache: KVCacheAllocation | None = None
         self.vocab_size: int | None = getattr(model.config.get_text_config(), "vocab_size", None)  # type: ignore[operator,union-attr]
         self.enabled = True
-        model.__dict__.setdefault("_vattn_packed", []).append(weakref.ref(self))
+        model.__dict__.setdefault("_vattn_packed", _Users()).add(self)
         self._packed_cache = PackedCache()
         # Models with ALiBi know no positions.
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
@@ -82,6 +120,19 @@ class PackedModel(nn.Module):
     def wrapped(self) -> nn.Module:
         """The model that `enable` was called with; checkpoints and calibrations use its names."""
         return self.model
+
+    def __getattr__(self, name: str) -> Any:
+        """Say where an attribute is that the model has and this has not."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name.startswith("_") or not hasattr(self._modules.get("model"), name):
+                raise
+        raise _MissingAttributeError(
+            f"PackedModel.{name}",
+            "steps of packed tokens, packed(input_ids, positions), and vattn.Generator(packed)",
+            f"packed.model.{name}; call disable(model) before anything that runs the model, such as a pipeline",
+        )
 
     def forward(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor | None = None) -> Tensor:
         """Return logits; the step's metadata is that of `vattn.forward_context`.
@@ -105,6 +156,8 @@ class PackedModel(nn.Module):
         # Compiled code reads no lengths; a generator refuses longer requests before.
         if self.rope_length is not None and not torch.compiler.is_compiling():
             _check_lengths(self.rope_length)
+        if self.first_position:
+            positions = positions + self.first_position
         options: dict[str, Any] = {"position_ids": positions[None]} if self._takes_positions else {}
         if logits_indices is not None:
             options["logits_to_keep"] = logits_indices

@@ -1,0 +1,155 @@
+"""What `enable` finds out about positions and shared keys, and what it says where people pass or call other things."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.support import relative_l2
+from vattn.errors import ConfigError, UnsupportedRequestError
+
+transformers = pytest.importorskip("transformers")
+
+from tests.integrations.hf_families import BASE, make_model  # noqa: E402
+from tests.integrations.test_transformers import PROMPTS, TOLERANCE, Runner, eager_logits  # noqa: E402
+from vattn.integrations.transformers import disable, enable  # noqa: E402
+
+TEMPERATURE = {
+    "num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "layer_types": ["full_attention"] * 4, "head_dim": 16,
+    "num_local_experts": 2, "intermediate_size_mlp": 64, "attn_temperature_tuning": True, "floor_scale": 8192,
+}  # fmt: skip
+"""Llama 4 without chunked layers."""
+
+SHARED_KEYS = {
+    "num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": 5, "head_dim": 16, "global_head_dim": 16, "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": 97,
+}  # fmt: skip
+"""Gemma 4 as its small models are: the last layers have no keys of their own."""
+
+
+def make(model_type: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    try:
+        config = transformers.CONFIG_MAPPING[model_type](**{**BASE, **changes})
+    except KeyError:
+        pytest.skip(f"transformers without {model_type}")
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.2)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("roberta", {"is_decoder": True, "pad_token_id": 1}),
+        pytest.param("xlm-roberta-xl", {"is_decoder": True, "pad_token_id": 0}, marks=pytest.mark.slow),
+        pytest.param("data2vec-text", {"is_decoder": True, "pad_token_id": 1}, marks=pytest.mark.slow),
+        pytest.param("roberta-prelayernorm", {"is_decoder": True, "pad_token_id": 1}, marks=pytest.mark.slow),
+        ("gemma4_text", SHARED_KEYS),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_positions_and_keys_are_the_models_own(model_type: str, changes: dict[str, Any]) -> None:
+    """RoBERTa counts positions from the id of padding on; later layers of Gemma 4 read the keys of earlier ones."""
+    model = make(model_type, **changes)
+    long, short = PROMPTS
+    expected = [eager_logits(model, tokens) for tokens in PROMPTS]
+    runner = Runner(enable(model, num_blocks=17))
+    first, second = runner.step([(long[:20], 0), (short[:3], 0)]), runner.step([(long[20:], 20), (short[3:], 3)])
+    for request, want in enumerate(expected):
+        assert relative_l2(torch.cat((first[request], second[request])), want) < TOLERANCE
+
+
+def test_attention_that_asks_the_cache_for_its_length_is_refused() -> None:
+    """No temperature is other than 1 in the few tokens that `enable` runs."""
+    with pytest.raises(UnsupportedRequestError, match="number of cached tokens"):
+        enable(make("llama4_text", **TEMPERATURE))
+
+
+def test_positions_that_count_in_another_way_are_refused() -> None:
+    model = make("llama")
+    forward = model.model.forward
+
+    def backwards(*arguments: Any, position_ids: Any = None, **options: Any) -> Any:
+        own = torch.tensor([[11, 10, 9]])
+        return forward(*arguments, position_ids=own if position_ids is None else position_ids, **options)
+
+    model.model.forward = backwards
+    with pytest.raises(UnsupportedRequestError, match="numbers the positions"):
+        enable(model)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:torch.quantize:UserWarning")
+def test_scales_over_a_whole_step_are_named() -> None:
+    model = make_model("llama")
+    model.lm_head = torch.ao.nn.quantized.dynamic.Linear.from_float(_prepared(model.lm_head))
+    with pytest.raises(UnsupportedRequestError, match=r"'lm_head' of torch\.ao quantises all tokens of a step by one"):
+        enable(model)
+
+
+def _prepared(linear: nn.Linear) -> nn.Linear:
+    linear.qconfig = torch.ao.quantization.default_dynamic_qconfig  # type: ignore[assignment]
+    return linear
+
+
+class PeftModel(nn.Module):
+    """Stands for that of peft."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.base_model = nn.Module()
+        self.base_model.model = model
+
+
+def test_the_model_inside_of_another_module_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"PeftModel.*enable\(model\.base_model\.model\)"):
+        enable(PeftModel(make_model("llama")))
+    with pytest.raises(ConfigError, match=r"use vattn\.Attention"):
+        enable(nn.Linear(2, 2))
+
+
+def test_heads_that_no_backend_runs_are_refused_before_allocation() -> None:
+    model = make_model("deepseek_v3", v_head_dim=12)
+    with pytest.raises(UnsupportedRequestError, match="head_size 12"):
+        enable(model)
+    assert "_vattn_before" not in model.__dict__
+
+
+def test_latent_attention_gives_the_reason_that_enable_gives() -> None:
+    from vattn.integrations.transformers.mla import enable_latent_attention
+
+    model = make("bailing_hybrid")
+    for function in (enable, enable_latent_attention):
+        with pytest.raises(UnsupportedRequestError, match="a state besides keys and values"):
+            function(model)
+
+
+def test_what_people_try_with_a_packed_model() -> None:
+    packed = enable(make_model("llama"))
+    with pytest.raises(ConfigError, match=r"PackedModel\.generate.*vattn\.Generator\(packed\)"):
+        packed.generate(torch.tensor([[1, 2]]))
+    assert not hasattr(packed, "config") and not hasattr(packed, "no_such_attribute")
+    with pytest.raises(ConfigError, match=r"call disable\(model\) before anything that runs the model"):
+        transformers.pipeline("text-generation", model=packed, tokenizer=transformers.PreTrainedTokenizerBase())
+    for whole in (packed, packed.model):
+        with pytest.raises(ConfigError, match="state dicts"):
+            torch.save(whole, io.BytesIO())
+
+
+def test_copies_are_taken_off_apart() -> None:
+    packed = enable(make_model("llama"))
+    disable(copy.deepcopy(packed.model))
+    copied = copy.deepcopy(packed)
+    disable(copied)
+    assert packed.enabled and not copied.enabled
+    disable(packed)
+    assert not packed.enabled
