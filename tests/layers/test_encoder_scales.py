@@ -87,7 +87,6 @@ BAD_FILES: dict[str, tuple[Any, str]] = {
     "text": ({"a": {**SCALES, "v": "0.1"}}, "v='0.1'"),
     "a bool": ({"a": {**SCALES, "v": True}}, "v=True"),
     "a tensor": ({"a": {**SCALES, "v": [0.1]}}, r"v=\[0.1\]"),
-    "twice": ('{"a": {"q": 1, "k": 1, "v": 1}, "a": {"q": 2, "k": 1, "v": 1}}', "'a' is there twice"),
 }
 
 

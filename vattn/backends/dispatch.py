@@ -16,7 +16,6 @@ from vattn.backends import linear as products
 from vattn.backends import selector
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo, has_triton
-from vattn.config.mla import HEAD as MLA_HEAD
 from vattn.config.mla import MLAConfig
 from vattn.config.rope import RopeConfig
 from vattn.errors import UnsupportedRequestError
@@ -40,7 +39,7 @@ from vattn.quantization import codecs
 @lru_cache(maxsize=4096)
 def _resolve(text: str, device: torch.device) -> tuple[Any, Any]:
     """Return the backend and the config of a config string."""
-    config = (MLAConfig if text.startswith(MLA_HEAD) else AttentionConfig).parse(text)
+    config = (MLAConfig if text.startswith(MLAConfig.head) else AttentionConfig).parse(text)
     read_note(text)
     return selector.choose(config, DeviceInfo.of(device)), config
 

@@ -110,7 +110,7 @@ class BlockPool:
             BlockError: a block is unknown or free.
         """
         shared = list(block_ids)
-        self._check_owned(Counter(shared), forking=True)
+        self._check_owned(shared)
         for block_id in shared:
             self._references[block_id] += 1
         return shared
@@ -122,11 +122,15 @@ class BlockPool:
             BlockError: a block is unknown, free already, or mentioned more often than it has owners; names them all.
         """
         released = list(block_ids)
-        self._check_owned(Counter(released), forking=False)
+        self._check_owned(released, once_per_mention=True)
         for block_id in reversed(released):
             self._references[block_id] -= 1
-            if not self._references[block_id]:
-                self._release(block_id)
+            if self._references[block_id]:
+                continue
+            if block_id in self._keys:
+                self._kept[block_id] = None
+            else:
+                self._free.append(block_id)
 
     def publish(self, block_id: int, key: str) -> bool:
         """Name the content of a block that is full and will not change, so that `find` and `take` know it.
@@ -141,7 +145,7 @@ class BlockPool:
         Raises:
             BlockError: the block is unknown or free, or has another key.
         """
-        self._check_owned(Counter([block_id]), forking=True)
+        self._check_owned([block_id])
         if self._keys.get(block_id, key) != key:
             raise BlockError(
                 f"block {block_id} has key {self._keys[block_id]!r} and was given {key!r}",
@@ -172,16 +176,9 @@ class BlockPool:
             BlockError: a block is unknown or free.
         """
         wrong = list(block_ids)
-        self._check_owned(Counter(wrong), forking=True)
+        self._check_owned(wrong)
         for block_id in wrong:
             self._forget(block_id)
-
-    def _release(self, block_id: int) -> None:
-        """Make a block without owners available."""
-        if block_id in self._keys:
-            self._kept[block_id] = None
-        else:
-            self._free.append(block_id)
 
     def _forget(self, block_id: int) -> None:
         """Drop a block's key."""
@@ -205,7 +202,7 @@ class BlockPool:
             BlockError: the block is unknown or free.
             OutOfBlocksError: the block is shared and no other is free.
         """
-        self._check_owned(Counter([block_id]), forking=True)
+        self._check_owned([block_id])
         if self._references[block_id] == 1:
             self._forget(block_id)
             return block_id, False
@@ -242,16 +239,13 @@ class BlockPool:
                 "pass ids that allocate() returned",
             )
 
-    def _check_owned(self, mentions: Counter[int], *, forking: bool) -> None:
+    def _check_owned(self, block_ids: Iterable[int], *, once_per_mention: bool = False) -> None:
+        mentions = Counter(block_ids)
         for block_id in mentions:
             self._check_known(block_id)
-        if forking:
-            wrong = [b for b in mentions if not self._references[b]]
-            problem = "not allocated"
-        else:
-            wrong = [b for b, count in mentions.items() if count > self._references[b]]
-            problem = "freed more often than it has owners"
+        wrong = [b for b, count in mentions.items() if self._references[b] < (count if once_per_mention else 1)]
         if wrong:
+            problem = "freed more often than it has owners" if once_per_mention else "not allocated"
             listed = ", ".join(f"{b} ({self._references[b]} owners)" for b in sorted(wrong))
             raise BlockError(f"block {problem}: {listed}", "blocks that have an owner", "drop ids once they are freed")
 

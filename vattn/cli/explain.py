@@ -9,7 +9,6 @@ from typing import Any
 from vattn.config import attention as config
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
-from vattn.config.mla import HEAD as MLA_HEAD
 from vattn.config.mla import MLAConfig
 from vattn.errors import ConfigError, DeviceError
 from vattn.quantization import formats
@@ -99,7 +98,8 @@ def _request(options: argparse.Namespace) -> AttentionConfig | MLAConfig:
             raise ConfigError(
                 f"a request as a string and --{given[0].replace('_', '-')}", "one of the two", "put it into the string"
             )
-        parsed: Any = (MLAConfig if options.request.startswith(MLA_HEAD) else AttentionConfig).parse(options.request)
+        kind: Any = MLAConfig if options.request.startswith(MLAConfig.head) else AttentionConfig
+        parsed = kind.parse(options.request)
         return parsed if options.backend == "auto" else parsed.replace(backend=options.backend)
     values["num_kv_heads"] = options.num_heads if options.num_kv_heads is None else options.num_kv_heads
     if options.head_size_v is None:

@@ -19,6 +19,7 @@ from vattn.layers.base.checks import check_bound
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.forward_context import forward_context
+from vattn.quantization.formats import MODEL_DTYPES
 
 
 @dataclass(frozen=True)
@@ -157,7 +158,8 @@ def _runs(
             if layer.kv_sharing_target_layer_name is None:
                 left_out.append(layer.prefix or type(layer).__name__)
             continue
-        check_bound(layer, "query", torch.empty(0, dtype=_dtype_of(layer)))
+        dtype = torch.float32 if layer.config is None else MODEL_DTYPES[layer.config.dtype]
+        check_bound(layer, "query", torch.empty(0, dtype=dtype))
         assert layer.config is not None
         found.setdefault(layer.config.encode(), (layer.prefix or type(layer).__name__, _caller(layer)))
     if not found:
@@ -169,14 +171,8 @@ def _runs(
     return list(found.values()), tuple(left_out)
 
 
-def _dtype_of(layer: Any) -> torch.dtype:
-    dtype = torch.float32 if layer.config is None else getattr(torch, layer.config.dtype)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
 def _caller(layer: Any) -> Callable[[AttentionMetadata], None]:
-    config, device, dtype = layer.config, layer.kv_cache.device, _dtype_of(layer)
+    config, device, dtype = layer.config, layer.kv_cache.device, MODEL_DTYPES[layer.config.dtype]
 
     def run(step: AttentionMetadata) -> None:
         tokens = step.slot_mapping.shape[0]

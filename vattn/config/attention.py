@@ -7,7 +7,6 @@ cached.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -28,10 +27,6 @@ from vattn.quantization.formats import (
     kv_cache_dtypes,
 )
 from vattn.quantization.mla_formats import MLA_PACKED_DTYPES
-
-CONFIG_VERSION = 1
-
-_HEAD = f"vattn{CONFIG_VERSION}"
 
 
 class AttentionType(str, Enum):
@@ -91,7 +86,7 @@ def check_output(config: Any, columns: int) -> None:
 
 
 @dataclass(frozen=True)
-class AttentionConfig:
+class AttentionConfig(encoding.Encoded):
     """Describe one attention completely and statically.
 
     Attributes:
@@ -136,6 +131,8 @@ class AttentionConfig:
         batch_invariant: results must not depend, bitwise, on the other requests of the batch.
         backend: name of the backend that runs the op.
     """
+
+    head = "vattn1"
 
     num_heads: int
     num_kv_heads: int
@@ -344,24 +341,6 @@ class AttentionConfig:
     def group_size(self) -> int:
         """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
-
-    def replace(self, **changes: object) -> AttentionConfig:
-        """Return a copy with some fields changed, checked again."""
-        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
-
-    def encode(self) -> str:
-        """Return the canonical string: version, then `name=value` of every field that differs from its default."""
-        return encoding.encode(_HEAD, self)
-
-    @staticmethod
-    @lru_cache(maxsize=4096)
-    def parse(text: str) -> AttentionConfig:
-        """Read what `encode` wrote, without a note after it.
-
-        Raises:
-            ConfigError: another version, an unknown field or a value out of range.
-        """
-        return encoding.parse(_HEAD, AttentionConfig, text)
 
 
 @lru_cache(maxsize=4096)

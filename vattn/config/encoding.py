@@ -10,14 +10,15 @@ import math
 import numbers
 from collections.abc import Collection, Mapping
 from enum import Enum
-from typing import Any, TypeVar
+from functools import lru_cache
+from typing import Any, ClassVar, TypeVar
 
 from vattn.errors import ConfigError
 
 NOTE_MARK = " # "
 """Starts a note of the compiler passes in a config string; `parse` skips it."""
 
-_T = TypeVar("_T")
+_T = TypeVar("_T", bound="Encoded")
 
 
 def check(condition: bool, got: str, allowed: str, fix: str) -> None:
@@ -40,29 +41,44 @@ def make_canonical(settings: Any) -> None:
         object.__setattr__(settings, field.name, value)
 
 
-def encode(head: str, settings: Any) -> str:
-    """Return the string of a dataclass."""
-    parts = [head]
-    for field in dataclasses.fields(settings):
-        value = getattr(settings, field.name)
-        if value != field.default:
-            parts.append(f"{field.name}={value!r}" if isinstance(value, float) else f"{field.name}={value}")
-    return " ".join(parts)
+class Encoded:
+    """Base of the frozen dataclasses that ops take as a string."""
+
+    head: ClassVar[str]
+    """What the string begins with: a name and a version."""
+
+    def replace(self: _T, **changes: object) -> _T:
+        """Return a copy with some fields changed, checked again."""
+        return dataclasses.replace(self, **changes)  # type: ignore[type-var]
+
+    def encode(self) -> str:
+        """Return the canonical string: version, then `name=value` of every field that differs from its default."""
+        parts = [self.head]
+        for field in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field.name)
+            if value != field.default:
+                parts.append(f"{field.name}={value!r}" if isinstance(value, float) else f"{field.name}={value}")
+        return " ".join(parts)
+
+    @classmethod
+    def parse(cls: type[_T], text: str) -> _T:
+        """Read what `encode` wrote, without a note after it.
+
+        Raises:
+            ConfigError: another version, an unknown field or a value out of range.
+        """
+        return _parse(cls, text)  # type: ignore[arg-type, no-any-return]
 
 
-def parse(head: str, kind: type[_T], text: str) -> _T:
-    """Read what `encode` wrote; a note after it is skipped.
-
-    Raises:
-        ConfigError: another head, an unknown field or a value out of range.
-    """
+@lru_cache(maxsize=8192)
+def _parse(kind: Any, text: str) -> Any:
     given, *pairs = text.partition(NOTE_MARK)[0].split(" ")
     # A head of another version has no "="; what has one is a field.
-    fix = f"put {head} in front of the fields: '{head} {given} ...'"
+    fix = f"put {kind.head} in front of the fields: '{kind.head} {given} ...'"
     if "=" not in given:
         fix = "compile or export again with this version of vattn"
-    check(given == head, f"config string starts with {given!r}", f"{head}, then its fields", fix)
-    kinds = {field.name: str(field.type) for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    check(given == kind.head, f"config string starts with {given!r}", f"{kind.head}, then its fields", fix)
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(kind)}
     values: dict[str, object] = {}
     for pair in pairs:
         name, _, value = pair.partition("=")

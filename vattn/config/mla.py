@@ -6,9 +6,7 @@ of `qk_rope_head_dim` columns. Keys and values of a head are projections of the 
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
-from functools import lru_cache
 
 from vattn.config import encoding
 from vattn.config.attention import check_output
@@ -16,9 +14,6 @@ from vattn.config.dcp import DCPShard, check_shard, shard_of
 from vattn.config.encoding import check as _check
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_ARITHMETICS, OUTPUT_FORMATS, QUERY_FORMATS
 from vattn.quantization.mla_formats import MLA_FORMATS
-
-MLA_VERSION = 1
-HEAD = f"mla{MLA_VERSION}"
 
 WEIGHT_FORMATS = ("none", "fp8_tensor", "fp8_block128")
 """How `kv_b_weight` reaches the op: in the model dtype, or as e4m3 with one scale or one per 128 x 128 block."""
@@ -30,7 +25,7 @@ _MOST_SCALE = (2 - 2.0**-23) * 2.0**127
 
 
 @dataclass(frozen=True)
-class MLAConfig:
+class MLAConfig(encoding.Encoded):
     """Describe one latent attention completely and statically.
 
     Attributes:
@@ -62,6 +57,8 @@ class MLAConfig:
         576
     """
 
+    head = "mla1"
+
     num_heads: int
     qk_nope_head_dim: int
     qk_rope_head_dim: int
@@ -87,9 +84,6 @@ class MLAConfig:
     backend: str = "auto"
 
     def __post_init__(self) -> None:
-        for name, names in (("dtype", MODEL_DTYPES), ("kv_cache_dtype", MLA_FORMATS)):
-            value = getattr(self, name)
-            _check(isinstance(value, str), f"{name}={value!r}", ", ".join(names), "pass one of these names as a string")
         encoding.make_canonical(self)
         sizes = ("num_heads", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "block_size")
         for name in (*sizes, "decode_threshold"):
@@ -104,9 +98,7 @@ class MLAConfig:
             "output_format": tuple(OUTPUT_FORMATS),
             "output_arithmetic": OUTPUT_ARITHMETICS,
         }
-        for name, allowed in choices.items():
-            value = getattr(self, name)
-            _check(value in allowed, f"{name}={value!r}", ", ".join(allowed), "choose one of these names")
+        encoding.check_names(self, choices)
         _check(abs(self.scale) <= _MOST_SCALE, f"scale={self.scale!r}", "a factor that fp32 holds", "check the scale")
         self._check_formats()
         check_shard(self)
@@ -186,21 +178,3 @@ class MLAConfig:
     def packed(self) -> bool:
         """Whether the storage is `[num_blocks, bytes]` of uint8."""
         return MLA_FORMATS[self.kv_cache_dtype].packed
-
-    def replace(self, **changes: object) -> MLAConfig:
-        """Return a copy with some fields changed, checked again."""
-        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
-
-    def encode(self) -> str:
-        """Return the canonical string: version, then `name=value` of every field that differs from its default."""
-        return encoding.encode(HEAD, self)
-
-    @staticmethod
-    @lru_cache(maxsize=4096)
-    def parse(text: str) -> MLAConfig:
-        """Read what `encode` wrote, without a note after it.
-
-        Raises:
-            ConfigError: another version, an unknown field or a value out of range.
-        """
-        return encoding.parse(HEAD, MLAConfig, text)

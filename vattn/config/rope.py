@@ -6,14 +6,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 
 from vattn.config import encoding
 from vattn.config.encoding import check
 from vattn.quantization.formats import OUTPUT_ARITHMETICS
-
-ROPE_VERSION = 1
-_HEAD = f"rope{ROPE_VERSION}"
 
 ROPE_STYLES = ("neox", "interleaved")
 """Which columns are rotated together: i and i + rotary_dim / 2 (NeoX, Llama), or 2i and 2i + 1 (GPT-J)."""
@@ -23,7 +19,7 @@ ROPE_NORMS = ("none", "rms", "rms_one_plus")
 
 
 @dataclass(frozen=True)
-class RopeConfig:
+class RopeConfig(encoding.Encoded):
     """Describe what happens to queries and keys before they are quantised and cached.
 
     Attributes:
@@ -39,6 +35,8 @@ class RopeConfig:
         >>> RopeConfig(rotary_dim=64, style="interleaved").encode()
         'rope1 rotary_dim=64 style=interleaved'
     """
+
+    head = "rope1"
 
     rotary_dim: int
     style: str = "neox"
@@ -63,17 +61,3 @@ class RopeConfig:
             "a number from 0 up, and 0 without a norm",
             "choose a norm",
         )
-
-    def encode(self) -> str:
-        """Return the canonical string: version, then `name=value` of every field that differs from its default."""
-        return encoding.encode(_HEAD, self)
-
-    @staticmethod
-    @lru_cache(maxsize=1024)
-    def parse(text: str) -> RopeConfig:
-        """Parse a string made by `encode`; a note after it is skipped.
-
-        Raises:
-            ConfigError: another version, an unknown field or a value out of range.
-        """
-        return encoding.parse(_HEAD, RopeConfig, text)

@@ -7,7 +7,7 @@ reads one.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
 import torch
@@ -24,31 +24,6 @@ from vattn.metadata.checks import (
 )
 from vattn.metadata.lineage import BuiltStep, is_rewritten, rewritten
 from vattn.metadata.step import Step
-
-TENSOR_FIELDS = (
-    "query_start_loc",
-    "seq_lens",
-    "block_table",
-    "slot_mapping",
-    "positions",
-    "causal",
-    "tree_bias",
-    "tree_id",
-    "mm_ranges",
-    "encoder_seq_lens",
-    "cross_block_table",
-    "cross_slot_mapping",
-    "logits_indices",
-    "logits_start_loc",
-    "prefix_lens",
-    "prefix_start_loc",
-    "suffix_lens",
-    "suffix_block_table",
-    "local_seq_lens",
-)
-"""Fields of `AttentionMetadata` that hold a tensor, or may."""
-
-_OPTIONAL_FIELDS = tuple(name for name in TENSOR_FIELDS[4:] if name != "causal")
 
 
 class CaptureKey(NamedTuple):
@@ -254,6 +229,13 @@ class AttentionMetadata:
         if "logits_indices" in host and "logits_start_loc" in host:
             _check_logits(host["query_start_loc"].long(), host["logits_start_loc"].long(), host["logits_indices"])
 
+
+_NAMES = tuple(each.name for each in fields(AttentionMetadata))
+
+TENSOR_FIELDS = _NAMES[: _NAMES.index("plans")]
+"""Fields of `AttentionMetadata` that hold a tensor, or may."""
+
+_OPTIONAL_FIELDS = tuple(name for name in TENSOR_FIELDS[4:] if name != "causal")
 
 _DTYPES = {
     "slot_mapping": torch.int64,

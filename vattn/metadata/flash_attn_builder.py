@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from vattn.config.arguments import integer, read_count
-from vattn.config.attention import AttentionConfig
+from vattn.config.arguments import read_count
 from vattn.errors import ConfigError, MetadataError
 from vattn.metadata.attention_metadata import AttentionMetadata, CaptureKey
 from vattn.metadata.block_conflicts import refuse_conflicts, used_entries
@@ -22,8 +21,9 @@ class FlashAttentionMetadataBuilder:
     """Make `FlashAttentionMetadata` in buffers at fixed addresses.
 
     Args:
-        max_num_reqs, max_num_tokens, max_seq_len, block_size, device, layers, num_blocks, decode_threshold,
-            max_encoder_len, max_encoder_tokens: as for `AttentionMetadataBuilder`; `block_size` a multiple of 16.
+        *capacity, **options: `max_num_reqs`, `max_num_tokens`, `max_seq_len`, `block_size`, `device`, `layers`,
+            `num_blocks`, `decode_threshold`, `max_encoder_len` and `max_encoder_tokens`, as for
+            `AttentionMetadataBuilder`; `block_size` a multiple of 16.
 
     Raises:
         ConfigError: another block size, or what `AttentionMetadataBuilder` refuses.
@@ -38,35 +38,13 @@ class FlashAttentionMetadataBuilder:
         ([0, 1], [81])
     """
 
-    def __init__(
-        self,
-        max_num_reqs: int,
-        max_num_tokens: int,
-        max_seq_len: int,
-        block_size: int | None = None,
-        device: torch.device | str | None = None,
-        *,
-        layers: nn.Module | Iterable[nn.Module | AttentionConfig] = (),
-        num_blocks: int | None = None,
-        decode_threshold: int = 1,
-        max_encoder_len: int = 0,
-        max_encoder_tokens: int | None = None,
-    ) -> None:
-        if block_size is not None:
-            _check_block_size(block_size, "use 16")
-        self._inner = AttentionMetadataBuilder(
-            max_num_reqs,
-            max_num_tokens,
-            max_seq_len,
-            block_size,
-            device,
-            layers=layers,
-            num_blocks=num_blocks,
-            decode_threshold=decode_threshold,
-            max_encoder_len=max_encoder_len,
-            max_encoder_tokens=max_encoder_tokens,
-        )
-        _check_block_size(self._inner.block_size, "give the layers CacheConfig(block_size=16)")
+    def __init__(self, *capacity: Any, **options: Any) -> None:
+        # Named here, so that Python refuses ranks: this metadata has no place for them.
+        self._inner = AttentionMetadataBuilder(*capacity, context_parallel=None, **options)
+        size = self._inner.block_size
+        if size % 16:
+            got = f"block_size={size}: Block size must be a multiple of 16."
+            raise ConfigError(got, "16, 32, ...", "use 16, in the CacheConfig of the layers too")
         with torch.inference_mode(False):
             rows = self._inner.max_num_reqs + 1
             self._context_lens = torch.zeros(rows - 1, dtype=torch.int32, device=self._inner.device)
@@ -229,9 +207,3 @@ class FlashAttentionMetadataBuilder:
             "num_encoder_tokens": sum(lengths),
             "cross_block_tables": None if tables is None else tables[:num_seqs],
         }
-
-
-def _check_block_size(block_size: Any, fix: str) -> None:
-    size = integer(block_size)
-    if size is None or size < 1 or size % 16:
-        raise ConfigError(f"block_size={block_size!r:.60}: Block size must be a multiple of 16.", "16, 32, ...", fix)

@@ -75,7 +75,7 @@ def read_encoder_scales(path: str | os.PathLike[str]) -> dict[str, dict[str, flo
         raise ScaleError(where, "a path", "name the file that save_encoder_scales wrote")
     where = f"scale file {os.fspath(path)!r}"
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_without_repeats)
+        data = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ScaleError(f"{where} cannot be read: {error.strerror}", "a JSON file", "check scale_path") from error
     except (ValueError, RecursionError) as error:
@@ -86,14 +86,6 @@ def read_encoder_scales(path: str | os.PathLike[str]) -> dict[str, dict[str, flo
     if not isinstance(entries, dict) or not entries:
         raise ScaleError(f"{where} holds no scales by layer", _FORMAT, "check that it is a file of encoder scales")
     return {name: _read_entry(f"{where}, layer {name!r}", entry) for name, entry in entries.items()}
-
-
-def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        raise ValueError(f"{next(n for n in names if names.count(n) > 1)!r} is there twice")
-    return found
 
 
 def _read_entry(where: str, entry: Any) -> dict[str, float]:

@@ -16,7 +16,7 @@ from torch.fx import Node
 from vattn.backends import selector
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
-from vattn.config.mla import HEAD as MLA_HEAD
+from vattn.config.mla import MLAConfig
 from vattn.passes import probe
 from vattn.passes.query_quant.region import QueryRegion, check_readers, classify_query, find_query_region
 from vattn.passes.region import (
@@ -97,7 +97,7 @@ def describe_query(call: Node) -> str:
     if not isinstance(query, Node) or not isinstance(value(query), Tensor):
         return ""
     text = str(call.kwargs["config"])
-    if text.startswith(MLA_HEAD):
+    if text.startswith(MLAConfig.head):
         return ""
     config = AttentionConfig.parse(text)
     if config.query_format == "none":
