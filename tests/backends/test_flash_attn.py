@@ -266,7 +266,7 @@ def test_the_words_of_every_package(library, changes, lens, monkeypatch) -> None
     batch = batch_of_row(Row(config, lens, padding=(3, 2)), "FLASH_ATTN", seed=4)
     backend = selector.get_backend("FLASH_ATTN")
     run = backend.attention if batch.config.block_size else backend.varlen_attention
-    monkeypatch.setattr(planning, "_processors", lambda device: 132)
+    monkeypatch.setattr(planning, "multiprocessors", lambda device: 132)
     run(batch.args, batch.config)
     compare(batch, *batch.expected())
 
@@ -356,7 +356,7 @@ def test_the_kernel_puts_rows_right(heads, width, with_lse) -> None:
 def test_scales_that_are_not_positive_are_the_querys(scale, changes, monkeypatch) -> None:
     monkeypatch.setattr(flash_attn, "find_library", lambda capability=None: FA4)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", fake_fa4())
-    monkeypatch.setattr(planning, "_processors", lambda device: 132)
+    monkeypatch.setattr(planning, "multiprocessors", lambda device: 132)
     config = {"dtype": "bfloat16", "head_size": 32, "block_size": 16, "scale": scale, **changes}
     batch = batch_of_row(Row(config, MIXED), "FLASH_ATTN", seed=4)
     seen = []
@@ -383,7 +383,7 @@ def test_which_steps_go_by_rows() -> None:
 
 
 def test_splits_are_bounded_by_sizes_alone(monkeypatch) -> None:
-    monkeypatch.setattr(planning, "_processors", lambda device: 132)
+    monkeypatch.setattr(planning, "multiprocessors", lambda device: 132)
     config = make_config(num_heads=32, num_kv_heads=8, head_size=128)
 
     def splits(tokens: int, reqs: int, **changes: object) -> int:

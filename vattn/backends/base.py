@@ -6,14 +6,13 @@ A backend file imports nothing heavy at its top: packages are imported inside th
 from __future__ import annotations
 
 import importlib.metadata
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from vattn.config.attention import AttentionConfig
-from vattn.config.device import DeviceInfo, Sizes, parse_version
+from vattn.config.device import DeviceInfo, Sizes, not_allowed, parse_version
 from vattn.config.features import FEATURES, request_parts, requested_features
 from vattn.config.rope import RopeConfig
 from vattn.errors import GraphContractError
@@ -219,16 +218,6 @@ class Capabilities:
         missing = sorted(self.required_features - requested)
         found += [f"no {name}, which every request to this backend has" for name in missing]
         return found + [rule.why for rule in self.exclusions if rule.names <= present]
-
-
-def not_allowed(config: Any, allowed: Mapping[str, Sequence[str] | Sizes]) -> list[str]:
-    """Return a reason for every field of a request with a value that is not allowed."""
-
-    def text(of: Sequence[str] | Sizes) -> str:
-        return str(of) if isinstance(of, Sizes) else ", ".join(of)
-
-    values = {name: getattr(config, name) for name in allowed}
-    return [f"{name} {values[name]} (runs {text(of)})" for name, of in allowed.items() if values[name] not in of]
 
 
 class Backend:

@@ -6,8 +6,10 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 
@@ -110,6 +112,16 @@ class Sizes:
             return ", ".join(map(str, self.values))
         steps = "" if self.step == 1 else f"multiples of {self.step} "
         return f"{steps}from {self.low} to {self.high}"
+
+
+def not_allowed(config: Any, allowed: Mapping[str, Collection[Any] | Sizes]) -> list[str]:
+    """Return a reason for every field of a request with a value that is not allowed."""
+
+    def text(of: Collection[Any] | Sizes) -> str:
+        return str(of) if isinstance(of, Sizes) else ", ".join(of)
+
+    values = {name: getattr(config, name) for name in allowed}
+    return [f"{name} {values[name]} (runs {text(of)})" for name, of in allowed.items() if values[name] not in of]
 
 
 def parse_version(text: str) -> tuple[int, ...]:

@@ -14,9 +14,10 @@ from vattn.errors import ShapeError
 from vattn.kernels.hopper.mla import launch as hopper
 from vattn.kernels.hopper.mla import prefill_launch as hopper_prefill
 from vattn.kernels.hopper.mla import sparse_launch as hopper_sparse
+from vattn.kernels.triton.attention.launch import finish
 from vattn.kernels.triton.common.tiles import Limits
 from vattn.kernels.triton.mla.absorb_rule import has_prompts, longest_absorbed, most_aligned
-from vattn.kernels.triton.mla.epilogue import clear_scales, finish_rows, kind_of
+from vattn.kernels.triton.mla.epilogue import clear_scales, kind_of
 from vattn.kernels.triton.mla.launch import attend_latents, quantise_query
 from vattn.kernels.triton.mla.plan_layout import MIXED, lay_line, line_in, line_room, line_shape, tiles_in
 from vattn.kernels.triton.mla.prefill import attend_prompts, complete_requests, cut_line
@@ -75,7 +76,7 @@ def _attend_short(
     elif spans_heads(config):
         rows = args.query.new_empty((*args.query.shape[:2], config.v_head_dim))
         project_values(latent, w_uv, rows)
-        finish_rows(rows, args, config, limits)
+        finish(args, config, args.seq_lens.shape[0], rows, limits=limits)
     else:
         project_output(latent, w_uv, args, config, limits)
 
@@ -105,7 +106,7 @@ def attend_mixed(
     project_output(latent, w_uv, args, config, limits, rows, longest, complete)
     _attend_prompts(args, weight, rows, complete, config, limits, may_use_hopper)
     if rows is not None:
-        finish_rows(rows, args, config, limits)
+        finish(args, config, args.seq_lens.shape[0], rows, limits=limits)
 
 
 def _attend_prompts(

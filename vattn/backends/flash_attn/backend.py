@@ -238,9 +238,6 @@ def _call(args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, ke
         key=key,
         value=value,
         query_start_loc=args.query_start_loc,
-        kv_start_loc=None,
-        seq_lens=None,
-        block_table=None,
         # FlashAttention-2 takes a bound of 1 for one token of every request.
         max_query_len=max(args.query.shape[0], 2),
         max_seq_len=0,
@@ -249,7 +246,6 @@ def _call(args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, ke
         window=_window(config),
         soft_cap=config.logits_soft_cap or 0.0,
         sinks=None if args.sinks is None else args.sinks.to(torch.bfloat16),
-        descales=None,
     )
 
 

@@ -47,17 +47,17 @@ class FlashCall(NamedTuple):
     key: Tensor
     value: Tensor
     query_start_loc: Tensor
-    kv_start_loc: Tensor | None
-    seq_lens: Tensor | None
-    block_table: Tensor | None
     max_query_len: int
     max_seq_len: int
     scale: float
     causal: bool
     window: tuple[int, int]
     soft_cap: float
-    sinks: Tensor | None
-    descales: tuple[Tensor, Tensor, Tensor] | None
+    kv_start_loc: Tensor | None = None
+    seq_lens: Tensor | None = None
+    block_table: Tensor | None = None
+    sinks: Tensor | None = None
+    descales: tuple[Tensor, Tensor, Tensor] | None = None
     num_splits: int = 0
     schedule: Tensor | None = None
 

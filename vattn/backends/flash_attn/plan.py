@@ -10,8 +10,6 @@ of the work, then for rows as requests the request of each row, its keys, and it
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 
@@ -19,6 +17,7 @@ from vattn.backends.external_rows import Rows, rows_as_requests
 from vattn.backends.flash_attn.calls import make_schedule
 from vattn.backends.flash_attn.libraries import FlashCall
 from vattn.config.attention import AttentionConfig
+from vattn.config.device import multiprocessors
 from vattn.ops.arguments import AttentionArgs, PlanArgs
 from vattn.quantization.formats import MODEL_DTYPES
 
@@ -140,17 +139,13 @@ def fill_plan(args: PlanArgs, config: AttentionConfig, window: tuple[int, int]) 
         key=flat,
         value=flat,
         query_start_loc=starts,
-        kv_start_loc=None,
         seq_lens=seq_lens,
-        block_table=None,
         max_query_len=_longest_query(config, num_tokens, num_reqs),
         max_seq_len=_LONGEST,
         scale=config.scale,
         causal=config.causality == "causal",
         window=window,
         soft_cap=config.logits_soft_cap or 0.0,
-        sinks=None,
-        descales=None,
         num_splits=num_splits(config, num_tokens, num_reqs, flat.device),
     )
     made = make_schedule(call, config.block_size, config.num_kv_heads, config.head_size_v)
@@ -169,7 +164,7 @@ def num_splits(config: AttentionConfig, num_tokens: int, num_reqs: int, device: 
         return 1
     if not rows:
         tiles = config.num_kv_heads * -(-num_tokens * config.group_size // _TILE_ROWS)
-        processors = _processors(device)
+        processors = multiprocessors(device)
         return 1 if tiles >= 0.8 * processors else min(_MAX_SPLITS, processors // tiles)
     partial = 4 * num_tokens * config.num_heads * config.head_size_v
     return max(1, min(_MAX_SPLITS, _PARTIAL_BYTES // partial))
@@ -192,8 +187,3 @@ def _stored_rows(flat: Tensor, num_tokens: int) -> Rows:
 def _size_key(call: FlashCall) -> tuple[object, ...]:
     assert call.seq_lens is not None
     return call.seq_lens.shape[0], call.max_query_len == 1, call.causal, call.window, call.num_splits
-
-
-@lru_cache(maxsize=16)
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count

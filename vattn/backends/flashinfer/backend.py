@@ -27,7 +27,7 @@ from vattn.backends.base import Backend, Capabilities, Exclusion, Package
 from vattn.backends.external_rows import TritonCacheUpdate, valid_rows, zero_invalid_rows
 from vattn.backends.flashinfer import plan as flashinfer_plan
 from vattn.backends.flashinfer.jit import INSTALL, can_compile, compiler_problem, is_built
-from vattn.backends.flashinfer.plan import kernel_family, plan_options, plan_text, workspace
+from vattn.backends.flashinfer.plan import kernel_family, offsets_of, plan_options, plan_text, used_blocks, workspace
 from vattn.cache.layout import key_value_views
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo, Sizes
@@ -221,19 +221,6 @@ def _host(query: Tensor, *tensors: Tensor) -> list[Tensor]:
     return list(packed.split([tensor.numel() for tensor in tensors]))
 
 
-def _offsets(counts: Tensor) -> Tensor:
-    return torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0).to(torch.int32)])
-
-
-def _used_blocks(table: Tensor, pages: Tensor, num_blocks: int) -> Tensor:
-    """Return the ids of all used blocks, request after request, on the device."""
-    rows = torch.repeat_interleave(torch.arange(len(pages)), pages)
-    columns = torch.arange(int(pages.sum())) - torch.repeat_interleave(_offsets(pages)[:-1].long(), pages)
-    index = (rows * table.shape[1] + columns).to(table.device, non_blocking=True)
-    # An id that names no block would be read outside the cache.
-    return table.reshape(-1)[index].clamp(0, max(num_blocks - 1, 0))
-
-
 def _attend_paged(args: AttentionArgs, config: AttentionConfig, cache: tuple[Tensor, ...]) -> None:
     """Run a call that has no plan."""
     starts, lengths = _host(args.query, args.query_start_loc, args.seq_lens)
@@ -255,8 +242,8 @@ def _attend_paged(args: AttentionArgs, config: AttentionConfig, cache: tuple[Ten
             config,
             lambda: wrapper.plan(
                 qo_indptr=starts,
-                paged_kv_indptr=_offsets(pages),
-                paged_kv_indices=_used_blocks(args.block_table, pages, num_blocks),
+                paged_kv_indptr=offsets_of(pages),
+                paged_kv_indices=used_blocks(args.block_table, pages, num_blocks),
                 paged_kv_last_page_len=last.to(torch.int32),
                 page_size=size,
                 **options,

@@ -124,6 +124,20 @@ def _float_bytes(config: AttentionConfig, num_tokens: int, num_reqs: int) -> int
     return next((size for size in _FLOAT_BYTES if size >= needed), None)
 
 
+def offsets_of(counts: Tensor) -> Tensor:
+    """Return int32 `[n + 1]`: where each of some counts begins, and where the last ends."""
+    return torch.cat([torch.zeros(1, dtype=torch.int32), counts.cumsum(0).to(torch.int32)])
+
+
+def used_blocks(table: Tensor, pages: Tensor, num_blocks: int) -> Tensor:
+    """Return the ids of all used blocks, request after request, on the device."""
+    rows = torch.repeat_interleave(torch.arange(len(pages)), pages)
+    columns = torch.arange(int(pages.sum())) - torch.repeat_interleave(offsets_of(pages)[:-1].long(), pages)
+    index = (rows * table.shape[1] + columns).to(table.device, non_blocking=True)
+    # An id that names no block would be read outside the cache.
+    return table.reshape(-1)[index].clamp(0, max(num_blocks - 1, 0))
+
+
 class Plan:
     """One FlashInfer wrapper over the buffers of one schedule, for one padded size.
 

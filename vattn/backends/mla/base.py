@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from vattn.backends.base import Backend, Capabilities, Package, not_allowed
-from vattn.config.device import Sizes
+from vattn.backends.base import Backend, Capabilities, Package
+from vattn.config.device import Sizes, not_allowed
 from vattn.config.mla import WEIGHT_FORMATS, MLAConfig
 from vattn.config.rope import RopeConfig
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vattn.backends.base import Package, refuse_capture
 from vattn.backends.external_rows import valid_rows, zero_invalid_rows
+from vattn.backends.flashinfer.plan import offsets_of, used_blocks
 from vattn.backends.mla.base import MLABackend, TritonMLAUpdate, library_capabilities
 from vattn.config.device import Sizes
 from vattn.config.mla import MLAConfig
@@ -61,11 +62,10 @@ def _attend(
     """Return `[T, N, L]` and the natural log-sum-exp of rows; `starts` and `lengths` are on the host."""
     wrapper, dtype = _wrapper(absorbed.device), MODEL_DTYPES[config.dtype]
     pages = (lengths + config.block_size - 1) // config.block_size
-    offsets = torch.cat((torch.zeros(1, dtype=torch.int32), pages.cumsum(0).int()))
     wrapper.plan(
         qo_indptr=starts,
-        kv_indptr=offsets,
-        kv_indices=_used_blocks(args, pages, offsets),
+        kv_indptr=offsets_of(pages),
+        kv_indices=used_blocks(args.block_table, pages, args.kv_cache.shape[0]),
         kv_len_arr=lengths,
         num_heads=config.num_heads,
         head_dim_ckv=config.kv_lora_rank,
@@ -88,13 +88,3 @@ def _wrapper(device: torch.device) -> Any:
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
     return BatchMLAPagedAttentionWrapper(torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=device))
-
-
-def _used_blocks(args: MLAAttentionArgs, pages: Tensor, offsets: Tensor) -> Tensor:
-    """Return int32 ids of all used blocks, request after request, on the device."""
-    table = args.block_table
-    request = torch.repeat_interleave(torch.arange(len(pages)), pages)
-    column = torch.arange(int(pages.sum())) - torch.repeat_interleave(offsets[:-1].long(), pages)
-    index = (request * table.shape[1] + column).to(table.device, non_blocking=True)
-    # An id that names no block would be read outside the cache.
-    return table.reshape(-1)[index].clamp(0, args.kv_cache.shape[0] - 1)

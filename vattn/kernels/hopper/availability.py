@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vattn.config.attention import AttentionConfig
-from vattn.config.device import DeviceInfo, Sizes
+from vattn.config.device import DeviceInfo, Sizes, not_allowed
 from vattn.config.features import requested_features
 
 CAPABILITY = (9, 0)
@@ -18,27 +18,20 @@ FEATURES = frozenset({"sliding_window", "logits_soft_cap", "sinks", "kv_scale_pe
 """Of paged attention, in every kernel made for Hopper."""
 
 
-def refusals(device: DeviceInfo, dtype: str, dtypes: Collection[str]) -> list[str]:
-    """Return why a launch for Hopper and `dtypes` cannot run on a device in a dtype, empty if it can."""
+def refusals(device: DeviceInfo, config: Any, dtypes: Collection[str]) -> list[str]:
+    """Return why a launch for Hopper and `dtypes` cannot run a layer on a device, empty if it can."""
     found = []
     if device.type != "cuda" or device.capability != CAPABILITY:
         found.append(f"{device} (made for sm_{CAPABILITY[0]}{CAPABILITY[1]})")
-    if dtype not in dtypes:
-        found.append(f"dtype {dtype} (runs {', '.join(dtypes)})")
-    return found
+    return found + not_allowed(config, {"dtype": dtypes})
 
 
 def layer_refusals(
     config: AttentionConfig, device: DeviceInfo, head_sizes: Sizes, block_sizes: Sizes, features: Collection[str] = ()
 ) -> list[str]:
     """Return why paged attention of a layer cannot run; `features`: those that a kernel has besides `FEATURES`."""
-    found = refusals(device, config.dtype, DTYPES)
-    if config.head_size not in head_sizes:
-        found.append(f"head_size {config.head_size} (runs {head_sizes})")
-    if config.block_size not in block_sizes:
-        found.append(f"block_size {config.block_size} (runs {block_sizes})")
-    if config.attn_type != "decoder":
-        found.append(f"attn_type {config.attn_type} (runs decoder)")
+    found = refusals(device, config, DTYPES)
+    found += not_allowed(config, {"head_size": head_sizes, "block_size": block_sizes, "attn_type": ("decoder",)})
     return found + [
         f"{name} is not implemented" for name in sorted(requested_features(config) - FEATURES - {*features})
     ]

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vattn.cache.layout import key_value_views
 from vattn.config.attention import AttentionConfig
+from vattn.config.device import not_allowed
 from vattn.kernels.hopper import fp4_rows
 from vattn.kernels.hopper.decode import launch as decode_fast
 from vattn.kernels.hopper.decode.cluster_kernel import decode_cluster_kernel
@@ -50,15 +51,11 @@ def takes(args: AttentionArgs, config: AttentionConfig) -> bool:
 
 def refusals(args: AttentionArgs, config: AttentionConfig) -> list[str]:
     """Return what the kernel lacks of a layer that the fast decode path runs, empty if nothing."""
-    found = []
-    if config.head_size not in HEAD_SIZES:
-        found.append(f"head_size {config.head_size} (runs {HEAD_SIZES})")
+    found = not_allowed(config, {"head_size": HEAD_SIZES, "query_load": ("plain",)})
     if config.group_size > MAX_GROUP_SIZE:
         found.append(f"{config.group_size} query heads per KV head (runs up to {MAX_GROUP_SIZE})")
     if config.num_kv_heads * cluster_size(config, 1) < LEAST_CTAS:
         found.append(f"{config.num_kv_heads} KV heads (runs {LEAST_CTAS // 16} or more)")
-    if config.query_load != "plain":
-        found.append(f"query_load {config.query_load} (runs plain)")
     if args.kv_cache.data_ptr() % 16 or args.query.data_ptr() % 16:
         found.append("a query or a cache that is not aligned to 16 bytes")
     return found

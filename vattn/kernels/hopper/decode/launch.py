@@ -358,32 +358,17 @@ def schedule_of(args: AttentionArgs, config: AttentionConfig) -> tuple[Tensor, b
     return torch.empty(shape, dtype=torch.int32, device=args.query.device), True
 
 
-@dataclass(frozen=True)
-class Reduction:
-    """How partial results are combined.
-
-    Attributes:
-        parts: programs that share a head's columns.
-        splits: partial results that a program takes at a time.
-        warps: of a program.
-    """
-
-    parts: int
-    splits: int
-    warps: int
-
-
-def choose_reduction(config: AttentionConfig, num_reqs: int) -> Reduction:
-    """Return how the partial results of so many requests are combined.
+def choose_reduction(config: AttentionConfig, num_reqs: int) -> tuple[int, int, int]:
+    """Return the programs that share a head's columns, partial results that one takes at a time, and its warps.
 
     Few requests have many splits each. A program that computes scales has whole groups; more warps would wait for each
     other and leave no room for it beside the main kernel.
     """
     if num_reqs > FEW_REQUESTS:
-        return Reduction(1, 16, 1)
+        return 1, 16, 1
     group = OUTPUT_FORMATS[config.output_format].group_size
     parts = min(4, config.head_size // group) if group else 4
-    return Reduction(parts, 128 if parts == 4 else 64, 4)
+    return parts, 128 if parts == 4 else 64, 4
 
 
 def computes_scales(config: AttentionConfig, num_reqs: int, tuning: Tuning, tokens: int) -> bool:
@@ -460,11 +445,11 @@ def launch_reduction(
         overlap: whether the main kernel may start before the previous one has ended.
     """
     num_reqs = args.seq_lens.shape[0]
-    way = choose_reduction(config, num_reqs)
+    parts, splits, warps = choose_reduction(config, num_reqs)
     most *= devices.multiprocessors(args.query.device)
-    reduce_kernel[(min(num_reqs * tokens * config.num_heads * way.parts, most),)](
+    reduce_kernel[(min(num_reqs * tokens * config.num_heads * parts, most),)](
         max_items=sizes.max_items, num_tokens=args.query.shape[0], TOKENS=tokens,
-        COLUMNS=config.head_size // way.parts, SPLITS=way.splits, OVERLAP=overlap, num_warps=way.warps,
+        COLUMNS=config.head_size // parts, SPLITS=splits, OVERLAP=overlap, num_warps=warps,
         launch_pdl=True, **partial, **common,
     )  # fmt: skip
 

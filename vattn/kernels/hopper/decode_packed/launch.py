@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from vattn.cache.layout import packed_views
 from vattn.config import device as devices
 from vattn.config.attention import AttentionConfig
-from vattn.config.device import DeviceInfo, Sizes
+from vattn.config.device import DeviceInfo, Sizes, not_allowed
 from vattn.kernels.hopper import availability as hopper
 from vattn.kernels.hopper.decode import launch as decode_fast
 from vattn.kernels.hopper.decode.launch import Tuning
@@ -66,9 +66,7 @@ def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
         found.append(f"kv_cache_dtype {fmt.name}")
     if config.group_size > QUERY_ROWS.value:
         found.append(f"{config.group_size} query heads per KV head (runs up to {QUERY_ROWS.value})")
-    if config.query_format != "none":
-        found.append(f"query_format {config.query_format} (runs none)")
-    return found
+    return found + not_allowed(config, {"query_format": ("none",)})
 
 
 def _is_unpacked(config: AttentionConfig) -> bool:

@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from vattn.kernels.hopper.compat import as_tiles, block_barrier, load_box, take_over
+from vattn.kernels.hopper.compat import as_tiles, block_barrier, take_over
 from vattn.kernels.hopper.decode.products import unpack_keys, unpack_values
 from vattn.kernels.hopper.mla.gather import THREADS, gather_codes
 from vattn.kernels.hopper.mla.work_items import (
@@ -31,12 +31,13 @@ from vattn.kernels.hopper.mla.work_items import (
     TILE,
     advance,
     block_ids,
-    block_row,
     clear_padding,
+    clear_rows,
     first_item,
     keys_seen,
+    load_blocks,
     open_item,
-    shaped,
+    panels,
     store_lse,
     store_stats,
     weigh,
@@ -50,63 +51,6 @@ ROPE_PAIRS = gl.constexpr(32)
 TILE_BYTES = gl.constexpr(64 * 576)
 HEADROOM = gl.constexpr(12)
 """Queries reach up to 2^13 in fp16, so that small ones beside large ones keep their bits."""
-
-
-@gluon.jit
-def load_codes(
-    boxes, rope_boxes, tile, num_blocks, blocks, ready, codes, ropes, BLOCK_SIZE: gl.constexpr, LAYOUT: gl.constexpr
-):  # fmt: skip
-    """Start loading a tile. Blocks that are none come as zeros."""
-    p0, p1, p2, p3 = blocks
-    if BLOCK_SIZE >= TILE:
-        row = block_row(p0, num_blocks, BLOCK_SIZE) + tile % (BLOCK_SIZE // TILE) * TILE
-        load_box(boxes, [row, 0], ready, codes)
-        load_box(rope_boxes, [row, PAIRS], ready, ropes)
-    else:
-        load_part(boxes, rope_boxes, p0, num_blocks, ready, codes, ropes, 0, BLOCK_SIZE, LAYOUT)
-        load_part(boxes, rope_boxes, p1, num_blocks, ready, codes, ropes, 1, BLOCK_SIZE, LAYOUT)
-        if BLOCK_SIZE < 32:
-            load_part(boxes, rope_boxes, p2, num_blocks, ready, codes, ropes, 2, BLOCK_SIZE, LAYOUT)
-            load_part(boxes, rope_boxes, p3, num_blocks, ready, codes, ropes, 3, BLOCK_SIZE, LAYOUT)
-
-
-@gluon.jit
-def load_part(
-    boxes, rope_boxes, block, num_blocks, ready, codes, ropes, PLACE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    LAYOUT: gl.constexpr,
-):  # fmt: skip
-    row = block_row(block, num_blocks, BLOCK_SIZE)
-    flat = shaped(codes, [4 * TILE, 64], LAYOUT)
-    for panel in gl.static_range(4):
-        load_box(boxes, [row, panel * 64], ready, flat.slice(panel * TILE + PLACE * BLOCK_SIZE, BLOCK_SIZE, dim=0))
-    load_box(rope_boxes, [row, PAIRS], ready, ropes.slice(PLACE * BLOCK_SIZE, BLOCK_SIZE, dim=0))
-
-
-@gluon.jit
-def columns_of(codes, FIRST: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return some panels of a tile of codes as `[TILE, 64 * COUNT]`."""
-    flat = shaped(codes, [4 * TILE, 64], LAYOUT).slice(FIRST * TILE, COUNT * TILE, dim=0)
-    return shaped(flat, [TILE, 64 * COUNT], LAYOUT)
-
-
-@gluon.jit
-def queries_of(part, PANEL: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return one panel of the queries' even or odd pairs of columns, transposed."""
-    return shaped(part, [4 * ROWS, 64], LAYOUT).slice(PANEL * ROWS, ROWS, dim=0).permute((1, 0))
-
-
-@gluon.jit
-def clear_codes(codes, begin, LAYOUT: gl.constexpr):
-    """Zero the rows of a tile from `begin` on: unwritten memory may hold NaN, and NaN times 0 is NaN."""
-    HELD: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
-    row = gl.arange(0, TILE, layout=gl.SliceLayout(1, HELD))[:, None]
-    zero = gl.zeros([TILE, 64], gl.int16, HELD)
-    flat = shaped(codes, [4 * TILE, 64], LAYOUT)
-    for panel in gl.static_range(4):
-        part = flat.slice(panel * TILE, TILE, dim=0)
-        part.store(gl.where(row < begin, part.load(HELD), zero))
-    fence_async_shared()
-    block_barrier()
 
 
 @gluon.jit
@@ -130,9 +74,9 @@ def produce(
                 following = block_ids(table, tile + 1, last_block, BLOCK_SIZE)
                 mbarrier.wait(free.index(stage), phase)
                 mbarrier.expect(ready.index(stage), TILE_BYTES)
-                load_codes(
+                load_blocks(
                     boxes, rope_boxes, tile, num_blocks, blocks, ready.index(stage), codes.index(stage),
-                    ropes.index(stage), BLOCK_SIZE, LAYOUT,
+                    ropes.index(stage), 0, 4, True, BLOCK_SIZE, LAYOUT,
                 )  # fmt: skip
                 blocks = following
                 stage, phase = advance(stage, phase, STAGES)
@@ -210,9 +154,9 @@ def multiply_widened(
     scores = warpgroup_mma(b, rope_high.permute((1, 0)), scores, is_async=True)
     scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
     for panel in gl.static_range(4):
-        a, b = unpack_keys(columns_of(held, panel, 1, LAYOUT).load(LEFT))
-        scores = warpgroup_mma(a, queries_of(low, panel, ROWS, LAYOUT), scores, is_async=True)
-        scores = warpgroup_mma(b, queries_of(high, panel, ROWS, LAYOUT), scores, is_async=True)
+        a, b = unpack_keys(panels(held, panel, 1, TILE, LAYOUT).load(LEFT))
+        scores = warpgroup_mma(a, panels(low, panel, 1, ROWS, LAYOUT).permute((1, 0)), scores, is_async=True)
+        scores = warpgroup_mma(b, panels(high, panel, 1, ROWS, LAYOUT).permute((1, 0)), scores, is_async=True)
         scores = warpgroup_mma_wait(num_outstanding=0, deps=(scores,))
     return scores
 
@@ -305,13 +249,13 @@ def consume(
                 low_right = low_right * decay
                 high_right = high_right * decay
                 if (tile + 1) * TILE > keys:
-                    clear_codes(held, keys - tile * TILE, LAYOUT)
+                    clear_rows(held, keys - tile * TILE, 0, 4, LAYOUT)
                 fence_async_shared()
-                a, b = unpack_values(columns_of(held, 0, 2, LAYOUT).permute((1, 0)).load(LEFT))
+                a, b = unpack_values(panels(held, 0, 2, TILE, LAYOUT).permute((1, 0)).load(LEFT))
                 low_left = warpgroup_mma(a, room, low_left, is_async=True)
                 high_left = warpgroup_mma(b, room, high_left, is_async=True)
                 low_left, high_left = warpgroup_mma_wait(num_outstanding=0, deps=(low_left, high_left))
-                a, b = unpack_values(columns_of(held, 2, 2, LAYOUT).permute((1, 0)).load(LEFT))
+                a, b = unpack_values(panels(held, 2, 2, TILE, LAYOUT).permute((1, 0)).load(LEFT))
                 mbarrier.arrive(free.index(stage), count=1)
                 low_right = warpgroup_mma(a, room, low_right, is_async=True)
                 high_right = warpgroup_mma(b, room, high_right, is_async=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vattn.config import device as devices
-from vattn.config.device import DeviceInfo, Sizes
+from vattn.config.device import DeviceInfo, Sizes, not_allowed
 from vattn.config.mla import MLAConfig
 from vattn.errors import ShapeError
 from vattn.kernels.hopper import availability as hopper
@@ -26,6 +26,7 @@ from vattn.kernels.hopper.mla.reduce import merge_parts
 from vattn.kernels.hopper.mla.schedule import Parts, cut_requests, mla_schedule_kernel
 from vattn.kernels.hopper.mla.work_items import LATENT, ROPE, TILE
 from vattn.kernels.hopper.schedule import FIELDS, WAVES
+from vattn.kernels.triton.common.mask import LOG2E
 from vattn.kernels.triton.common.tiles import next_power_of_two
 from vattn.kernels.triton.mla.absorb_rule import longest_absorbed
 from vattn.kernels.triton.mla.plan_layout import MIXED, line_room
@@ -46,7 +47,6 @@ LEAST_SCALE = 1e-20
 MOST_QUERY_TOKENS = 8
 """Longest query of a request that is split over programs."""
 
-_LOG2E = 1.4426950408889634
 _STAGES = 2
 _REGISTERS = 152
 """Registers of a thread that the narrow kernel starts with at 16 rows, which its warpgroups share out among themselves:
@@ -56,16 +56,13 @@ FP8_STAGES = 4
 
 def refusals(config: MLAConfig, device: DeviceInfo) -> list[str]:
     """Return why this path cannot run a layer, empty if it can. The plain kernel runs what this one refuses."""
-    found = hopper.refusals(device, config.dtype, DTYPES)
+    found = hopper.refusals(device, config, DTYPES)
     if config.kv_cache_dtype not in (config.dtype, FP8):
         found.append(f"kv_cache_dtype {config.kv_cache_dtype} (runs the model dtype and {FP8})")
     widths = config.kv_lora_rank, config.qk_rope_head_dim
     if widths != (LATENT.value, ROPE.value):
         found.append(f"rows of {widths[0]} + {widths[1]} columns (runs {LATENT.value} + {ROPE.value})")
-    if config.block_size not in BLOCK_SIZES:
-        found.append(f"block_size {config.block_size} (runs {BLOCK_SIZES})")
-    if config.num_heads not in NUM_HEADS:
-        found.append(f"num_heads {config.num_heads} (runs {NUM_HEADS})")
+    found += not_allowed(config, {"block_size": BLOCK_SIZES, "num_heads": NUM_HEADS})
     if config.sparse:
         found.append("sparse is not implemented")
     return found
@@ -276,7 +273,7 @@ def _launch(
         "seq_lens": args.seq_lens, "block_table": args.block_table, "schedule": schedule, "output": output,
         "lse": args.lse, "partial": partial, "stats": stats, "num_tokens": num_tokens, "num_reqs": num_reqs,
         "num_blocks": args.kv_cache.shape[0], "table_stride": args.block_table.stride(0),
-        "table_width": args.block_table.shape[1], "scale": config.scale * _LOG2E, "HEADS": config.num_heads,
+        "table_width": args.block_table.shape[1], "scale": config.scale * LOG2E.value, "HEADS": config.num_heads,
         "GROUPS": groups, "BLOCK_SIZE": config.block_size, "SPLIT_QUERY": tokens, "PARTIAL_ROWS": rows * groups,
         "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip

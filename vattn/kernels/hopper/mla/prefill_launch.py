@@ -10,12 +10,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from vattn.config import device as devices
-from vattn.config.device import DeviceInfo, Sizes
+from vattn.config.device import DeviceInfo, Sizes, not_allowed
 from vattn.config.mla import MLAConfig
 from vattn.kernels.hopper import availability as hopper
 from vattn.kernels.hopper.mla.prefill import GROUPS, KEYS, ROPE, mla_prefill_gluon_kernel
 from vattn.kernels.hopper.prefill.load import GROUP_ROWS
 from vattn.kernels.hopper.prefill.schedule import RECORD_WORDS, max_row_tiles, prefill_plan_kernel
+from vattn.kernels.triton.common.mask import LOG2E
 from vattn.kernels.triton.common.tiles import Limits, next_power_of_two
 from vattn.kernels.triton.mla.epilogue import epilogue_arguments, epilogue_constants
 from vattn.ops.arguments_mla import MLAAttentionArgs
@@ -25,17 +26,15 @@ DTYPES = {"float16": gl.float16, "bfloat16": gl.bfloat16}
 ROWS = GROUPS.value * GROUP_ROWS.value
 WIDTHS = {(128, ROPE.value, 128): 2, (64, ROPE.value, 64): 3}
 """Columns of keys, of rotated keys and of values that the kernel knows, and tiles that it holds of them."""
-_LOG2E = 1.4426950408889634
 _STATIC = {"multiply": "fp8_multiply", "approximate_multiply": "fp8_multiply"}
 
 
 def refusals(config: MLAConfig, device: DeviceInfo) -> list[str]:
     """Return why the kernel cannot run a layer, empty if it can. The plain kernel runs what this one refuses."""
-    found = hopper.refusals(device, config.dtype, DTYPES)
+    found = hopper.refusals(device, config, DTYPES)
     if _widths(config) not in WIDTHS:
         found.append(f"heads of {_widths(config)} columns (runs {' and '.join(map(str, WIDTHS))})")
-    if config.block_size not in BLOCK_SIZES:
-        found.append(f"block_size {config.block_size} (runs {BLOCK_SIZES})")
+    found += not_allowed(config, {"block_size": BLOCK_SIZES})
     if config.scale <= 0:
         found.append(f"scale {config.scale} (runs scales above 0)")
     if config.sparse:
@@ -140,7 +139,7 @@ def attend_expanded(
         scale_stride=target["stride_br"], group_stride=target["stride_bg"], line=line,
         schedule=schedule, counter=counter, block_table=args.block_table, table_stride=args.block_table.stride(0),
         table_width=args.block_table.shape[1], num_blocks=args.kv_cache.shape[0], query_head_stride=query.stride(1),
-        scale=config.scale * _LOG2E, HEADS=heads, TOGETHER=heads_together(heads), BLOCK_SIZE=config.block_size,
+        scale=config.scale * LOG2E.value, HEADS=heads, TOGETHER=heads_together(heads), BLOCK_SIZE=config.block_size,
         NOPE=nope, VALUES=values, STAGES=WIDTHS[_widths(config)],
         MODEL=DTYPES[config.dtype], OUTPUT=output, OUTPUT_GROUPS=groups, SCALE_COLUMNS=target["SCALE_COLUMNS"],
         CORRECTED=corrects(output, groups),

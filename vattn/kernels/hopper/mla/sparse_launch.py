@@ -19,13 +19,13 @@ from vattn.kernels.hopper.mla.decode_fp8 import mla_decode_fp8_kernel
 from vattn.kernels.hopper.mla.reduce import merge_parts
 from vattn.kernels.hopper.mla.work_items import LATENT, ROPE, TILE
 from vattn.kernels.hopper.schedule import FIELDS
+from vattn.kernels.triton.common.mask import LOG2E
 from vattn.kernels.triton.common.tiles import next_power_of_two
 from vattn.kernels.triton.mla.kernels import find_request
 from vattn.ops.arguments_mla import MLAAttentionArgs
 from vattn.quantization.formats import MODEL_DTYPES
 
 ROWS = 64
-_LOG2E = 1.4426950408889634
 
 
 @triton.jit(
@@ -138,7 +138,7 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) 
         "query_start_loc": starts, "seq_lens": lengths, "block_table": slots, "schedule": schedule, "output": output,
         "lse": args.lse, "partial": partial, "stats": stats, "num_tokens": tokens, "num_reqs": tokens,
         "num_blocks": args.kv_cache.shape[0] * config.block_size, "table_stride": slots.stride(0),
-        "table_width": slots.shape[1], "scale": config.scale * _LOG2E, "HEADS": config.num_heads, "GROUPS": groups,
+        "table_width": slots.shape[1], "scale": config.scale * LOG2E.value, "HEADS": config.num_heads, "GROUPS": groups,
         "BLOCK_SIZE": 1, "SPLIT_QUERY": 1, "PARTIAL_ROWS": rows * groups, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     grid, cached = (min(ctas, items) * groups,), args.kv_cache.view(-1, LATENT.value + ROPE.value)

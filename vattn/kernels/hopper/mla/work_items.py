@@ -1,7 +1,7 @@
 """What the latent decode kernels of Hopper share: work items, loads of cached rows, and garbage that must not count.
 
-A tile is 64 cached rows of 512 + 64 columns of 16 bits. In shared memory its latents are eight panels of 64 columns,
-its rotated keys are one. Blocks of fewer than 64 tokens come as boxes of [block, 64].
+A tile is 64 cached rows of 512 + 64 columns of 16 bits, or of 256 + 32 pairs of codes. In shared memory its latents are
+panels of 64 columns, its rotated keys are one. Blocks of fewer than 64 tokens come as boxes of [block, 64].
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def shaped(memory, SHAPE: gl.constexpr, LAYOUT: gl.constexpr):
 
 @gluon.jit
 def panels(memory, FIRST: gl.constexpr, COUNT: gl.constexpr, ROWS: gl.constexpr, LAYOUT: gl.constexpr):
-    """Return some panels of `[ROWS, 512]` as `[ROWS, 64 * COUNT]`."""
-    flat = shaped(memory, [8 * ROWS, 64], LAYOUT).slice(FIRST * ROWS, COUNT * ROWS, dim=0)
+    """Return some panels of `[ROWS, columns]` as `[ROWS, 64 * COUNT]`."""
+    PANELS: gl.constexpr = memory.shape[1] // 64
+    flat = shaped(memory, [PANELS * ROWS, 64], LAYOUT).slice(FIRST * ROWS, COUNT * ROWS, dim=0)
     return shaped(flat, [ROWS, 64 * COUNT], LAYOUT)
 
 
@@ -135,17 +136,20 @@ def load_blocks(
     boxes, rope_boxes, tile, num_blocks, blocks, ready, latents, ropes,
     FIRST: gl.constexpr, COUNT: gl.constexpr, WITH_ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    """Start loading some panels of a tile. Blocks that are none come as zeros: beyond the cache the hardware fills."""
+    """Start loading some panels of a tile. Blocks that are none come as zeros: beyond the cache the hardware fills.
+
+    Rotated keys lie behind the latents in a row.
+    """
     p0, p1, p2, p3 = blocks
     if BLOCK_SIZE >= TILE:
         PER_BLOCK: gl.constexpr = BLOCK_SIZE // TILE
         row = block_row(p0, num_blocks, BLOCK_SIZE) + tile % PER_BLOCK * TILE
-        if COUNT == 8:
+        if COUNT * 64 == latents.shape[1]:
             load_box(boxes, [row, 0], ready, latents)
         elif COUNT > 0:
             load_box(boxes, [row, FIRST * 64], ready, panels(latents, FIRST, COUNT, TILE, LAYOUT))
         if WITH_ROPE:
-            load_box(rope_boxes, [row, LATENT], ready, ropes)
+            load_box(rope_boxes, [row, latents.shape[1]], ready, ropes)
     else:
         load_small(boxes, rope_boxes, p0, num_blocks, ready, latents, ropes, 0, FIRST, COUNT, WITH_ROPE, BLOCK_SIZE,
                    LAYOUT)  # fmt: skip
@@ -171,12 +175,13 @@ def load_small(
     COUNT: gl.constexpr, WITH_ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     row = block_row(block, num_blocks, BLOCK_SIZE)
-    flat = shaped(latents, [8 * TILE, 64], LAYOUT)
+    WIDTH: gl.constexpr = latents.shape[1]
+    flat = shaped(latents, [WIDTH // 64 * TILE, 64], LAYOUT)
     for panel in gl.static_range(FIRST, FIRST + COUNT):
         target = flat.slice(panel * TILE + PLACE * BLOCK_SIZE, BLOCK_SIZE, dim=0)
         load_box(boxes, [row, panel * 64], ready, target)
     if WITH_ROPE:
-        load_box(rope_boxes, [row, LATENT], ready, ropes.slice(PLACE * BLOCK_SIZE, BLOCK_SIZE, dim=0))
+        load_box(rope_boxes, [row, WIDTH], ready, ropes.slice(PLACE * BLOCK_SIZE, BLOCK_SIZE, dim=0))
 
 
 @gluon.jit
@@ -205,10 +210,12 @@ def clear_rows(latents, begin, FIRST: gl.constexpr, COUNT: gl.constexpr, LAYOUT:
     """Zero the rows of a tile from `begin` on, in some panels: unwritten rows may be NaN, and NaN times 0 is NaN."""
     ROWS: gl.constexpr = gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0])
     row = gl.arange(0, TILE, layout=gl.SliceLayout(1, ROWS))[:, None]
-    flat = shaped(latents, [8 * TILE, 64], LAYOUT)
+    zero = gl.zeros([TILE, 64], latents.dtype, ROWS)
+    PANELS: gl.constexpr = latents.shape[1] // 64
+    flat = shaped(latents, [PANELS * TILE, 64], LAYOUT)
     for panel in gl.static_range(FIRST, FIRST + COUNT):
         part = flat.slice(panel * TILE, TILE, dim=0)
-        part.store(gl.where(row < begin, part.load(ROWS), 0.0).to(latents.dtype))
+        part.store(gl.where(row < begin, part.load(ROWS), zero))
     fence_async_shared()
     block_barrier()
 

@@ -25,7 +25,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from vattn.cache.layout import key_value_views
 from vattn.config import device as devices
 from vattn.config.attention import AttentionConfig
-from vattn.config.device import DeviceInfo, Sizes
+from vattn.config.device import DeviceInfo, Sizes, not_allowed
 from vattn.kernels.hopper import availability as hopper
 from vattn.kernels.hopper import fp4_rows
 from vattn.kernels.hopper.decode import launch as decode_fast
@@ -158,8 +158,7 @@ def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
     is_fp8 = config.kv_cache_dtype == "fp8_e4m3"
     if config.query_format not in ("none", "fp8_e4m3" if is_fp8 else "none"):
         found.append(f"query_format {config.query_format} (runs none, and fp8_e4m3 on an fp8_e4m3 cache)")
-    if config.query_load != "plain":
-        found.append(f"query_load {config.query_load} (runs plain)")
+    found += not_allowed(config, {"query_load": ("plain",)})
     if config.scale <= 0:
         found.append(f"scale {config.scale} (runs scales above 0)")
     if (config.logits_soft_cap or 0.0) > MOST_SOFT_CAP:

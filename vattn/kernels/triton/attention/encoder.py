@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from vattn.config.attention import AttentionConfig
+from vattn.config.device import not_allowed
 from vattn.config.features import requested_features
 from vattn.kernels.triton.attention.kernel import find_request
 from vattn.kernels.triton.attention.launch import TRITON_DTYPES, as_bytes, finish, rows_to_write
@@ -158,12 +159,9 @@ def refusals(config: AttentionConfig) -> list[str]:
     """Return why the kernel cannot run a layer, empty if it can."""
     found = [f"{name} is not implemented" for name in sorted(requested_features(config) - FEATURES)]
     plain = (config.dtype, "none")
-    if config.dtype not in ("float16", "bfloat16"):
-        found.append(f"dtype {config.dtype} (runs float16 and bfloat16)")
+    found += not_allowed(config, {"dtype": ("float16", "bfloat16"), "query_load": ("plain",)})
     if (config.kv_cache_dtype, config.query_format) not in (plain, ("fp8_e4m3", "fp8_e4m3")):
         found.append(f"keys in {config.kv_cache_dtype}, query_format {config.query_format} (runs {plain}, or both FP8)")
-    if config.query_load != "plain":
-        found.append(f"query_load {config.query_load} (runs plain)")
     if config.causality != "bidirectional" or config.block_size:
         found.append(
             f"causality {config.causality}, block_size {config.block_size} (runs bidirectional, without cache)"

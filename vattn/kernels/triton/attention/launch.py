@@ -12,6 +12,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from vattn.cache.layout import PackedRows, key_value_views
 from vattn.cache.stored_rows import stored_views
 from vattn.config.attention import AttentionConfig
+from vattn.config.mla import MLAConfig
 from vattn.kernels.triton.attention.kernel import attention_kernel
 from vattn.kernels.triton.attention.reduce import finish_kernel
 from vattn.kernels.triton.cache.packed_rows import TRITON_CODECS, part_constants
@@ -27,6 +28,7 @@ from vattn.kernels.triton.common.tiles import (
     padded_widths,
 )
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, VarlenAttentionArgs
+from vattn.ops.arguments_mla import MLAAttentionArgs
 from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, PackedPart
 from vattn.quantization.packed import query_factor
 
@@ -211,8 +213,8 @@ def rows_to_write(args: AttentionArgs | VarlenAttentionArgs, config: AttentionCo
 
 
 def finish(
-    args: AttentionArgs | VarlenAttentionArgs,
-    config: AttentionConfig,
+    args: AttentionArgs | VarlenAttentionArgs | MLAAttentionArgs,
+    config: AttentionConfig | MLAConfig,
     num_reqs: int,
     source: Tensor,
     num_splits: int = 1,
@@ -221,8 +223,9 @@ def finish(
 ) -> None:
     """Merge splits and quantise rows `[T, H, splits, V]` of the model dtype, or fp32 if split, into the output."""
     fmt = OUTPUT_FORMATS[config.output_format]
-    num_tokens, columns = args.query.shape[0], config.num_heads * config.head_size_v
-    constants = finish_constants(config, num_splits > 1, (limits or Limits.of(args.query.device)).native_fp8)
+    width = config.v_head_dim if isinstance(config, MLAConfig) else config.head_size_v
+    num_tokens, columns = args.query.shape[0], config.num_heads * width
+    constants = finish_constants(config, width, num_splits > 1, (limits or Limits.of(args.query.device)).native_fp8)
     rows, scale_columns, blocks = num_tokens, 0, 1
     scales, strides = args.output_block_scale, (0, 0)
     if scales is not None:
@@ -234,7 +237,7 @@ def finish(
     finish_kernel[(rows, blocks)](
         source=source, source_lse=source_lse if num_splits > 1 else None, query_start_loc=args.query_start_loc,
         output=as_bytes(args.output), output_block_scale=None if scales is None else as_bytes(scales),
-        lse=args.lse, output_scale=args.output_scale, sinks=args.sinks,
+        lse=args.lse, output_scale=args.output_scale, sinks=getattr(args, "sinks", None),
         num_tokens=num_tokens, num_reqs=num_reqs, num_splits=num_splits,
         stride_ot=args.output.stride(0), stride_oh=args.output.stride(1), stride_br=strides[0], stride_bg=strides[1],
         stride_lt=config.num_heads, stride_lh=1, SCALE_COLUMNS=scale_columns, num_warps=4,
@@ -242,14 +245,14 @@ def finish(
     )  # fmt: skip
 
 
-def finish_constants(config: AttentionConfig, split: bool, native_fp8: bool) -> dict[str, Any]:
-    """Return the constexpr arguments of the finishing kernel but SCALE_COLUMNS."""
+def finish_constants(config: AttentionConfig | MLAConfig, width: int, split: bool, native_fp8: bool) -> dict[str, Any]:
+    """Return the constexpr arguments of the finishing kernel but SCALE_COLUMNS; `width`: columns of a head."""
     fmt = OUTPUT_FORMATS[config.output_format]
     kind = "fp8_group" if fmt.name.startswith("fp8_group") else fmt.name
-    columns = next_power_of_two(config.num_heads * config.head_size_v)
+    columns = next_power_of_two(config.num_heads * width)
     least = -1.0 if config.output_min_scale is None else config.output_min_scale
     return {
-        "H": config.num_heads, "V": config.head_size_v, "MODEL": TRITON_DTYPES[MODEL_DTYPES[config.dtype]],
+        "H": config.num_heads, "V": width, "MODEL": TRITON_DTYPES[MODEL_DTYPES[config.dtype]],
         "ARITHMETIC": config.output_arithmetic, "MIN_SCALE": least,
         "OUTPUT": kind, "GROUP": fmt.group_size, "POWER_OF_TWO": fmt.power_of_two, "SPLIT": split,
         # A whole row in registers if it has one scale.

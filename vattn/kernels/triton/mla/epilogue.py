@@ -13,7 +13,6 @@ from torch import Tensor
 
 from vattn.config.mla import MLAConfig
 from vattn.kernels.triton.attention.launch import TRITON_DTYPES, as_bytes
-from vattn.kernels.triton.attention.reduce import finish_kernel
 from vattn.kernels.triton.common.codec import cast, encode_quotient
 from vattn.kernels.triton.common.epilogue import (
     absolute_maximum,
@@ -26,7 +25,7 @@ from vattn.kernels.triton.common.epilogue import (
     quantise_static,
     swizzled_offset,
 )
-from vattn.kernels.triton.common.tiles import Limits, next_power_of_two
+from vattn.kernels.triton.common.tiles import Limits
 from vattn.ops.arguments_mla import MLAAttentionArgs
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
 
@@ -77,27 +76,6 @@ def clear_scales(args: MLAAttentionArgs, config: MLAConfig) -> None:
     """Zero swizzled scales: no program writes their padding."""
     if OUTPUT_FORMATS[config.output_format].swizzled and args.output_block_scale is not None:
         as_bytes(args.output_block_scale).zero_()
-
-
-def finish_rows(values: Tensor, args: MLAAttentionArgs, config: MLAConfig, limits: Limits) -> None:
-    """Quantise rows `[T, N, V]` of the model dtype by scales that span heads."""
-    fmt, scales = OUTPUT_FORMATS[config.output_format], args.output_block_scale
-    assert scales is not None
-    columns = config.num_heads * config.v_head_dim
-    block = max(16, min(next_power_of_two(columns), 8192 if fmt.group_size < 0 else 1024))
-    finish_kernel[(values.shape[0], 1 if fmt.group_size < 0 else -(-columns // block))](
-        source=values, source_lse=None, query_start_loc=args.query_start_loc, output=as_bytes(args.output),
-        output_block_scale=as_bytes(scales), lse=None, output_scale=args.output_scale, sinks=None,
-        num_tokens=values.shape[0], num_reqs=args.seq_lens.shape[0], num_splits=1,
-        stride_ot=args.output.stride(0), stride_oh=args.output.stride(1), stride_br=scales.stride(0),
-        stride_bg=scales.stride(1), stride_lt=config.num_heads, stride_lh=1, SCALE_COLUMNS=0, num_warps=4,
-        enable_fp_fusion=True, H=config.num_heads, V=config.v_head_dim,
-        MODEL=TRITON_DTYPES[MODEL_DTYPES[config.dtype]],
-        ARITHMETIC=config.output_arithmetic,
-        MIN_SCALE=-1.0 if config.output_min_scale is None else config.output_min_scale,
-        OUTPUT="fp8_per_token" if fmt.group_size < 0 else "fp8_group", GROUP=fmt.group_size,
-        POWER_OF_TWO=fmt.power_of_two, SPLIT=False, BLOCK=block, NATIVE_FP8=limits.native_fp8,
-    )  # fmt: skip
 
 
 @triton.jit

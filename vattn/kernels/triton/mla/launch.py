@@ -10,6 +10,7 @@ from torch import Tensor
 
 from vattn.config.mla import MLAConfig
 from vattn.kernels.triton.attention.launch import TRITON_DTYPES
+from vattn.kernels.triton.common.mask import LOG2E
 from vattn.kernels.triton.common.tiles import Limits, next_power_of_two
 from vattn.kernels.triton.mla.kernels import mla_attention_kernel, mla_merge_kernel, mla_query_kernel, mla_update_kernel
 from vattn.kernels.triton.mla.rows import row_strides
@@ -137,7 +138,7 @@ def attend_latents(
         args.block_table, args.topk_indices, complete, args.q_scale if codes else None, args.k_scale, output, args.lse,
         partial, partial_log, tokens, reqs, args.kv_cache.shape[0], splits, args.block_table.stride(0),
         args.block_table.shape[1],
-        0 if args.topk_indices is None else args.topk_indices.stride(0), topk, config.scale * 1.4426950408889634,
+        0 if args.topk_indices is None else args.topk_indices.stride(0), topk, config.scale * LOG2E.value,
         R=config.qk_rope_head_dim, R_TILE=max(16, next_power_of_two(config.qk_rope_head_dim)),
         BLOCK_SIZE=config.block_size, STRIDES=row_strides(config, args.kv_cache.stride(0)),
         FORMAT=config.kv_cache_dtype, DTYPE=model, MODEL=model, SPARSE=config.sparse, SPLIT=splits > 1, LONGEST=longest,

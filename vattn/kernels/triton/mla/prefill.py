@@ -15,6 +15,7 @@ from torch import Tensor
 
 from vattn.config.mla import MLAConfig
 from vattn.kernels.triton.attention.launch import TRITON_DTYPES
+from vattn.kernels.triton.common.mask import LOG2E
 from vattn.kernels.triton.common.tiles import Limits, next_power_of_two
 from vattn.kernels.triton.mla.absorb_rule import longest_absorbed, most_aligned
 from vattn.kernels.triton.mla.epilogue import epilogue_arguments, epilogue_constants
@@ -23,8 +24,6 @@ from vattn.kernels.triton.mla.rows import row_strides
 from vattn.ops.arguments_mla import MLAAttentionArgs
 from vattn.ops.reference.mla_absorb import DEFAULT_WORKSPACE_BYTES, elements_per_token, workspace_tokens
 from vattn.quantization.formats import MODEL_DTYPES
-
-_LOG2E = 1.4426950408889634
 
 
 @dataclass(frozen=True)
@@ -156,7 +155,7 @@ def _attend_chunk(
         args.query, query_start_loc=args.query_start_loc, complete=complete, lse=args.lse, carry=carry,
         carry_stats=carry_stats,
         first_place=first, num_places=chunks.places, num_tokens=args.query.shape[0], stride_qt=args.query.stride(0),
-        stride_qh=args.query.stride(1), scale=config.scale * _LOG2E, N=config.num_heads, P=config.qk_nope_head_dim,
+        stride_qh=args.query.stride(1), scale=config.scale * LOG2E.value, N=config.num_heads, P=config.qk_nope_head_dim,
         P_TILE=max(16, next_power_of_two(config.qk_nope_head_dim)),
         V_TILE=max(16, next_power_of_two(config.v_head_dim)), LONGEST=longest_absorbed(config), BLOCK_M=block_m,
         BLOCK_N=block_n, CARRY=carry is not None, num_warps=warps, num_stages=stages,
