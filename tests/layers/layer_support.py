@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -18,23 +19,30 @@ from vattn.quantization.codecs import dequantise_output, encode_query
 from vattn.quantization.formats import OUTPUT_FORMATS
 
 HEADS, KV_HEADS, SIZE, BLOCK, NUM_BLOCKS = 4, 2, 16, 8, 8
+CLOSE = {"rtol": 1e-4, "atol": 1e-5}
+"""fp32 sums in another order; see tests/conformance/compare.py for the narrower dtypes."""
+UNIT = vattn.QuantConfig(k_scale="unit", v_scale="unit")
 
 
 def make_layer(
-    *, bound: bool = True, dtype: torch.dtype = torch.float32, cache: dict[str, Any] | None = None, **options: Any
-) -> vattn.Attention:
+    *,
+    kind: Any = vattn.Attention,
+    bound: bool = True,
+    dtype: torch.dtype = torch.float32,
+    cache: dict[str, Any] | None = None,
+    **options: Any,
+) -> Any:
     """Return a layer of 4 heads over 2 KV heads of 16, its cache of 8 blocks of 8 full of garbage."""
     arguments = {"num_heads": HEADS, "head_size": SIZE, "scale": 0.25, "num_kv_heads": KV_HEADS, **options}
-    layer = vattn.Attention(cache_config=vattn.CacheConfig(block_size=BLOCK, **(cache or {})), **arguments)
-    if bound:
-        bind(layer, dtype)
-    return layer
+    layer = kind(cache_config=vattn.CacheConfig(**{"block_size": BLOCK, **(cache or {})}), **arguments)
+    return bind(layer, dtype) if bound else layer
 
 
-def bind(model: torch.nn.Module, dtype: torch.dtype = torch.float32) -> None:
-    """Allocate the model's caches and fill them with NaN."""
-    for storage in vattn.allocate_kv_cache(model, num_blocks=NUM_BLOCKS, dtype=dtype).kv_caches:
+def bind(model: Any, dtype: torch.dtype = torch.float32, num_blocks: int = NUM_BLOCKS) -> Any:
+    """Allocate the model's caches, fill them with NaN and return the model."""
+    for storage in vattn.allocate_kv_cache(model, num_blocks=num_blocks, dtype=dtype).kv_caches:
         storage.view(torch.uint8).fill_(0xFF)
+    return model
 
 
 def backends(attn_type: str = "decoder") -> list[str]:
@@ -52,8 +60,8 @@ def backends(attn_type: str = "decoder") -> list[str]:
 
 
 def make_builder(**options: Any) -> vattn.AttentionMetadataBuilder:
-    """Return a builder for up to 3 requests, 24 tokens, sequences of 32."""
-    sizes = {"max_num_reqs": 3, "max_num_tokens": 24, "max_seq_len": 32, "block_size": BLOCK, **options}
+    """Return a builder for up to 4 requests, 32 tokens, sequences of 32."""
+    sizes = {"max_num_reqs": 4, "max_num_tokens": 32, "max_seq_len": 32, "block_size": BLOCK, **options}
     return vattn.AttentionMetadataBuilder(**sizes)
 
 
@@ -107,16 +115,23 @@ def expected(layer: vattn.Attention, query: Tensor, step: AttentionMetadata, **c
     return reference.paged_attention(AttentionArgs(**args), config)[0]
 
 
-def dense_causal(query: Tensor, key: Tensor, value: Tensor, lens: list[int]) -> Tensor:
-    """Return causal attention of whole prefills `[T, H, V]`, written with torch's own operator."""
+def dense(queries: Sequence[Tensor], keys: Sequence[Tensor], values: Sequence[Tensor], causal: bool = False) -> Tensor:
+    """Return attention `[T, H, V]` of the rows of each request to all its keys, by torch's own operator."""
     out = []
     heads = ((HEADS, SIZE), (KV_HEADS, SIZE), (KV_HEADS, -1))
-    for q, k, v in zip(*(t.split(lens) for t in (query, key, value)), strict=True):
-        q, k, v = (t.unflatten(1, h).transpose(0, 1)[None] for t, h in zip((q, k, v), heads, strict=True))
-        out.append(
-            torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=0.25, enable_gqa=True)
-        )
-    return torch.cat([o[0].transpose(0, 1) for o in out])
+    for parts in zip(queries, keys, values, strict=True):
+        q, k, v = (t.unflatten(1, h).transpose(0, 1)[None] for t, h in zip(parts, heads, strict=True))
+        if not k.shape[2]:
+            out.append(torch.zeros(q.shape[2], HEADS, v.shape[3]))
+            continue
+        made = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=0.25, enable_gqa=True)
+        out.append(made[0].transpose(0, 1))
+    return torch.cat(out)
+
+
+def dense_causal(query: Tensor, key: Tensor, value: Tensor, lens: list[int]) -> Tensor:
+    """Return causal attention of whole prefills `[T, H, V]`."""
+    return dense(*(t.split(lens) for t in (query, key, value)), causal=True)
 
 
 def dequantised(layer: vattn.Attention, result: Tensor | tuple[Tensor, Tensor]) -> Tensor:

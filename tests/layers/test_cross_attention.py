@@ -3,22 +3,28 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 
 import vattn
+from tests.layers import layer_support
 from tests.layers.layer_support import (
     BLOCK,
+    CLOSE,
     HEADS,
     KV_HEADS,
     NUM_BLOCKS,
     SIZE,
+    UNIT,
     assert_same_state,
     backends,
+    bind,
+    dense,
     state_of,
 )
 from vattn.config.device import parse_version
@@ -32,29 +38,9 @@ from vattn.errors import (
 from vattn.metadata.cross_attention import write_cross_slots
 from vattn.passes.report import clear_fusion_report
 
-# fp32 sums in another order.
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}
-UNIT = vattn.QuantConfig(k_scale="unit", v_scale="unit")
 BACKENDS = backends("encoder_decoder")
-BUILDER = {"max_num_reqs": 4, "max_num_tokens": 32, "max_seq_len": 32, "block_size": BLOCK, "max_encoder_len": 24}
-
-
-def make_layer(*, dtype=torch.float32, cache=None, bound=True, **options):
-    arguments = {"num_heads": HEADS, "head_size": SIZE, "scale": 0.25, "num_kv_heads": KV_HEADS, **options}
-    layer = vattn.CrossAttention(cache_config=vattn.CacheConfig(block_size=BLOCK, **(cache or {})), **arguments)
-    if bound:
-        bind(layer, dtype)
-    return layer
-
-
-def bind(model, dtype=torch.float32, num_blocks=NUM_BLOCKS):
-    """Allocate caches full of NaN."""
-    for storage in vattn.allocate_kv_cache(model, num_blocks=num_blocks, dtype=dtype).kv_caches:
-        storage.view(torch.uint8).fill_(0xFF)
-
-
-def make_builder(**options):
-    return vattn.AttentionMetadataBuilder(**{**BUILDER, **options})
+make_layer = partial(layer_support.make_layer, kind=vattn.CrossAttention)
+make_builder = partial(layer_support.make_builder, max_encoder_len=24)
 
 
 def rows(count, heads, width=SIZE, seed=0, real=None):
@@ -65,21 +51,9 @@ def rows(count, heads, width=SIZE, seed=0, real=None):
     return found
 
 
-def dense(query: Tensor, key: Tensor, value: Tensor, scale=0.25) -> Tensor:
-    """Return attention of one request's rows `[q, H, *]` to all its states `[s, K, *]`, with torch's own operator."""
-    if not key.shape[0]:
-        return query.new_zeros(query.shape[0], query.shape[1], value.shape[2])
-    q, k, v = (t.transpose(0, 1)[None] for t in (query, key, value))
-    out = torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=True)
-    return out[0].transpose(0, 1)
-
-
 def expected(query, query_lens, keys, values):
     """Return `[T, H * V]` of requests whose encoder states are `keys[i]`, `values[i]`, 2-D."""
-    heads = ((HEADS, SIZE), (KV_HEADS, SIZE), (KV_HEADS, -1))
-    parts = zip(query.split(list(query_lens)), keys, values, strict=True)
-    out = [dense(*(t.unflatten(1, h) for t, h in zip(part, heads, strict=True))) for part in parts]
-    return torch.cat(out).flatten(1)
+    return dense(query.split(list(query_lens)), keys, values).flatten(1)
 
 
 ENCODER = {"encoder_lens": [11, 0, 3], "cross_block_tables": [[6, 2], [], [4]]}
@@ -200,7 +174,6 @@ def host_slots(lens, new, tables):
 @given(st.lists(st.tuples(st.integers(0, 24), st.booleans()), min_size=1, max_size=4), st.integers(0, 3), st.randoms())
 def test_slots_made_on_the_device_are_those_counted_on_the_host(requests, padding, random):
     lens, new = [n for n, _ in requests], [flag for _, flag in requests]
-    tables = [random.sample(range(1, 100), 3) for _ in lens]
     free = iter(random.sample(range(1, 100), 12))
     tables = [[next(free) for _ in range(3)] for _ in lens]
     wanted = host_slots(lens, new, tables)
@@ -369,8 +342,7 @@ def traffic(draw):
 def test_random_steps_equal_dense_attention(case):
     """Requests start in different steps, so first and later steps mix in a batch."""
     arrivals, num_steps, seed = case
-    layer = make_layer(bound=False)
-    bind(layer, num_blocks=40)
+    layer = bind(make_layer(bound=False), num_blocks=40)
     builder = make_builder(layers=layer)
     blocks = iter(torch.randperm(39, generator=torch.Generator().manual_seed(seed)).tolist())
     tables = [[next(blocks) + 1 for _ in range(-(-n // BLOCK))] for n, _, _ in arrivals]

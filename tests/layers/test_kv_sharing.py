@@ -11,28 +11,28 @@ from hypothesis import strategies as st
 from torch import nn
 
 import vattn
+from tests.layers import layer_support
 from tests.layers.layer_support import (
     BLOCK,
+    CLOSE,
     HEADS,
     KV_HEADS,
     NUM_BLOCKS,
     SIZE,
+    UNIT,
     assert_same_state,
+    bind,
+    make_builder,
     make_inputs,
     state_of,
 )
 from vattn.errors import CacheError, ConfigError, MetadataError, ShapeError
 
-# fp32 sums in another order.
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}
-UNIT = vattn.QuantConfig(k_scale="unit", v_scale="unit")
 
-
-def make_layer(name="layers.0", target=None, *, cache=None, layer=vattn.Attention, **options):
+def make_layer(name="layers.0", target=None, *, layer=vattn.Attention, **options):
     if target is not None:
         options["kv_sharing_target_layer_name"] = target
-    config = vattn.CacheConfig(block_size=BLOCK, **(cache or {}))
-    return layer(HEADS, SIZE, 0.25, num_kv_heads=KV_HEADS, prefix=name, cache_config=config, **options)
+    return layer_support.make_layer(kind=layer, bound=False, prefix=name, **options)
 
 
 def make_pair(*, first=None, second=None, both=None, bound=True):
@@ -42,17 +42,6 @@ def make_pair(*, first=None, second=None, both=None, bound=True):
         [make_layer(**{**both, **(first or {})}), make_layer("layers.1", "layers.0", **{**both, **(second or {})})]
     )
     return bind(model) if bound else model
-
-
-def bind(model):
-    for storage in vattn.allocate_kv_cache(model, num_blocks=NUM_BLOCKS, dtype=torch.float32).kv_caches:
-        storage.view(torch.uint8).fill_(0xFF)
-    return model
-
-
-def make_builder(**options):
-    sizes = {"max_num_reqs": 4, "max_num_tokens": 32, "max_seq_len": 32, "block_size": BLOCK}
-    return vattn.AttentionMetadataBuilder(**{**sizes, **options})
 
 
 TABLES = [[3, 5], [1, 6], [7, 2]]

@@ -14,10 +14,12 @@ from torch.autograd import forward_ad
 import vattn
 from tests.layers.layer_support import (
     BLOCK,
+    CLOSE,
     HEADS,
     KV_HEADS,
     NUM_BLOCKS,
     SIZE,
+    UNIT,
     assert_same_state,
     bind,
     dense_causal,
@@ -46,10 +48,6 @@ from vattn.errors import (
 )
 from vattn.metadata import forward_context as context
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
-
-# fp32 sums in another order; see tests/conformance/compare.py for the narrower dtypes.
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}
-UNIT = vattn.QuantConfig(k_scale="unit", v_scale="unit")
 
 
 def assert_runs(layer, step, *, tokens=5, real=None, changes=None, **tolerance):
@@ -126,20 +124,12 @@ def test_a_profiling_call_returns_zeros_and_touches_nothing(bound):
     assert_same_state(layer, before)
 
 
-@pytest.mark.parametrize("name", OUTPUT_FORMATS)
-def test_a_profiling_call_has_the_shapes_of_a_real_one(name):
-    quant = vattn.QuantConfig(output_format=name, output_scale=0.5 if OUTPUT_FORMATS[name].static_scale else None)
-    layer = make_layer(num_heads=8, num_kv_heads=2, quant_config=quant)
-    query, key, value = torch.randn(5, 8 * SIZE), *make_inputs(5)[1:]
-    profiled, real = layer(query, key, value), layer(query, key, value, metadata=make_step())
-    for a, b in zip(*((r if isinstance(r, tuple) else (r,)) for r in (profiled, real)), strict=True):
-        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride())
-        assert not a.float().any()
-
-
-def test_metadata_without_a_cache_is_an_error():
+@pytest.mark.parametrize("bound", [False, True], ids=["never bound", "taken away"])
+def test_metadata_without_a_cache_is_an_error(bound):
+    layer = make_layer(bound=bound, prefix="model.layers.0.attn")
+    layer.kv_cache = None
     with pytest.raises(CacheNotBoundError, match=r"'model\.layers\.0\.attn' has no KV cache"):
-        make_layer(bound=False, prefix="model.layers.0.attn")(*make_inputs(5), metadata=make_step())
+        layer(*make_inputs(5), metadata=make_step())
 
 
 def test_moving_to_another_device_drops_the_cache():
@@ -312,12 +302,6 @@ def test_a_forward_context_that_has_ended_is_in_nobodys_way():
 # Options
 
 
-def test_texts_are_no_numbers():
-    for name in ("sinks", "alibi_slopes"):
-        with pytest.raises(ConfigError, match="'abcd' instead of numbers"):
-            make_layer(**{name: "abcd"})
-
-
 def test_masks_of_the_layer_reach_the_op():
     slopes = [0.5, 0.25, 0.125, 0.1]
     for options in (
@@ -367,6 +351,8 @@ BAD_OPTIONS = {
     "negative lookback": ({"chunk_lookback": -2, "per_layer_sliding_window": 8}, ConfigError, "chunk_lookback=-2"),
     "sqrt without slopes": ({"use_alibi_sqrt": True}, ConfigError, "use_alibi_sqrt"),
     "too few slopes": ({"alibi_slopes": [1.0, 2.0]}, ShapeError, "alibi_slopes"),
+    "slopes of a text": ({"alibi_slopes": "abcd"}, ConfigError, "'abcd' instead of numbers"),
+    "sinks of a text": ({"sinks": "abcd"}, ConfigError, "'abcd' instead of numbers"),
     "too few sinks": ({"sinks": torch.zeros(2)}, ShapeError, "sinks"),
     "sinks of two dimensions": ({"sinks": torch.zeros(4, 1)}, ShapeError, "sinks"),
     "ranges": ({"mm_prefix": "some"}, ConfigError, "mm_prefix='some'"),
@@ -481,6 +467,9 @@ def test_output_formats(name, dtype):
     assert isinstance(result, tuple) == (fmt.block_scale_dtype is not None)
     codes = result[0] if isinstance(result, tuple) else result
     assert codes.dtype == (fmt.container or MODEL_DTYPES[dtype])
+    for a, b in zip(*((r if isinstance(r, tuple) else (r,)) for r in (layer(*inputs), result)), strict=True):
+        assert (a.shape, a.dtype, a.stride()) == (b.shape, b.dtype, b.stride()), "a profiling call"
+        assert not a.float().any()
     # e4m3 keeps 4 significant bits, e2m1 2 at best: half a step, relative to the row's largest value.
     tolerance = {None: 0.0, torch.float8_e4m3fn: 0.07, torch.uint8: 0.3}[fmt.container]
     error = (dequantised(layer, result).flatten(1) - exact.float()).abs()
@@ -519,16 +508,14 @@ def test_bad_quantisation_is_refused_at_construction(values, error):
 
 def sharing_model(**options):
     """Two layers; the second reads the first one's cache."""
-    first = make_layer(bound=False, prefix="layers.0", **options.pop("first", {}), **options.pop("both", {}))
+    first = make_layer(bound=False, prefix="layers.0")
     second = make_layer(bound=False, prefix="layers.1", kv_sharing_target_layer_name="layers.0", **options)
     return nn.ModuleList([first, second])
 
 
 @pytest.mark.parametrize(("key", "value"), [(True, True), (True, False), (False, True)], ids=["both", "key", "value"])
 def test_a_sharing_layer_takes_no_key_or_value(key, value):
-    model = sharing_model()
-    bind(model)
-    inputs = make_inputs(5)
+    model, inputs = bind(sharing_model()), make_inputs(5)
     with pytest.raises(ShapeError, match="neither for one that shares a cache"):
         model[1](inputs[0], inputs[1] if key else None, inputs[2] if value else None, metadata=make_step())
 
@@ -564,23 +551,17 @@ GEOMETRIES = {
     "head_size": {"head_size": 24, "head_size_v": 16},
     "head_size_v": {"head_size_v": 24},
     "kv_cache_dtype": {"cache": {"cache_dtype": "float16"}},
-    "block_size": {"cache_config": vattn.CacheConfig(block_size=16)},
+    "block_size": {"cache": {"block_size": 16}},
     "kv_cache_layout": {"cache": {"kv_cache_layout": "HND"}},
 }
 
 
 @pytest.mark.parametrize(("field", "options"), GEOMETRIES.items(), ids=GEOMETRIES.keys())
 def test_sharing_needs_equal_geometry(field, options):
-    first = make_layer(bound=False, prefix="layers.0")
-    if "cache_config" in options:
-        second = vattn.Attention(4, 16, 0.25, 2, prefix="layers.1", kv_sharing_target_layer_name="layers.0", **options)
-    else:
-        second = make_layer(bound=False, prefix="layers.1", kv_sharing_target_layer_name="layers.0", **options)
-    model = nn.ModuleList([first, second])
+    model = sharing_model(**options)
     with pytest.raises(CacheError, match=f"has {field} "):
         bind(model)
-    assert first.kv_cache is None
-    assert second.kv_cache is None
+    assert model[0].kv_cache is None and model[1].kv_cache is None
 
 
 def test_binding_a_sharing_layer_by_hand():
@@ -659,13 +640,6 @@ def test_a_tensor_of_the_layer_may_be_parametrized() -> None:
         layer.sinks = torch.nn.Parameter(layer._buffers.pop("sinks"), requires_grad=False)
         torch.nn.utils.parametrize.register_parametrization(layer, "sinks", torch.nn.Identity())
         assert torch.equal(layer(*inputs, metadata=make_step()), want)
-
-
-def test_a_layer_whose_cache_was_taken_away_says_so() -> None:
-    layer, inputs, step = make_layer(), make_inputs(5), make_step()
-    layer.kv_cache = None
-    with pytest.raises(CacheNotBoundError, match="has no KV cache"):
-        layer(*inputs, metadata=step)
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])
@@ -769,14 +743,9 @@ def test_a_wrong_window_is_named_as_it_came(kind: type, window: object) -> None:
 
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 def test_scales_that_require_a_gradient_are_refused(name: str) -> None:
-    layer = vattn.Attention(4, 16, 0.25, 2, cache_config=vattn.CacheConfig(cache_dtype="fp8"),
-                            quant_config=vattn.QuantConfig(k_scale=0.5, v_scale=0.5))  # fmt: skip
-    vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
-    builder = vattn.AttentionMetadataBuilder(max_num_reqs=1, max_num_tokens=4, max_seq_len=16, layers=layer)
-    step = builder.build(query_lens=[2], seq_lens=[2], block_tables=[[1]])
-    query, key, value = (torch.randn(2, heads * 16) for heads in (4, 2, 2))
+    layer, inputs, step = make_layer(cache={"cache_dtype": "fp8"}, quant_config=UNIT), make_inputs(5), make_step()
     getattr(layer, name).requires_grad_()
     with pytest.raises(GradientError):
-        layer(query, key, value, metadata=step)
+        layer(*inputs, metadata=step)
     with torch.no_grad():
-        assert layer(query, key, value, metadata=step).shape == (2, 64)
+        assert layer(*inputs, metadata=step).shape == (5, HEADS * SIZE)

@@ -10,8 +10,10 @@ from torch import nn
 
 import vattn
 from tests.layers.layer_support import (
+    CLOSE,
     KV_HEADS,
     SIZE,
+    UNIT,
     assert_same_state,
     bind,
     expected,
@@ -24,7 +26,6 @@ from vattn.errors import ConfigError, ScaleError
 from vattn.layers.base.scales import HEADROOM, first_scale, make_scale
 from vattn.quantization.formats import KV_FORMATS
 
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 CALCULATE = {"cache_dtype": "fp8", "calculate_kv_scales": True}
 
 
@@ -139,16 +140,10 @@ def test_profiling_and_padding_calculate_nothing():
     # A warm-up before a capture: rows of padding only.
     layer(*inputs, metadata=make_step([0], [0], [[3]], num_tokens_padded=5))
     assert_same_state(layer, before)
+    assert layer(*make_inputs(0), metadata=make_step([0], [0], [[3]])).shape == (0, 4 * SIZE)
+    assert_same_state(layer, before)
     layer(*inputs, metadata=make_step())
     torch.testing.assert_close(layer.k_scale[0], scale_of(inputs[1]))
-
-
-def test_an_empty_step_calculates_nothing():
-    layer = calculated()
-    before = state_of(layer)
-    out = layer(*make_inputs(0), metadata=make_step([0], [0], [[3]]))
-    assert out.shape == (0, 4 * SIZE)
-    assert_same_state(layer, before)
 
 
 def test_zeros_decide_no_scale():
@@ -267,22 +262,15 @@ def test_saved_scales_are_loaded_and_not_calculated_again():
         assert all(torch.equal(state[name], layer.state_dict()[name]) for name in state)
 
 
-def test_a_checkpoint_in_another_dtype_loads_as_fp32():
-    layer = make_layer(cache={"cache_dtype": "fp8"}, quant_config=vattn.QuantConfig(k_scale="unit", v_scale="unit"))
-    layer.load_state_dict({"k_scale": torch.tensor([0.5], dtype=torch.bfloat16), "v_scale": torch.tensor([2.0])})
-    assert layer.k_scale.dtype == torch.float32
-    assert [layer.k_scale.item(), layer.v_scale.item()] == [0.5, 2.0]
-
-
 @pytest.mark.parametrize("assign", [False, True])
 def test_loading_keeps_the_tensors_that_others_hold(assign):
-    """A sharing layer and a captured CUDA graph hold the target's scale tensor."""
-    layer = make_layer(cache={"cache_dtype": "fp8"}, quant_config=vattn.QuantConfig(k_scale="unit", v_scale="unit"))
+    """A sharing layer and a captured CUDA graph hold the target's scale tensor; a checkpoint may have another dtype."""
+    layer = make_layer(cache={"cache_dtype": "fp8"}, quant_config=UNIT)
     held = layer.k_scale
     state = {"k_scale": torch.tensor([0.5], dtype=torch.bfloat16), "v_scale": torch.tensor([2.0])}
     layer.load_state_dict(state, assign=assign)
     assert layer.k_scale is held
-    assert (held.item(), held.dtype) == (0.5, torch.float32)
+    assert (held.item(), held.dtype, layer.v_scale.item()) == (0.5, torch.float32, 2.0)
 
 
 def test_a_model_made_on_meta_loads_its_scales():
@@ -328,7 +316,7 @@ def test_sinks_that_are_no_parameter_are_copied_and_stay_fp32():
 
 
 def test_scalars_of_a_checkpoint_are_loaded():
-    layer = make_layer(cache={"cache_dtype": "fp8"}, quant_config=vattn.QuantConfig(k_scale="unit", v_scale="unit"))
+    layer = make_layer(cache={"cache_dtype": "fp8"}, quant_config=UNIT)
     layer.load_state_dict({"k_scale": torch.tensor(0.5), "v_scale": torch.tensor(2.0)})
     assert [layer.k_scale.tolist(), layer.v_scale.tolist()] == [[0.5], [2.0]]
 

@@ -169,6 +169,18 @@ def test_no_step_waits_for_the_device() -> None:
     assert kept.logits_start_loc is not None and kept.logits_start_loc.tolist() == [0, 1, 3]
 
 
+def runner_of(model: Model, how: str, sizes: list[int]) -> vattn.CUDAGraphRunner:
+    """Return a runner of later steps."""
+    width = (HEADS + 2 * KV_HEADS) * SIZE
+    return vattn.CUDAGraphRunner(
+        model if how == "eager" else vattn.compile(model),
+        sizes,
+        make_builder(model),
+        lambda step: [torch.zeros(step.slot_mapping.shape[0], width, dtype=DTYPE, device="cuda")],
+        step_options=lambda n: {"encoder_lens": [0] * n, "cross_block_tables": [[]] * n},
+    )
+
+
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 def test_later_steps_replay_when_lengths_and_tables_change(how: str) -> None:
     _, device = make_models()
@@ -178,15 +190,7 @@ def test_later_steps_replay_when_lengths_and_tables_change(how: str) -> None:
         layer.kv_cache[:, 3:].normal_()
     other.own.kv_cache.copy_(device.own.kv_cache)
     other.cross.kv_cache.copy_(device.cross.kv_cache)
-    runner = vattn.CUDAGraphRunner(
-        device if how == "eager" else vattn.compile(device),
-        [2, 4],
-        make_builder(device),
-        lambda step: [
-            torch.zeros(step.slot_mapping.shape[0], (HEADS + 2 * KV_HEADS) * SIZE, dtype=DTYPE, device="cuda")
-        ],
-        step_options=lambda n: {"encoder_lens": [0] * n, "cross_block_tables": [[]] * n},
-    )
+    runner = runner_of(device, how, [2, 4])
     assert runner.report.reason is None
     builder = make_builder(other)
     for lens, encoders in (([30, 7], [150, 0]), ([31, 8], [9, 300]), ([100, 1, 17], [300, 1, 20]), ([5], [77])):
@@ -207,7 +211,7 @@ def test_a_first_step_captures_with_a_fixed_number_of_states() -> None:
     x, states = torch.zeros(64, shape, dtype=DTYPE, device="cuda"), torch.zeros(200, 256, dtype=DTYPE, device="cuda")
     padded = {"num_reqs_padded": 4, "num_tokens_padded": 64, "num_encoder_tokens_padded": 200, "num_logits_padded": 8}
 
-    def build(queries: list[int], encoders: list[int]) -> vattn.AttentionMetadata:
+    def build(builder: Any, queries: list[int], encoders: list[int], **padded: int) -> vattn.AttentionMetadata:
         count = len(queries)
         blocks = [list(range(51, 61)), list(range(61, 71))][:count]
         return builder.build(
@@ -215,7 +219,7 @@ def test_a_first_step_captures_with_a_fixed_number_of_states() -> None:
             cross_block_tables=blocks, num_logits=[1] * count, **padded,
         )  # fmt: skip
 
-    step = build([10, 3], [20, 5])
+    step = build(builder, [10, 3], [20, 5], **padded)
     with vattn.forward_context(step):
         for _ in range(2):
             device(x, states)
@@ -223,7 +227,7 @@ def test_a_first_step_captures_with_a_fixed_number_of_states() -> None:
         device.last.register_forward_hook(lambda layer, given, out: shares.append(out))
         graph, out = capture(lambda: device(x, states))
     for queries, encoders in (([30, 20], [120, 80]), ([64], [33]), ([1, 9], [0, 160])):
-        build(queries, encoders)
+        build(builder, queries, encoders, **padded)
         tokens, written = sum(queries), sum(encoders)
         x.normal_(), states.normal_()
         graph.replay()
@@ -231,14 +235,7 @@ def test_a_first_step_captures_with_a_fixed_number_of_states() -> None:
         # Padding of the kept rows repeats row 0, which is no padding: what the layer adds to it is.
         assert not shares[0][len(queries) :].any() and bool(out.isfinite().all())
         host, _ = make_models()
-        host_builder = make_builder(host)
-        count = len(queries)
-        blocks = [list(range(51, 61)), list(range(61, 71))][:count]
-        step = host_builder.build(
-            queries, queries, TABLES[:count], encoder_lens=encoders, new_encoder=[1] * count,
-            cross_block_tables=blocks, num_logits=[1] * count,
-        )  # fmt: skip
-        with vattn.forward_context(step):
+        with vattn.forward_context(build(make_builder(host), queries, encoders)):
             close(got, host(x[:tokens].float().cpu(), states[:written].float().cpu()))
 
 
@@ -246,18 +243,7 @@ def test_a_first_step_captures_with_a_fixed_number_of_states() -> None:
 def test_changed_sinks_reach_a_captured_graph(how: str) -> None:
     """The builder writes them before the replay; the graph bakes in neither the old ones nor a flag."""
     host, device = make_models()
-    function: Any = device if how == "eager" else vattn.compile(device)
-    builder = make_builder(device)
-    options = {"encoder_lens": [0, 0], "cross_block_tables": [[], []]}
-    runner = vattn.CUDAGraphRunner(
-        function,
-        [2],
-        builder,
-        lambda step: [
-            torch.zeros(step.slot_mapping.shape[0], (HEADS + 2 * KV_HEADS) * SIZE, dtype=DTYPE, device="cuda")
-        ],
-        step_options=lambda n: options,
-    )
+    runner, options = runner_of(device, how, [2]), {"encoder_lens": [0, 0], "cross_block_tables": [[], []]}
     host_builder = make_builder(host)
     outs = []
     for change in (None, "in place", "loaded"):

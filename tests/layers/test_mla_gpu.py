@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 from unittest import mock
 
@@ -83,11 +84,7 @@ def check(config: MLAConfig, query_lens: list[int], seq_lens: list[int], decode:
     compare(args, config, sum(query_lens))
 
 
-SHAPES = [(heads, 64) for heads in (8, 16, 32, 64, 128)] + [
-    (heads, size) for heads in (8, 16, 128) for size in (16, 32, 128)
-]
-
-
+SHAPES = [*((heads, 64) for heads in (8, 16, 32, 64, 128)), *product((8, 16, 128), (16, 32, 128))]
 STEPS: dict[str, tuple[list[int], list[int], int, int]] = {
     "ragged": ([1] * len(RAGGED), RAGGED, 2, 0),
     "one": ([1], [1], 0, 2),
@@ -208,18 +205,10 @@ def test_sparse_queries_are_codes_too(heads: int) -> None:
     assert all(relative_l2(result, expected) < 1.5e-2 for result in results)
 
 
-def test_sparse_decode_in_parts() -> None:
+def test_sparse_decode_in_parts_and_of_many_tokens() -> None:
     hopper()
-    config = deepseek(num_heads=64, sparse=True)
-    args = random_mla_batch(config, [1, 2], [5000, 640], padding_tokens=1, topk=2048, device="cuda")
-    compare(args, config, 3)
-
-
-def test_sparse_decode_of_many_tokens() -> None:
-    hopper()
-    config = deepseek(num_heads=128, sparse=True)
-    args = random_mla_batch(config, [1] * 150, [100 + i for i in range(150)], topk=90, device="cuda")
-    compare(args, config, 150)
+    check(deepseek(num_heads=64, sparse=True), [1, 2], [5000, 640], padding_tokens=1, topk=2048)
+    check(deepseek(num_heads=128, sparse=True), [1] * 150, [100 + i for i in range(150)], topk=90)
 
 
 def test_fp16() -> None:

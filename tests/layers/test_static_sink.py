@@ -12,13 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import vattn
+from tests.layers import layer_support
 from tests.layers.layer_support import (
     BLOCK,
+    CLOSE,
     HEADS,
     KV_HEADS,
     SIZE,
+    UNIT,
     assert_same_state,
     backends,
+    make_builder,
     make_inputs,
     state_of,
 )
@@ -36,9 +40,6 @@ from vattn.errors import (
 )
 from vattn.passes.report import clear_fusion_report
 
-# fp32 sums in another order.
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}
-UNIT = vattn.QuantConfig(k_scale="unit", v_scale="unit")
 BACKENDS = backends()
 SINKS = 2 * BLOCK
 NUM_BLOCKS = 10
@@ -48,28 +49,22 @@ def make_sinks(width=SIZE, seed=5, sink_len=SINKS):
     return torch.randn(sink_len, KV_HEADS, width, generator=torch.Generator().manual_seed(seed))
 
 
-def make_layer(*, bound=True, dtype=torch.float32, cache=None, sinks=True, **options):
-    arguments = {"num_heads": HEADS, "head_size": SIZE, "scale": 0.25, "sink_len": SINKS, "num_kv_heads": KV_HEADS}
+def make_layer(*, bound=True, sinks=True, **options):
+    arguments = {"sink_len": SINKS}
     if sinks and "kv_sharing_target_layer_name" not in options:
         width = options.get("head_size_v", SIZE)
         arguments |= {"sink_key": make_sinks(seed=5), "sink_value": make_sinks(width, seed=6)}
-    config = vattn.CacheConfig(block_size=BLOCK, **(cache or {}))
-    layer = vattn.StaticSinkAttention(cache_config=config, **{**arguments, **options})
+    layer = layer_support.make_layer(kind=vattn.StaticSinkAttention, bound=False, **{**arguments, **options})
     if bound:
-        bind(layer, dtype)
+        bind(layer)
     return layer
 
 
-def bind(model: nn.Module, dtype=torch.float32) -> None:
+def bind(model: nn.Module) -> None:
     """Allocate caches and fill everything but the sinks' blocks with NaN."""
-    for storage in vattn.allocate_kv_cache(model, num_blocks=NUM_BLOCKS, dtype=dtype).kv_caches:
+    for storage in vattn.allocate_kv_cache(model, num_blocks=NUM_BLOCKS, dtype=torch.float32).kv_caches:
         free = [0, *range(1 + SINKS // BLOCK, NUM_BLOCKS)]
         (storage if storage.dim() == 2 else storage.transpose(0, 1)).view(torch.uint8)[free] = 0xFF
-
-
-def make_builder(**options):
-    sizes = {"max_num_reqs": 3, "max_num_tokens": 32, "max_seq_len": 32, "block_size": BLOCK}
-    return vattn.AttentionMetadataBuilder(**{**sizes, **options})
 
 
 def make_step(query_lens=(3, 5), seq_lens=None, tables=((3, 8), (6, 4)), builder=None, **options):
@@ -177,8 +172,7 @@ def test_the_callers_metadata_is_never_changed():
     layer(*make_inputs(8), metadata=step)
     assert all(torch.equal(before[name], t) for name, t in step.tensors().items())
     # The same step serves a layer without sinks.
-    plain = vattn.Attention(HEADS, SIZE, 0.25, KV_HEADS, cache_config=vattn.CacheConfig(block_size=BLOCK))
-    bind(plain)
+    plain = layer_support.make_layer()
     assert plain(*make_inputs(8), metadata=step).isfinite().all()
 
 
@@ -193,8 +187,7 @@ def test_ranges_and_trees_keep_meaning_the_requests_own_tokens():
     tree[0, 2, 1] = -torch.inf
     for asked in ({"mm_ranges": [[(0, 2)], [(1, 3)]]}, {"tree_bias": tree, "tree_id": [0, -1]}, {"causal": [0, 1]}):
         layer = make_layer(sink_key=far, sink_value=torch.zeros_like(far))
-        plain = vattn.Attention(HEADS, SIZE, 0.25, KV_HEADS, cache_config=vattn.CacheConfig(block_size=BLOCK))
-        bind(plain)
+        plain = layer_support.make_layer()
         outs = [each(query, key, value, metadata=make_step(**asked)) for each in (layer, plain)]
         torch.testing.assert_close(outs[0], outs[1], **CLOSE)
 
@@ -397,15 +390,13 @@ def test_schedules_count_the_keys_of_their_layers(monkeypatch):
     """Layers with sinks, with others, and without have a schedule each; cross attention and kept rows have none."""
     monkeypatch.setattr(selector, "_BACKENDS", {**selector._BACKENDS, "PLANNING": PlanningBackend()})
     selector._decide.cache_clear()
-    options = {"cache": {}, "attn_backend": "PLANNING", "bound": False}
-    config = vattn.CacheConfig(block_size=BLOCK)
-    arguments = {"num_kv_heads": KV_HEADS, "cache_config": config, "attn_backend": "PLANNING"}
+    options = {"attn_backend": "PLANNING", "bound": False}
     shared = {"kv_sharing_target_layer_name": "a", "fast_prefill": True}
     layers = nn.ModuleDict(
         {
             "a": make_layer(prefix="a", **options),
-            "plain": vattn.Attention(HEADS, SIZE, 0.25, prefix="plain", **arguments),
-            "cross": vattn.CrossAttention(HEADS, SIZE, 0.25, prefix="cross", **arguments),
+            "plain": layer_support.make_layer(prefix="plain", **options),
+            "cross": layer_support.make_layer(kind=vattn.CrossAttention, prefix="cross", **options),
             "last": make_layer(prefix="last", **options, **shared),
         }
     )
