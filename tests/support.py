@@ -52,6 +52,26 @@ def relative_l2(got: Tensor, expected: Tensor) -> float:
     return float(difference.norm() / size.clamp(min=1e-30)) if bool(difference.any()) or bool(size.isnan()) else 0.0
 
 
+@contextmanager
+def unchanged(*owners: Any) -> Iterator[None]:
+    """Check that a block changes no byte of layers' buffers, caches included, of steps' tensors or of tensors."""
+
+    def tensors_of(owner: Any) -> dict[str, Tensor | None]:
+        if isinstance(owner, Tensor):
+            return {"tensor": owner}
+        return owner._buffers if isinstance(owner, torch.nn.Module) else owner.tensors()
+
+    def contents() -> list[tuple[str, Tensor]]:
+        named = [pair for owner in owners for pair in tensors_of(owner).items()]
+        return [(name, t.detach().clone().flatten().view(torch.uint8)) for name, t in named if t is not None]
+
+    before = contents()
+    yield
+    pairs = zip(before, contents(), strict=True)
+    changed = [name for (name, old), (now, new) in pairs if name != now or not torch.equal(old, new)]
+    assert not changed, f"changed {changed}"
+
+
 def poisoned_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:
     """Return a contiguous tensor whose every byte is 0xFF: NaN in every float format."""
     tensor = torch.empty(tuple(shape), dtype=dtype, device=device)

@@ -140,16 +140,3 @@ def dequantised(layer: vattn.Attention, result: Tensor | tuple[Tensor, Tensor]) 
     fmt = OUTPUT_FORMATS[layer.quant_config.output_format]
     codes = codes.view(codes.shape[0], layer.num_heads, -1)
     return dequantise_output(codes, fmt, scales, layer.output_scale)
-
-
-def state_of(layer: vattn.Attention) -> dict[str, Tensor]:
-    """Copy every buffer, the cache's bytes included."""
-    return {name: t.detach().clone().view(torch.uint8) for name, t in layer._buffers.items() if t is not None}
-
-
-def assert_same_state(layer: vattn.Attention, before: dict[str, Tensor]) -> None:
-    """Compare with what `state_of` returned, bitwise."""
-    now = state_of(layer)
-    assert now.keys() == before.keys()
-    changed = [name for name, data in before.items() if not torch.equal(data, now[name])]
-    assert not changed, f"a refused call changed {changed}"

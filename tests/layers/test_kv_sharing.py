@@ -20,12 +20,11 @@ from tests.layers.layer_support import (
     NUM_BLOCKS,
     SIZE,
     UNIT,
-    assert_same_state,
     bind,
     make_builder,
     make_inputs,
-    state_of,
 )
+from tests.support import unchanged
 from vattn.errors import CacheError, ConfigError, MetadataError, ShapeError
 
 
@@ -140,9 +139,8 @@ def test_a_quantised_cache_is_read_with_the_targets_scales(calculate):
     model = make_pair(both={"cache": cache}, first={"quant_config": None if calculate else heads})
     query, key, value = make_inputs(14)
     out = model[0](query, key, value, metadata=make_step())
-    before = state_of(model[1])
-    assert torch.equal(model[1](query, None, None, metadata=make_step()), out)
-    assert_same_state(model[1], before)
+    with unchanged(model[1]):
+        assert torch.equal(model[1](query, None, None, metadata=make_step()), out)
     assert model[1].k_scale is model[0].k_scale and (model[0].k_scale != 1.0).all()
     assert model[1].config.kv_scale == ("tensor" if calculate else "head")
     assert model[1].calculate_kv_scales is False
@@ -305,12 +303,9 @@ WRONG_ROWS = {
 @pytest.mark.parametrize(("asked", "named"), WRONG_ROWS.values(), ids=WRONG_ROWS.keys())
 def test_rows_that_are_not_the_last_are_refused(asked, named):
     builder = make_builder()
-    step = make_step(builder=builder)
-    before = {name: t.clone() for name, t in step.tensors().items()}
-    with pytest.raises(MetadataError) as caught:
+    with unchanged(make_step(builder=builder)), pytest.raises(MetadataError) as caught:
         make_step((5, 7, 2), (6, 8, 3), builder=builder, **asked)
     assert named in str(caught.value)
-    assert all(torch.equal(before[name], t) for name, t in step.tensors().items())
 
 
 def test_check_finds_rows_that_only_the_device_knew():
@@ -332,15 +327,13 @@ def test_wrong_use_of_a_fast_layer():
     with pytest.raises(ConfigError, match="fast_prefill='yes'"):
         make_layer("layers.1", "layers.0", fast_prefill="yes")
     model, step = fast_pair(), make_step(num_logits=[1, 1, 1])
-    before = state_of(model[1])
-    with pytest.raises(ShapeError, match=r"query has 14 tokens.*kept_rows"):
+    with unchanged(model[1]), pytest.raises(ShapeError, match=r"query has 14 tokens.*kept_rows"):
         model[1](make_inputs(14)[0], None, None, metadata=step)
     with pytest.raises(ShapeError, match="query has 3 tokens"):
         fast_pair()[0](*make_inputs(3), metadata=step)
     tree = {"tree_bias": torch.zeros(1, 3, 3), "tree_id": [0, 0, 0]}
-    with pytest.raises(MetadataError, match="tree_bias and num_logits"):
+    with unchanged(model[1]), pytest.raises(MetadataError, match="tree_bias and num_logits"):
         model[1](make_inputs(3)[0], None, None, metadata=make_step(num_logits=[1, 1, 1], **tree))
-    assert_same_state(model[1], before)
 
 
 class Model(nn.Module):

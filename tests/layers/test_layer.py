@@ -20,7 +20,6 @@ from tests.layers.layer_support import (
     NUM_BLOCKS,
     SIZE,
     UNIT,
-    assert_same_state,
     bind,
     dense_causal,
     dequantised,
@@ -28,8 +27,8 @@ from tests.layers.layer_support import (
     make_inputs,
     make_layer,
     make_step,
-    state_of,
 )
+from tests.support import unchanged
 from vattn.cache.specs import FullAttentionSpec, SlidingWindowSpec
 from vattn.errors import (
     CacheError,
@@ -104,10 +103,9 @@ def test_unequal_head_sizes():
 @pytest.mark.parametrize("shape", [(5, 63), (4, HEADS * SIZE), (-1, HEADS * SIZE), ()], ids=str)
 @pytest.mark.parametrize("profiling", [False, True])
 def test_wrong_output_shape_is_refused_before_anything_is_written(shape, profiling):
-    layer, before = (made := make_layer()), state_of(made)
-    with pytest.raises(ShapeError, match="output_shape"):
+    layer = make_layer()
+    with unchanged(layer), pytest.raises(ShapeError, match="output_shape"):
         layer(*make_inputs(5), shape, metadata=None if profiling else make_step())
-    assert_same_state(layer, before)
 
 
 # Profiling and binding
@@ -116,12 +114,10 @@ def test_wrong_output_shape_is_refused_before_anything_is_written(shape, profili
 @pytest.mark.parametrize("bound", [False, True])
 def test_a_profiling_call_returns_zeros_and_touches_nothing(bound):
     layer = make_layer(bound=bound)
-    before = state_of(layer)
-    with vattn.forward_context(None):
+    with unchanged(layer), vattn.forward_context(None):
         out = layer(*make_inputs(4, real=0))
     assert out.shape == (4, HEADS * SIZE)
     assert not out.any()
-    assert_same_state(layer, before)
 
 
 @pytest.mark.parametrize("bound", [False, True], ids=["never bound", "taken away"])
@@ -445,11 +441,9 @@ def test_clamped_ranges_are_the_layers_choice():
 def test_a_step_that_contradicts_the_layer_is_refused_before_anything_is_written(name):
     """The square root of ALiBi is causal, and a tree needs causal rows."""
     layer = make_layer(alibi_slopes=[1.0] * HEADS, use_alibi_sqrt=True)
-    before = state_of(layer)
     asked = {**STEPS[name][0], **({"causal": False} if name == "tree" else {})}
-    with pytest.raises(UnsupportedRequestError, match="cannot run this step"):
+    with unchanged(layer), pytest.raises(UnsupportedRequestError, match="cannot run this step"):
         layer(*make_inputs(5), metadata=make_step(**asked))
-    assert_same_state(layer, before)
 
 
 # Quantised queries and outputs
@@ -529,21 +523,21 @@ def test_causal_that_is_no_flag_is_refused():
 
 def test_metadata_of_another_block_size_is_refused():
     layer = make_layer()
-    before = state_of(layer)
     builder = vattn.AttentionMetadataBuilder(max_num_reqs=2, max_num_tokens=8, max_seq_len=32, block_size=2 * BLOCK)
     step = builder.build(query_lens=[3, 2], seq_lens=[3, 2], block_tables=[[1], [2]])
-    with pytest.raises(MetadataError, match=f"blocks of {2 * BLOCK} tokens.*Allowed: blocks of {BLOCK}"):
+    with (
+        unchanged(layer),
+        pytest.raises(MetadataError, match=f"blocks of {2 * BLOCK} tokens.*Allowed: blocks of {BLOCK}"),
+    ):
         layer(*make_inputs(5), metadata=step)
-    assert_same_state(layer, before)
 
 
 @pytest.mark.parametrize("missing", [(1,), (2,), (1, 2)], ids=["key", "value", "both"])
 def test_a_layer_with_a_cache_needs_key_and_value(missing):
     layer = make_layer()
-    before, inputs = state_of(layer), make_inputs(5)
-    with pytest.raises(ShapeError, match="both for a layer with its own cache"):
+    inputs = make_inputs(5)
+    with unchanged(layer), pytest.raises(ShapeError, match="both for a layer with its own cache"):
         layer(*(None if i in missing else t for i, t in enumerate(inputs)), metadata=make_step())
-    assert_same_state(layer, before)
 
 
 GEOMETRIES = {
@@ -662,34 +656,28 @@ LAYERS = {
 @pytest.mark.parametrize("name", wrong_inputs())
 def test_wrong_inputs_leave_cache_and_scales_alone(name, options):
     layer = make_layer(**options)
-    before = state_of(layer)
     inputs, error = wrong_inputs()[name]
-    with pytest.raises(error), vattn.observe_clipping(layer):
+    with unchanged(layer), pytest.raises(error), vattn.observe_clipping(layer):
         layer(*inputs, metadata=make_step())
-    assert_same_state(layer, before)
 
 
 @pytest.mark.parametrize("options", LAYERS.values(), ids=LAYERS.keys())
 @pytest.mark.parametrize("name", wrong_steps())
 def test_wrong_metadata_leaves_cache_and_scales_alone(name, options):
     layer = make_layer(**options)
-    before = state_of(layer)
-    with pytest.raises(VattnError) as caught, vattn.observe_clipping(layer):
+    with unchanged(layer), pytest.raises(VattnError) as caught, vattn.observe_clipping(layer):
         layer(*make_inputs(5), metadata=dataclasses.replace(make_step(), **wrong_steps()[name]))
     assert caught.value.allowed
-    assert_same_state(layer, before)
 
 
 @pytest.mark.parametrize("grad_mode", [False, True])
 def test_tangents_are_refused(grad_mode):
     layer, (query, key, value) = make_layer(), make_inputs(5)
-    before = state_of(layer)
-    with torch.set_grad_enabled(grad_mode), forward_ad.dual_level():
+    with unchanged(layer), torch.set_grad_enabled(grad_mode), forward_ad.dual_level():
         with pytest.raises(GradientError, match="tangent"):
             layer(forward_ad.make_dual(query, query), key, value, metadata=make_step())
-    with torch.set_grad_enabled(grad_mode), pytest.raises(GradientError, match="tangent"):
+    with unchanged(layer), torch.set_grad_enabled(grad_mode), pytest.raises(GradientError, match="tangent"):
         torch.func.jvp(lambda rows: layer(query, rows, value, metadata=make_step()), (key,), (key,))
-    assert_same_state(layer, before)
     with forward_ad.dual_level():  # Others may differentiate beside the layer.
         layer(query, key, value, metadata=make_step())
 

@@ -14,14 +14,13 @@ from tests.layers.layer_support import (
     KV_HEADS,
     SIZE,
     UNIT,
-    assert_same_state,
     bind,
     expected,
     make_inputs,
     make_layer,
     make_step,
-    state_of,
 )
+from tests.support import unchanged
 from vattn.errors import ConfigError, ScaleError
 from vattn.layers.base.scales import HEADROOM, first_scale, make_scale
 from vattn.quantization.formats import KV_FORMATS
@@ -135,13 +134,11 @@ def test_scales_are_not_calculated_again():
 
 def test_profiling_and_padding_calculate_nothing():
     layer, inputs = calculated(), make_inputs(5)
-    before = state_of(layer)
-    layer(*inputs)
-    # A warm-up before a capture: rows of padding only.
-    layer(*inputs, metadata=make_step([0], [0], [[3]], num_tokens_padded=5))
-    assert_same_state(layer, before)
-    assert layer(*make_inputs(0), metadata=make_step([0], [0], [[3]])).shape == (0, 4 * SIZE)
-    assert_same_state(layer, before)
+    with unchanged(layer):
+        layer(*inputs)
+        # A warm-up before a capture: rows of padding only.
+        layer(*inputs, metadata=make_step([0], [0], [[3]], num_tokens_padded=5))
+        assert layer(*make_inputs(0), metadata=make_step([0], [0], [[3]])).shape == (0, 4 * SIZE)
     layer(*inputs, metadata=make_step())
     torch.testing.assert_close(layer.k_scale[0], scale_of(inputs[1]))
 
@@ -167,10 +164,9 @@ def test_infinities_and_nan_of_real_tokens_do_not_count():
 
 def test_no_scale_is_calculated_for_what_is_quantised_already():
     layer = calculated()
-    before, (query, key, value) = state_of(layer), make_inputs(5)
-    with pytest.raises(ScaleError, match="key is float8_e4m3fn"):
+    query, key, value = make_inputs(5)
+    with unchanged(layer), pytest.raises(ScaleError, match="key is float8_e4m3fn"):
         layer(query, key.to(torch.float8_e4m3fn), value.to(torch.float8_e4m3fn), metadata=make_step())
-    assert_same_state(layer, before)
 
 
 def test_query_scale_is_calculated_with_them():
@@ -231,12 +227,10 @@ def test_changing_the_models_dtype_changes_no_buffer(cache, dtype):
     )
     layer = make_layer(cache=cache, quant_config=quant, alibi_slopes=[0.1, 0.2, 0.3, 0.4])
     layer(*make_inputs(5), metadata=make_step())
-    before, storage = state_of(layer), layer.kv_cache
-    model = nn.Sequential(layer).to(dtype)
-    assert_same_state(layer, before)
+    storage = layer.kv_cache
+    with unchanged(layer):
+        nn.Sequential(layer).to(dtype)
     assert layer.kv_cache is storage
-    if dtype == torch.float16:
-        assert_same_state(model.half()[0], before)
 
 
 def test_a_parameter_follows_the_model_and_the_cache_must_be_made_again():
@@ -331,14 +325,12 @@ def test_a_layer_made_in_inference_mode_calculates_outside_of_it():
 
 def test_a_failed_conversion_loses_no_buffer():
     layer = make_layer(cache=CALCULATE, sinks=nn.Parameter(torch.zeros(4)))
-    before = state_of(layer)
 
     def fail(tensor):
         raise MemoryError
 
-    with pytest.raises(MemoryError):
+    with unchanged(layer), pytest.raises(MemoryError):
         layer._apply(fail)
-    assert_same_state(layer, before)
 
 
 def test_a_copied_model_keeps_sharing():

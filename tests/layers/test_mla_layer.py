@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import vattn
-from tests.support import relative_l2
+from tests.support import relative_l2, unchanged
 from vattn.backends.mla.registry import mla_backends
 from vattn.errors import (
     CacheNotBoundError,
@@ -324,15 +324,12 @@ def test_values_that_cannot_be_weights_are_refused_and_change_nothing(name: str)
     error, match, spoil = unusable()[name]
     module = projections()["per channel"][0]
     layer = make_layer(module)
-    before = layer.kv_b_weight.clone()
     with torch.no_grad():
         spoil(module)
-    with pytest.raises(error, match=match):
+    with unchanged(layer.kv_b_weight), pytest.raises(error, match=match):
         layer.process_weights_after_loading()
-    assert torch.equal(layer.kv_b_weight, before)
-    with pytest.raises(error, match=match):
+    with unchanged(layer.kv_b_weight), pytest.raises(error, match=match):
         vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
-    assert torch.equal(layer.kv_b_weight, before)
 
 
 def unloaded() -> dict[str, tuple[nn.Module, nn.Module]]:
@@ -578,15 +575,14 @@ def test_wrong_steps_are_refused_and_change_nothing() -> None:
         (DtypeError, (given[0], given[1].half(), given[2])),
         (GradientError, (given[0].clone().requires_grad_(), *given[1:])),
     ]
-    before = layer.kv_cache.clone()
-    for error, wrong in cases:
-        with pytest.raises(error):
-            layer(*wrong, metadata=step)
-    with pytest.raises(UnsupportedRequestError, match="causal"):
-        layer(*inputs(5), metadata=builder.build([5], [5], TABLES[:1], causal=False))
-    with pytest.raises(MetadataError):
-        layer(*inputs(5), metadata=3)
-    assert torch.equal(layer.kv_cache, before)
+    with unchanged(layer.kv_cache):
+        for error, wrong in cases:
+            with pytest.raises(error):
+                layer(*wrong, metadata=step)
+        with pytest.raises(UnsupportedRequestError, match="causal"):
+            layer(*inputs(5), metadata=builder.build([5], [5], TABLES[:1], causal=False))
+        with pytest.raises(MetadataError):
+            layer(*inputs(5), metadata=3)
     with pytest.raises(CacheNotBoundError):
         make_layer(blocks=0)(*inputs(5), metadata=builder.build([5], [5], TABLES[:1]))
 

@@ -20,12 +20,11 @@ from tests.layers.layer_support import (
     KV_HEADS,
     SIZE,
     UNIT,
-    assert_same_state,
     backends,
     make_builder,
     make_inputs,
-    state_of,
 )
+from tests.support import unchanged
 from vattn.backends import selector
 from vattn.backends.torch_sdpa.backend import TorchSDPABackend
 from vattn.cache.layout import key_value_views
@@ -168,9 +167,8 @@ def test_empty_requests_and_padding_stay_empty():
 
 def test_the_callers_metadata_is_never_changed():
     layer, step = make_layer(), make_step(mm_ranges=[[(0, 1)], []])
-    before = {name: t.clone() for name, t in step.tensors().items()}
-    layer(*make_inputs(8), metadata=step)
-    assert all(torch.equal(before[name], t) for name, t in step.tensors().items())
+    with unchanged(step):
+        layer(*make_inputs(8), metadata=step)
     # The same step serves a layer without sinks.
     plain = layer_support.make_layer()
     assert plain(*make_inputs(8), metadata=step).isfinite().all()
@@ -456,10 +454,8 @@ def test_sinks_that_are_not_finite_are_refused_and_the_cache_is_kept():
     layer = make_layer()
     with torch.no_grad():
         layer.sink_value[3, 1, 2] = torch.inf
-    before = state_of(layer)
-    with pytest.raises(ConfigError, match="sink_value of layer"):
+    with unchanged(layer), pytest.raises(ConfigError, match="sink_value of layer"):
         layer(*make_inputs(8), metadata=make_step())
-    assert_same_state(layer, before)
 
 
 def test_a_builder_refuses_them_before_it_touches_a_buffer():
@@ -468,19 +464,15 @@ def test_a_builder_refuses_them_before_it_touches_a_buffer():
     step = make_step(builder=builder)
     with torch.no_grad():
         layer.sink_key.fill_(torch.nan)
-    before = {name: t.clone() for name, t in step.tensors().items()}
-    with pytest.raises(ConfigError, match="sink_key"):
+    with unchanged(step), pytest.raises(ConfigError, match="sink_key"):
         make_step([1, 1], [7, 9], builder=builder)
-    assert all(torch.equal(before[name], t) for name, t in step.tensors().items())
 
 
 def test_a_refused_call_writes_no_sinks():
     layer = make_layer()
-    before = state_of(layer)
     change_in_place(layer)
-    with pytest.raises(ShapeError):
+    with unchanged(layer), pytest.raises(ShapeError):
         layer(*make_inputs(7), metadata=make_step())
-    assert_same_state(layer, before)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import vattn
+from tests.support import unchanged
 from vattn.errors import (
     CacheError,
     CacheNotBoundError,
@@ -211,12 +212,9 @@ def test_refused_step_names_the_fault_and_touches_nothing(name: str) -> None:
     change, text = BAD[name]
     builder = make_builder(max_mm_ranges=1, max_trees=1, max_tree_size=4)
     step = builder.build([5], [20], [[7, 8, 9]], causal=[0], num_tokens_padded=6)
-    before = {key: tensor.clone() for key, tensor in step.tensors().items()}
-    with pytest.raises(MetadataError) as caught:
+    with unchanged(step), pytest.raises(MetadataError) as caught:
         builder.build(**{**GOOD, **change})  # type: ignore[arg-type]
     assert text in str(caught.value)
-    for key, tensor in step.tensors().items():
-        assert torch.equal(tensor, before[key]), key
 
 
 def test_step_that_contradicts_a_capture() -> None:
@@ -371,10 +369,8 @@ def test_layers_inside_of_what_is_listed_are_found_once() -> None:
 def test_a_layer_with_a_cache_refuses_a_step_without_one() -> None:
     layer = vattn.Attention(2, 8, 0.3, cache_config=vattn.CacheConfig(BLOCK))
     vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
-    before = layer.kv_cache.clone()
-    with pytest.raises(MetadataError, match="without block tables"):
+    with unchanged(layer), pytest.raises(MetadataError, match="without block tables"):
         layer(*(torch.randn(3, 16) for _ in range(3)), metadata=vattn.AttentionMetadataBuilder(2, 4, 64).build([3]))
-    assert torch.equal(layer.kv_cache, before)
 
 
 @pytest.mark.parametrize(

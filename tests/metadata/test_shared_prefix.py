@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vattn
-from tests.layers.layer_support import BLOCK, HEADS, KV_HEADS, SIZE, backends, make_layer
+from tests.layers.layer_support import BLOCK, CLOSE, HEADS, KV_HEADS, SIZE, backends, make_layer
+from tests.support import unchanged
 from vattn.errors import GraphContractError, MetadataError, UnsupportedRequestError
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.quantization.codecs import dequantise_output
@@ -21,9 +22,6 @@ from vattn.quantization.formats import OUTPUT_FORMATS
 BACKENDS = ["TORCH_SDPA", *(name for name in backends() if name == "TRITON_ATTN")]
 TABLES = [[1, 3, 2], [1, 3, 5, 6], [1, 3, 7]]
 QUERIES, LENGTHS = [3, 1, 4], [20, 30, 22]
-
-# fp32 sums in another order; the two results are weighed in fp32 as well.
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
 
 def make_builder(**options: Any) -> vattn.AttentionMetadataBuilder:
@@ -98,10 +96,8 @@ def test_flags_and_trees_are_about_new_keys(backend: str) -> None:
 
 def test_static_sinks_stand_in_front_of_what_is_not_shared() -> None:
     rows = torch.randn(BLOCK, KV_HEADS, SIZE, generator=torch.Generator().manual_seed(4))
-    layer = vattn.StaticSinkAttention(
-        HEADS, SIZE, 0.25, sink_len=BLOCK, sink_key=rows, sink_value=rows.flip(0), num_kv_heads=KV_HEADS,
-        cache_config=vattn.CacheConfig(block_size=BLOCK),
-    )  # fmt: skip
+    sinks = {"sink_len": BLOCK, "sink_key": rows, "sink_value": rows.flip(0)}
+    layer = make_layer(kind=vattn.StaticSinkAttention, bound=False, **sinks)
     vattn.allocate_kv_cache(layer, num_blocks=9, dtype=torch.float32)
     tables = [[table + 1 for table in row] for row in TABLES]
     results = []
@@ -177,11 +173,9 @@ def test_any_requests(data: st.DataObject) -> None:
 def test_steps_that_share_no_prefix_are_refused(changes: dict[str, Any], text: str) -> None:
     builder = make_builder(max_mm_ranges=1)
     before = builder.build([1], [9], [[5, 4]])
-    kept = {name: tensor.clone() for name, tensor in before.tensors().items()}
     step = {"query_lens": QUERIES, "seq_lens": LENGTHS, "block_tables": TABLES, "shared_prefix_len": 16, **changes}
-    with pytest.raises(MetadataError, match=text):
+    with unchanged(before), pytest.raises(MetadataError, match=text):
         builder.build(**step)
-    assert all(torch.equal(kept[name], tensor) for name, tensor in before.tensors().items())
 
 
 @pytest.mark.parametrize(
@@ -193,21 +187,16 @@ def test_steps_that_share_no_prefix_are_refused(changes: dict[str, Any], text: s
 )
 def test_layers_that_count_places_are_refused(options: dict[str, Any], text: str) -> None:
     layer = make_layer(**options)
-    before = layer.kv_cache.clone()
     step = make_builder().build(QUERIES, LENGTHS, TABLES, shared_prefix_len=BLOCK)
-    with pytest.raises(UnsupportedRequestError, match=text) as caught:
+    with unchanged(layer), pytest.raises(UnsupportedRequestError, match=text) as caught:
         attend(layer, step)
     assert "attn_backend" not in str(caught.value), "no other backend would help"
-    assert torch.equal(layer.kv_cache.view(torch.uint8), before.view(torch.uint8))
 
 
 def test_layers_of_other_kinds_are_refused() -> None:
     vector = torch.zeros(SIZE)
-    layer = vattn.DifferentialAttention(
-        HEADS, SIZE, 0.25, KV_HEADS, vector, vector, vector, vector, 0.5,
-        cache_config=vattn.CacheConfig(block_size=BLOCK),
-    )  # fmt: skip
-    vattn.allocate_kv_cache(layer, num_blocks=8, dtype=torch.float32)
+    lambdas = {f"lambda_{name}": vector for name in ("q1", "k1", "q2", "k2")}
+    layer = make_layer(kind=vattn.DifferentialAttention, **lambdas, lambda_init=0.5)
     step = make_builder().build(QUERIES, LENGTHS, TABLES, shared_prefix_len=BLOCK)
     with pytest.raises(UnsupportedRequestError, match="differential"):
         attend(layer, step)
