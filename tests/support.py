@@ -54,16 +54,19 @@ def relative_l2(got: Tensor, expected: Tensor) -> float:
 
 @contextmanager
 def unchanged(*owners: Any) -> Iterator[None]:
-    """Check that a block changes no byte of layers' buffers, caches included, of steps' tensors or of tensors."""
+    """Check that a block changes no byte of layers' buffers, caches included, of steps, ops' arguments or tensors."""
 
-    def tensors_of(owner: Any) -> dict[str, Tensor | None]:
+    def tensors_of(owner: Any) -> dict[str, Any]:
+        if isinstance(owner, tuple):
+            return owner._asdict()
         if isinstance(owner, Tensor):
             return {"tensor": owner}
         return owner._buffers if isinstance(owner, torch.nn.Module) else owner.tensors()
 
     def contents() -> list[tuple[str, Tensor]]:
         named = [pair for owner in owners for pair in tensors_of(owner).items()]
-        return [(name, t.detach().clone().flatten().view(torch.uint8)) for name, t in named if t is not None]
+        tensors = [(name, t.detach()) for name, t in named if isinstance(t, Tensor) and not t.is_meta]
+        return [(name, t.clone().flatten().view(torch.uint8)) for name, t in tensors]
 
     before = contents()
     yield

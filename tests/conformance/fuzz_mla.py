@@ -18,8 +18,16 @@ from typing import Any
 import torch
 
 from tests.conformance.fuzz import failure_of
-from tests.conformance.record_mla import HALF_STEP
-from tests.layers.mla_support import exact, make_mla_config, random_mla_batch, rounded_formula, run_mla
+from tests.layers.mla_support import (
+    check_lse,
+    exact,
+    half_step,
+    make_mla_config,
+    quantised,
+    random_mla_batch,
+    rounded_formula,
+    run_mla,
+)
 from tests.support import relative_l2
 from vattn.backends.mla.registry import mla_backends
 from vattn.cache.layout import mla_cache_dtype, mla_cache_shape
@@ -29,7 +37,7 @@ from vattn.errors import ConfigError
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.reference import mla as mla_reference
 from vattn.ops.reference.mla_absorb import elements_per_token
-from vattn.quantization.codecs import dequantise_output, quantise_output
+from vattn.quantization.codecs import dequantise_output
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_ARITHMETICS, OUTPUT_FORMATS
 from vattn.quantization.mla_formats import MLA_FORMATS
 
@@ -139,10 +147,11 @@ def check(request: MLARequest) -> bool:
     limit = max(2 * rounded, 3e-6, 2 * torch.finfo(MODEL_DTYPES[config.dtype]).eps)
     if config.query_format != "none":
         limit += 2.0**-6  # a query on the border of two codes may become either
-    limit += next((step for name, step in HALF_STEP.items() if config.output_format.startswith(name)), 0.0)
+    limit += half_step(config)
     empty = expected.new_zeros(()).expand_as(expected) == 1
     if config.output_format != "none":
-        expected = quantised(expected, args, config)
+        known = quantised(expected.to(MODEL_DTYPES[config.dtype]), args, config)
+        expected = dequantise_output(known.output, config.output_format, known.output_block_scale, known.output_scale)
         # A floor of 0 leaves 0 / 0 in rows without values.
         empty = expected.isnan()
         if not torch.equal(got.isnan(), empty):
@@ -154,27 +163,8 @@ def check(request: MLARequest) -> bool:
     if got[real:].nan_to_num().any():
         raise AssertionError("output: a padding row is not zero")
     if lse is not None:
-        check_lse(lse, expected_lse, config)
+        check_lse(lse, expected_lse, config, 6e-2)
     return True
-
-
-def quantised(values: torch.Tensor, args: MLAAttentionArgs, config: MLAConfig) -> torch.Tensor:
-    """Return what rows `[T, N, V]` become in the output format, dequantised."""
-    rows = values.to(MODEL_DTYPES[config.dtype])
-    out, scales = OUTPUT_FORMATS[config.output_format].allocate(args.query, config.v_head_dim, rows.dtype)
-    arithmetic, least = config.output_arithmetic, config.output_min_scale
-    quantise_output(rows, config.output_format, out, scales, args.output_scale, arithmetic, least)
-    return dequantise_output(out, config.output_format, scales, args.output_scale)
-
-
-def check_lse(lse: torch.Tensor, expected: torch.Tensor, config: MLAConfig) -> None:
-    """Compare log-sum-exps; a query on the border of two codes may become either."""
-    if not torch.equal(lse == -torch.inf, expected == -torch.inf):
-        raise AssertionError("lse: other rows are empty")
-    finite = expected.isfinite()
-    limit = 2e-4 if config.dtype == "float32" and config.query_format == "none" else 6e-2
-    if finite.any() and not (lse.double() - expected)[finite].abs().amax() <= limit:
-        raise AssertionError("lse: off")
 
 
 def check_update(request: MLARequest) -> None:

@@ -16,21 +16,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from tests.conformance.fuzz import fuzz_seed
 from tests.conformance.record import Recorder
-from tests.layers.mla_support import exact, make_mla_config, random_mla_batch, rounded_formula, run_mla
-from tests.support import relative_l2
+from tests.layers.mla_support import error_of, make_mla_config, random_mla_batch
 from vattn.backends.mla.registry import mla_backends
 from vattn.config.device import DeviceInfo
 from vattn.config.mla import WEIGHT_FORMATS, MLAConfig
-from vattn.ops.arguments_mla import MLAAttentionArgs
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.quantization.mla_formats import MLA_FORMATS
-
-HALF_STEP = {"fp8": 2.0**-4, "nvfp4": 0.25}
-"""Largest relative error of one rounding to an output format; of e2m1 values and their e4m3 scales."""
 
 
 def draw_config(rng: random.Random, backend: str) -> MLAConfig:
@@ -71,29 +64,6 @@ def draw_config(rng: random.Random, backend: str) -> MLAConfig:
         backend=backend,
         **sizes,
     )
-
-
-def error_of(args: MLAAttentionArgs, config: MLAConfig, real: int) -> float:
-    """Run a call, compare it and return its relative L2 error."""
-    got, lse = run_mla(args, config)
-    expected, expected_lse = exact(args, config)
-    found = relative_l2(got, expected)
-    allowed = max(2 * relative_l2(rounded_formula(args, config), expected), 3e-6)
-    allowed += next((step for name, step in HALF_STEP.items() if config.output_format.startswith(name)), 0.0)
-    if not found <= allowed:
-        raise AssertionError(f"output: relative L2 error {found:.2e}, allowed {allowed:.2e}")
-    if got[real:].any():
-        raise AssertionError("output: a padding row is not zero")
-    if lse is not None:
-        lse = lse.cpu().double()
-        finite = expected_lse.isfinite()
-        if not torch.equal(lse == -torch.inf, expected_lse == -torch.inf):
-            raise AssertionError("lse: other rows are empty")
-        # A query on the border of two codes may become either; in a step without rows nothing is finite.
-        limit = 2e-4 if config.dtype == "float32" and config.query_format == "none" else 3e-2
-        if finite.any() and (lse - expected_lse)[finite].abs().amax() > limit:
-            raise AssertionError("lse: off")
-    return found
 
 
 def record(recorder: Recorder, seconds: float) -> None:

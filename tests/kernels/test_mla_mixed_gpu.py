@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 import vattn
-from tests.conformance.record_mla import error_of
-from tests.layers.mla_support import random_mla_batch
-from tests.layers.test_mla_gpu import compare, deepseek
+from tests.layers.mla_support import error_of, random_mla_batch
+from tests.layers.test_mla_gpu import deepseek
 from tests.support import capture, no_sync
 from vattn.backends.mla.registry import mla_backends
 from vattn.config.mla import MLAConfig
@@ -50,7 +49,7 @@ def test_every_request_by_the_kernel_for_its_length(name: str, heads: int, way: 
     from vattn.kernels.hopper.mla import launch as mla_launch
 
     assert mla_launch.mixes(args, config) != few
-    compare(args if way == "bare" else planned(args, config), config, sum(queries))
+    error_of(args if way == "bare" else planned(args, config), config, sum(queries))
 
 
 @pytest.mark.parametrize("cache", ["bfloat16", "fp8_e4m3"])
@@ -63,7 +62,7 @@ def test_drafts_of_uneven_lengths_are_cut(heads: int, cache: str) -> None:
 
     shapes = args.query.shape[0], args.seq_lens.shape[0]
     assert mla_launch.rows_of_parts(*shapes, config) == mla_launch.fewest(config)
-    compare(planned(args, config), config, sum(queries))
+    error_of(planned(args, config), config, sum(queries))
 
 
 @pytest.mark.parametrize("heads", [16, 128])
@@ -73,7 +72,7 @@ def test_drafts_of_uneven_lengths_are_cut(heads: int, cache: str) -> None:
 def test_steps_of_a_multiple_of_rows_need_not_be_even(queries: list[int], heads: int) -> None:
     config = deepseek(num_heads=heads)
     lengths = [1500, 700, 2000, 64, 8][: len(queries)]
-    compare(planned(random_mla_batch(config, queries, lengths, device="cuda"), config), config, sum(queries))
+    error_of(planned(random_mla_batch(config, queries, lengths, device="cuda"), config), config, sum(queries))
 
 
 def test_an_fp8_cache_and_output() -> None:

@@ -11,13 +11,18 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.layers.mla_support import compare_with_formula, exact, make_mla_config, random_mla_batch, run_mla
+from tests.layers.mla_support import (
+    compare_with_formula,
+    exact,
+    make_mla_config,
+    quantised,
+    random_mla_batch,
+    run_mla,
+)
 from tests.support import relative_l2
 from vattn.config.mla import MLAConfig
 from vattn.ops.arguments_mla import MLAAttentionArgs
 from vattn.ops.reference.mla_absorb import elements_per_token
-from vattn.quantization.codecs import quantise_output
-from vattn.quantization.formats import OUTPUT_FORMATS
 from vattn.quantization.mla_formats import MLA_FORMATS
 
 pytest.importorskip("triton")
@@ -150,15 +155,6 @@ def same(got: MLAAttentionArgs, expected: MLAAttentionArgs) -> None:
     if got.output_block_scale is not None and expected.output_block_scale is not None:
         made, wanted = (x.float() for x in (got.output_block_scale, expected.output_block_scale))
         assert ((made - wanted).abs() > 2e-6 * wanted.abs()).float().mean() < 2e-3
-
-
-def quantised(values: torch.Tensor, args: MLAAttentionArgs, config: MLAConfig) -> MLAAttentionArgs:
-    """Return arguments whose outputs hold rows `[T, N, V]` quantised by the reference."""
-    out, scales = OUTPUT_FORMATS[config.output_format].allocate(args.query, config.v_head_dim, values.dtype)
-    quantise_output(
-        values, config.output_format, out, scales, args.output_scale, config.output_arithmetic, config.output_min_scale
-    )
-    return args._replace(output=out, output_block_scale=scales)
 
 
 @functools.lru_cache(maxsize=1)

@@ -14,7 +14,7 @@ from vattn.config.mla import MLAConfig
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.reference import mla as mla_reference
 from vattn.ops.reference.mla_absorb import weight_scale_shape, weight_values
-from vattn.quantization.codecs import dequantise_output
+from vattn.quantization.codecs import dequantise_output, quantise_output
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
 from vattn.quantization.mla_formats import MLA_FORMATS
 
@@ -187,3 +187,43 @@ def compare_with_formula(args: MLAAttentionArgs, config: MLAConfig, real: int, l
     if lse is not None:
         assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
         assert relative_l2(lse.exp(), expected_lse.exp()) < lse_limit
+
+
+HALF_STEP = {"fp8": 2.0**-4, "nvfp4": 0.25}
+"""Largest relative error of one rounding to an output format; of e2m1 values and their e4m3 scales."""
+
+
+def half_step(config: MLAConfig) -> float:
+    """Return by how much rounding to the config's output format may move a value, relatively."""
+    return next((step for name, step in HALF_STEP.items() if config.output_format.startswith(name)), 0.0)
+
+
+def error_of(args: MLAAttentionArgs, config: MLAConfig, real: int) -> float:
+    """Run the op and compare: at most twice as wrong as the formula computed in the model dtype, or half a step of the
+    output format on top; returns the relative L2 error."""
+    got, lse = run_mla(args, config)
+    expected, expected_lse = exact(args, config)
+    found = relative_l2(got, expected)
+    allowed = max(2 * relative_l2(rounded_formula(args, config), expected), 3e-6) + half_step(config)
+    assert found <= allowed, f"output: relative L2 error {found:.2e}, allowed {allowed:.2e}"
+    assert not got[real:].any(), "output: a padding row is not zero"
+    if lse is not None:
+        check_lse(lse, expected_lse, config)
+    return found
+
+
+def check_lse(lse: Tensor, expected: Tensor, config: MLAConfig, rounded: float = 3e-2) -> None:
+    """Compare log-sum-exps; in narrow dtypes, and where a query may become either of two codes, less closely."""
+    lse, finite = lse.cpu().double(), expected.isfinite()
+    assert torch.equal(lse == -torch.inf, expected == -torch.inf), "lse: other rows are empty"
+    limit = 2e-4 if config.dtype == "float32" and config.query_format == "none" else rounded
+    assert not finite.any() or (lse - expected)[finite].abs().amax() <= limit, "lse: off"
+
+
+def quantised(values: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> MLAAttentionArgs:
+    """Return arguments whose outputs hold rows `[T, N, V]` quantised by the reference."""
+    out, scales = OUTPUT_FORMATS[config.output_format].allocate(args.query, config.v_head_dim, values.dtype)
+    quantise_output(
+        values, config.output_format, out, scales, args.output_scale, config.output_arithmetic, config.output_min_scale
+    )
+    return args._replace(output=out, output_block_scale=scales)

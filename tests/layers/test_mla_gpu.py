@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import vattn
-from tests.layers.mla_support import exact, make_mla_config, random_mla_batch, rounded_formula, run_mla
+from tests.layers.mla_support import error_of, exact, make_mla_config, random_mla_batch, rounded_formula, run_mla
 from tests.support import capture, relative_l2
 from vattn.config.mla import MLAConfig
 from vattn.kernels import mla_route
@@ -42,22 +42,6 @@ def codes(**changes: Any) -> MLAConfig:
     return deepseek(kv_cache_dtype="fp8_e4m3", **changes)
 
 
-def compare(args: MLAAttentionArgs, config: MLAConfig, real: int) -> None:
-    """Run the op and compare: at most twice as wrong as the formula computed in the model dtype."""
-    got, lse = run_mla(args, config)
-    torch.cuda.synchronize()
-    expected, expected_lse = exact(args, config)
-    allowed = 2 * relative_l2(rounded_formula(args, config), expected)
-    assert relative_l2(got, expected) <= max(allowed, 3e-6)
-    assert not got[real:].any()
-    if lse is not None:
-        lse = lse.cpu().double()
-        assert torch.equal(lse == -torch.inf, expected_lse == -torch.inf)
-        finite = expected_lse.isfinite()
-        limit = 2e-4 if config.dtype == "float32" else 3e-2
-        assert (lse - expected_lse)[finite].abs().max() < limit
-
-
 _attend = mla_route.attend
 
 
@@ -81,7 +65,7 @@ def check(config: MLAConfig, query_lens: list[int], seq_lens: list[int], decode:
             hopper()
         absorbed = args.query.new_empty((args.query.shape[0], config.num_heads, config.head_size))
         assert mla_launch.accepts(absorbed, args, config) == decode
-    compare(args, config, sum(query_lens))
+    error_of(args, config, sum(query_lens))
 
 
 SHAPES = [*((heads, 64) for heads in (8, 16, 32, 64, 128)), *product((8, 16, 128), (16, 32, 128))]
@@ -122,7 +106,7 @@ def test_scales_of_any_size(scale: float) -> None:
     args = random_mla_batch(config, [1, 1, 2], [700, 300, 65], device="cuda")
     if scale > 0:
         args.query.mul_(0.1 / scale)
-    compare(args, config, 4)
+    error_of(args, config, 4)
 
 
 @pytest.mark.parametrize("on_any_gpu", [False, True])
@@ -146,7 +130,7 @@ def test_queries_of_any_size_meet_codes(factor: float) -> None:
     config = codes(scale=0.1 / factor)
     args = random_mla_batch(config, [1, 1, 2], [700, 300, 65], device="cuda")
     args.query.mul_(factor)
-    compare(args, config, 4)
+    error_of(args, config, 4)
 
 
 @pytest.mark.parametrize("heads", [16, 128])
@@ -158,7 +142,7 @@ def test_blocks_that_are_none_are_not_seen(make: Callable[..., MLAConfig], heads
     args = random_mla_batch(config, [1, 1, 1], [700, 300, 64], device="cuda")
     args.block_table[0, 1], args.block_table[0, 4], args.block_table[1, 0] = -5, 10**9, 2**31 - 1
     args.block_table[2] = -1
-    compare(args, config, 3)
+    error_of(args, config, 3)
 
 
 @pytest.mark.parametrize("heads", [16, 128])
@@ -169,7 +153,7 @@ def test_scores_that_grow_along_the_sequence(heads: int) -> None:
         for i in range(-(-length // 64)):
             block = int(args.block_table[request, i])
             args.kv_cache[block] = args.kv_cache[block] * (0.1 + 0.2 * i)
-    compare(args, config, 2)
+    error_of(args, config, 2)
 
 
 @pytest.mark.parametrize(
@@ -191,7 +175,7 @@ def test_sparse_decode(make: Callable[..., MLAConfig], heads: int, block_size: i
     args.block_table[1, 0] = 10**9
     absorbed = args.query.new_empty((args.query.shape[0], heads, config.head_size))
     assert mla_sparse.accepts(absorbed, args, config)
-    compare(args, config, 7)
+    error_of(args, config, 7)
 
 
 @pytest.mark.parametrize("heads", [16, 64])

@@ -326,9 +326,9 @@ def test_values_that_cannot_be_weights_are_refused_and_change_nothing(name: str)
     layer = make_layer(module)
     with torch.no_grad():
         spoil(module)
-    with unchanged(layer.kv_b_weight), pytest.raises(error, match=match):
+    with unchanged(layer), pytest.raises(error, match=match):
         layer.process_weights_after_loading()
-    with unchanged(layer.kv_b_weight), pytest.raises(error, match=match):
+    with unchanged(layer), pytest.raises(error, match=match):
         vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
 
 
@@ -575,7 +575,7 @@ def test_wrong_steps_are_refused_and_change_nothing() -> None:
         (DtypeError, (given[0], given[1].half(), given[2])),
         (GradientError, (given[0].clone().requires_grad_(), *given[1:])),
     ]
-    with unchanged(layer.kv_cache):
+    with unchanged(layer):
         for error, wrong in cases:
             with pytest.raises(error):
                 layer(*wrong, metadata=step)

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import vattn
-from tests.layers.mla_support import exact, random_mla_batch, rounded_formula, run_mla
-from tests.layers.test_mla_gpu import compare, hopper
+from tests.layers.mla_support import error_of, exact, quantised, random_mla_batch, rounded_formula, run_mla
 from tests.layers.test_mla_gpu import deepseek as small_deepseek
+from tests.layers.test_mla_gpu import hopper
 from tests.ops.test_mla_indexer import rope_args, update_config
 from tests.support import capture, moved, no_sync, relative_l2
 from vattn.backends.mla.registry import mla_backends
@@ -25,7 +25,6 @@ from vattn.ops.arguments_mla import MLAAttentionArgs
 from vattn.ops.reference import mla_indexer
 from vattn.ops.reference.mla_absorb import elements_per_token
 from vattn.ops.reference.mla_indexer import IndexerUpdateArgs
-from vattn.quantization.codecs import quantise_output
 from vattn.quantization.formats import OUTPUT_FORMATS
 from vattn.quantization.mla_formats import MLA_FORMATS
 
@@ -63,7 +62,7 @@ def test_steps_with_prompts(name: str, room: int | None) -> None:
     args = random_mla_batch(config, *MIX, padding_tokens=3, padding_reqs=1, device="cuda")
     if room is not None:
         args = args._replace(workspace=args.query.new_empty(room * elements_per_token(config)))
-    compare(args, config, sum(MIX[0]))
+    error_of(args, config, sum(MIX[0]))
 
 
 HOPPER: dict[str, dict[str, Any]] = {
@@ -87,7 +86,7 @@ def test_prompts_on_hopper(name: str, lens: tuple[list[int], list[int]]) -> None
     config = deepseek(**HOPPER[name])
     args = random_mla_batch(config, *lens, padding_tokens=3, padding_reqs=1, device="cuda")
     assert mla_prefill_launch.accepts(args, config, 128, 1)
-    compare(args, config, sum(lens[0]))
+    error_of(args, config, sum(lens[0]))
 
 
 @pytest.mark.parametrize("name", ["bf16", "narrow, 3 heads"])
@@ -97,7 +96,7 @@ def test_programs_that_take_one_row_tile_and_many(name: str) -> None:
     for programs, lens in ((132, LONG), (5, LONG), (3, ([64, 129], [64, 5000]))):
         args = random_mla_batch(config, *lens, padding_tokens=3, padding_reqs=1, device="cuda")
         with mock.patch("vattn.config.device.multiprocessors", return_value=programs):
-            compare(args, config, sum(lens[0]))
+            error_of(args, config, sum(lens[0]))
 
 
 def test_blocks_that_are_none_are_not_seen_by_prompts_on_hopper() -> None:
@@ -105,7 +104,7 @@ def test_blocks_that_are_none_are_not_seen_by_prompts_on_hopper() -> None:
     config = deepseek(block_size=16)
     args = random_mla_batch(config, [200, 100], [700, 130], device="cuda")
     args.block_table[0, 1], args.block_table[0, 20], args.block_table[1, 7] = -5, 10**9, 2**31 - 1
-    compare(args, config, 300)
+    error_of(args, config, 300)
 
 
 @pytest.mark.parametrize("output_format", ["fp8_static", "fp8_per_token"])
@@ -126,7 +125,7 @@ def test_prompts_on_hopper_are_quantised(output_format: str) -> None:
 def test_decodes_of_packed_rows(kv_cache_dtype: str, sparse: bool) -> None:
     config = deepseek(kv_cache_dtype=kv_cache_dtype, sparse=sparse, num_heads=16)
     args = random_mla_batch(config, [1, 2, 0, 1], [900, 65, 0, 300], padding_tokens=2, topk=90, device="cuda")
-    compare(args, config, 4)
+    error_of(args, config, 4)
 
 
 @pytest.mark.parametrize("output_format", [name for name in OUTPUT_FORMATS if name != "none"])
@@ -152,13 +151,12 @@ def test_outputs_are_quantised_inside(
     limits = Limits.of(args.query.device) if on_any_gpu else None
     mla_route.attend(bare, plain, limits)
     mla_route.attend(args, config, limits)
-    out, scales = OUTPUT_FORMATS[output_format].allocate(args.query, 128, values.dtype)
-    quantise_output(values, output_format, out, scales, args.output_scale)
+    known = quantised(values, args, config)
     # Decodes without quantisation multiply by another kernel, so that values may round to the other neighbour.
-    assert (args.output.view(torch.uint8) != out.view(torch.uint8)).float().mean() < (2e-3 if lens is MIX else 2e-2)
-    if scales is not None and args.output_block_scale is not None:
-        made, wanted = args.output_block_scale.float(), scales.float()
-        assert relative_l2(made, wanted) < 2e-2
+    off = args.output.view(torch.uint8) != known.output.view(torch.uint8)
+    assert off.float().mean() < (2e-3 if lens is MIX else 2e-2)
+    if args.output_block_scale is not None and known.output_block_scale is not None:
+        assert relative_l2(args.output_block_scale.float(), known.output_block_scale.float()) < 2e-2
 
 
 def written(args: MLAAttentionArgs) -> list[Tensor]:
@@ -209,10 +207,9 @@ def test_corrected_products_are_the_same_bytes(output_format: str, changes: dict
     values = torch.empty_like(args.query[..., : config.v_head_dim])
     bare = args._replace(output=values, output_block_scale=None, output_scale=None, config=plain.encode())
     torch.ops.vattn.mla_attention(*bare)
-    wanted = OUTPUT_FORMATS[output_format].allocate(args.query, config.v_head_dim, values.dtype)
-    quantise_output(values, output_format, *wanted, args.output_scale, "divide", config.output_min_scale)
+    wanted = quantised(values, args, config)
     torch.ops.vattn.mla_attention(*args)
-    for made, known in zip((args.output, args.output_block_scale), wanted, strict=True):
+    for made, known in ((args.output, wanted.output), (args.output_block_scale, wanted.output_block_scale)):
         if made is not None and known is not None:
             off = made.contiguous().view(torch.uint8) != known.contiguous().view(torch.uint8)
             wrong = off.flatten(1).any(1).nonzero().flatten().tolist()
@@ -288,7 +285,7 @@ def test_other_libraries(name: str) -> None:
     for lens in (([1] * 4, [900, 65, 64, 1]), ([1, 3, 0, 5], [70, 65, 9, 130])):
         args = random_mla_batch(config, *lens, padding_tokens=2, device="cuda")
         args.kv_cache.nan_to_num_(0.5)
-        compare(args, config, sum(lens[0]))
+        error_of(args, config, sum(lens[0]))
 
 
 def test_a_sparse_layer_compiled_with_its_indexer_in_a_graph() -> None:
