@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+import vattn
 from vattn.backends import selector
 from vattn.cache.layout import kv_cache_dtype, kv_cache_shape
 from vattn.cache.stored_rows import decode_stored, encode_stored
@@ -124,10 +125,7 @@ class Batch:
     def with_backend(self, name: str) -> Batch:
         """Return the same batch for another backend, with outputs of its own."""
         config = self.config.replace(backend=name)
-        outputs = {
-            field: None if tensor is None else _like_poisoned(tensor)
-            for field, tensor in ((f, getattr(self.args, f)) for f in ("output", "output_block_scale", "lse"))
-        }
+        outputs = {field: poisoned_like(getattr(self.args, field)) for field in ("output", "output_block_scale", "lse")}
         return replace(self, config=config, args=self.args._replace(config=config.encode(), **outputs))
 
     def planned(self) -> Batch:
@@ -161,12 +159,21 @@ class Batch:
         return reference.packed_attention(self.args, self.config)
 
 
+def with_cache(model: Any, num_blocks: int) -> Any:
+    """Return a layer or model with an fp32 cache."""
+    vattn.allocate_kv_cache(model, num_blocks=num_blocks, dtype=torch.float32)
+    return model
+
+
 def moved(args: Any, device: torch.device | str) -> Any:
     """Return an op's arguments with every tensor on a device."""
     return args._replace(**{name: t.to(device) for name, t in args._asdict().items() if isinstance(t, Tensor)})
 
 
-def _like_poisoned(tensor: Tensor) -> Tensor:
+def poisoned_like(tensor: Tensor | None) -> Tensor | None:
+    """Return `poisoned_empty` of a tensor's shape and strides."""
+    if tensor is None:
+        return None
     if tensor.ndim == 2 and not tensor.is_contiguous():
         return poisoned_empty(tensor.shape[::-1], tensor.dtype, tensor.device).t()
     return poisoned_empty(tensor.shape, tensor.dtype, tensor.device)

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import vattn
+from tests.support import with_cache
 from vattn.backends import selector
 from vattn.backends.differential_flash_attn import DifferentialFlashAttentionBackend, underlying
 from vattn.config.attention import AttentionConfig
@@ -288,8 +289,7 @@ def test_compiled_in_one_graph_for_all_lengths() -> None:
 
 
 def test_exports_with_lambda_in_the_program() -> None:
-    layer = make_layer()
-    vattn.allocate_kv_cache(layer, num_blocks=8, dtype=torch.float32)
+    layer = with_cache(make_layer(), 8)
     builder = vattn.AttentionMetadataBuilder(4, 16, 32, BLOCK, layers=layer)
 
     def rows(count: int) -> tuple[Tensor, ...]:

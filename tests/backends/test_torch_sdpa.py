@@ -1,18 +1,15 @@
-"""TORCH_SDPA: chunks, outputs, autocast and updates; `tests/conformance` compares its features with the reference."""
+"""TORCH_SDPA: chunks, outputs and autocast; `tests/conformance` compares its features with the reference."""
 
 import pytest
 import torch
 
 import vattn.ops.schemas  # noqa: F401  registers the ops
-from tests.support import make_config, poisoned_empty, random_paged_batch, relative_l2
+from tests.support import make_config, random_paged_batch, relative_l2
 from vattn.backends.torch_sdpa import backend as torch_sdpa
 from vattn.backends.torch_sdpa import chunked as written_out
-from vattn.cache.layout import key_value_views, kv_cache_dtype, kv_cache_shape
 from vattn.errors import GraphContractError
-from vattn.ops.arguments import CacheUpdateArgs
-from vattn.ops.reference import attention as reference
-from vattn.quantization.codecs import encode_kv, quantise_output
-from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.quantization.codecs import quantise_output
+from vattn.quantization.formats import OUTPUT_FORMATS
 
 BACKEND = torch_sdpa.TorchSDPABackend()
 
@@ -136,76 +133,6 @@ def test_autocast_does_not_narrow_the_math(feature, lens):
         batch.run()
     expected, _ = batch.expected()
     assert relative_l2(batch.args.output, expected) < TOLERANCE["float32"]
-
-
-CACHES = {
-    "plain": {},
-    "hnd": {"kv_cache_layout": "HND"},
-    "narrower": {"kv_cache_dtype": "float16"},
-    "unequal": {"head_size_v": 24},
-    "unequal_hnd_fp8": {"head_size_v": 8, "kv_cache_layout": "HND", "kv_cache_dtype": "fp8_e5m2"},
-    "fp8": {"kv_cache_dtype": "fp8_e4m3"},
-    "fp8_heads": {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head", "dtype": "bfloat16"},
-}
-
-
-def update_args(config, slots, *, num_blocks=5, encoded=False):
-    """Return arguments over a poisoned cache; rows that a slot drops hold NaN."""
-    rng = torch.Generator().manual_seed(3)
-    slots = torch.tensor(slots, dtype=torch.int64)
-    dropped = (slots < 0) | (slots >= num_blocks * config.block_size)
-    rows, scales = [], []
-    for width in (config.head_size, config.head_size_v):
-        x = torch.randn(len(slots), config.num_kv_heads, width, generator=rng).to(MODEL_DTYPES[config.dtype])
-        x[dropped] = float("nan")
-        count = config.num_kv_heads if config.kv_scale == "head" else 1
-        scale = torch.rand(count, generator=rng) + 0.01 if config.kv_scale != "none" else None
-        rows.append(encode_kv(x, config.kv_cache_dtype, scale) if encoded else x)
-        scales.append(scale)
-    cache = poisoned_empty(kv_cache_shape(config, num_blocks), kv_cache_dtype(config))
-    return CacheUpdateArgs(*rows, cache, slots, *scales, config.encode())
-
-
-def stored_bytes(cache):
-    return cache.view(torch.uint8).clone()
-
-
-@pytest.mark.parametrize("cache", CACHES)
-@pytest.mark.parametrize(
-    "slots",
-    [
-        [17, 3, 79, 0, 40],
-        [-1, 17, 80, 3, -(2**40), 2**62, 0, -1],
-        [-1, -1, 80, 10**6],
-        [5, -1],
-        [],
-    ],
-    ids=["all", "some", "none", "one", "empty"],
-)
-def test_update_writes_the_slots_and_nothing_else(cache, slots):
-    config = make_config(backend="TORCH_SDPA", **CACHES[cache])
-    args = update_args(config, slots)
-    expected = args._replace(kv_cache=args.kv_cache.clone())
-    reference.kv_cache_update(expected, config)
-    torch.ops.vattn.kv_cache_update(*args)
-    assert torch.equal(stored_bytes(args.kv_cache), stored_bytes(expected.kv_cache))
-
-
-@pytest.mark.parametrize("cache", ["fp8", "unequal_hnd_fp8"])
-def test_update_stores_fp8_rows_as_they_are(cache):
-    config = make_config(backend="TORCH_SDPA", **CACHES[cache])
-    encoded, plain = (update_args(config, [17, 3, 79], encoded=flag) for flag in (True, False))
-    torch.ops.vattn.kv_cache_update(*encoded)
-    torch.ops.vattn.kv_cache_update(*plain)
-    assert torch.equal(stored_bytes(encoded.kv_cache), stored_bytes(plain.kv_cache))
-
-
-def test_update_of_one_slot_twice_stores_one_of_the_tokens():
-    config = make_config(backend="TORCH_SDPA")
-    args = update_args(config, [9, 9])
-    torch.ops.vattn.kv_cache_update(*args)
-    stored = key_value_views(args.kv_cache, config)[0][0, 9]
-    assert any(torch.equal(stored, row) for row in args.key)
 
 
 @pytest.mark.gpu

@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import vattn
-from tests.support import poisoned_empty, relative_l2
+from tests.support import poisoned_empty, relative_l2, with_cache
 from vattn.distributed import ContextParallel
 from vattn.distributed.combine import combine, combine_parts, gather_heads
 from vattn.errors import ConfigError, MetadataError, RankError, UnknownOptionError, VattnError
@@ -245,8 +245,7 @@ def projections_of_own_heads_are_gathered(rank: int, world: int) -> None:
         projection = whole.layers[1]._kv_b_proj[0]
         part = OfOneRank(projection, parallel, tuples)
         scale, sizes = whole.layers[1].scale, LatentTwin.sizes
-        layer = vattn.MLAAttention(HEADS, scale, *sizes, part, context_parallel=parallel)
-        vattn.allocate_kv_cache(layer, num_blocks=13, dtype=torch.float32)
+        layer = with_cache(vattn.MLAAttention(HEADS, scale, *sizes, part, context_parallel=parallel), 13)
         compare(layer.kv_b_weight, whole.layers[1].kv_b_weight, 1e-6)
         layer.kv_cache.view(torch.uint8).fill_(0xFF)
         whole.layers = layer, whole.layers[1]
@@ -262,8 +261,7 @@ def projections_of_own_heads_are_gathered(rank: int, world: int) -> None:
             split = nn.Linear(*projection.weight.t().shape, bias=False)
             split.load_state_dict(projection.state_dict())
             parallelize_module(split, init_device_mesh("cpu", (world,)), ColwiseParallel())
-            other = vattn.MLAAttention(HEADS, scale, *sizes, split, context_parallel=parallel)
-            vattn.allocate_kv_cache(other, num_blocks=13, dtype=torch.float32)
+            other = with_cache(vattn.MLAAttention(HEADS, scale, *sizes, split, context_parallel=parallel), 13)
             compare(other.kv_b_weight, whole.layers[1].kv_b_weight, 1e-6)
         mixed = vattn.MLAAttention(HEADS, scale, *sizes, projection if rank == 1 else part, context_parallel=parallel)
         with refused("rows of kv_b_proj of rank 1"):
@@ -331,8 +329,7 @@ def ranks_that_disagree_are_told(rank: int, world: int) -> None:
         ContextParallel.of(check="no")  # type: ignore[arg-type]
     with refused("capacity of the builder of rank 1"):
         vattn.AttentionMetadataBuilder(4, 64, 64 + (rank == 1), context_parallel=parallel)
-    layer = vattn.Attention(HEADS, SIZE, 0.25 + (rank == 1), KV_HEADS, context_parallel=parallel)
-    vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+    layer = with_cache(vattn.Attention(HEADS, SIZE, 0.25 + (rank == 1), KV_HEADS, context_parallel=parallel), 4)
     with refused("layers of rank 1"):
         vattn.AttentionMetadataBuilder(4, 64, 64, layers=layer, context_parallel=parallel)
     with refused("what is compared of rank 1"):

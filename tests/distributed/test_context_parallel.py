@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import vattn
 from tests.distributed.context_parallel_support import combined_parts, ranks
 from tests.layers.mla_support import exact, make_mla_config, random_mla_batch
-from tests.support import make_config, random_paged_batch, relative_l2
+from tests.support import make_config, random_paged_batch, relative_l2, with_cache
 from vattn.distributed import ContextParallel, DCPShard
 from vattn.distributed.combine import combine_parts, joint_lse
 from vattn.distributed.rendezvous import confirm, meet, refuse
@@ -147,9 +147,7 @@ def test_builders_of_all_ranks_share_the_tokens(data: st.DataObject, world: int,
 
 
 def layer_of(parallel: ContextParallel | None, **options: object) -> nn.Module:
-    layer = vattn.Attention(4, 16, 0.25, 2, context_parallel=parallel, **options)
-    vattn.allocate_kv_cache(layer, num_blocks=8, dtype=torch.float32)
-    return layer
+    return with_cache(vattn.Attention(4, 16, 0.25, 2, context_parallel=parallel, **options), 8)
 
 
 def inputs(heads: int) -> list[Tensor]:

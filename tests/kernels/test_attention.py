@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.conformance.compare import compare
-from tests.support import Batch, make_config, poisoned_empty, random_packed_batch, random_paged_batch
+from tests.support import Batch, make_config, poisoned_like, random_packed_batch, random_paged_batch
 from vattn.cache.layout import key_value_views
 from vattn.kernels.triton.attention import launch
 from vattn.kernels.triton.attention.kernel import attention_kernel
@@ -183,14 +183,6 @@ def test_approximate_arithmetic_is_that_of_inductor_s_code(name: str, arithmetic
         codes = rows * scale if by_factor else rows / scale
     expected = codes.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
     assert torch.equal(args.output.view(torch.uint8).flatten(), expected.flatten())
-
-
-def poisoned_like(tensor: Tensor | None) -> Tensor | None:
-    if tensor is None:
-        return None
-    if tensor.ndim == 2 and not tensor.is_contiguous():
-        return poisoned_empty(tensor.shape[::-1], tensor.dtype).t()
-    return poisoned_empty(tensor.shape, tensor.dtype)
 
 
 def test_a_given_workspace_is_used_and_one_too_small_is_not() -> None:

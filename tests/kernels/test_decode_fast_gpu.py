@@ -46,22 +46,29 @@ def check(batch: Batch, tuning: Any = None, plan: bool = False) -> None:
         decode_fast.plan(args.query_start_loc, args.seq_lens, schedule, batch.config, tuning)
         args = args._replace(plan=[schedule])
     decode_fast.decode(args, batch.config, tuning)
+    compare_rows(batch)
+
+
+def compare_rows(batch: Batch) -> None:
+    """Compare output and LSE with the reference."""
     torch.cuda.synchronize()
     output, lse = batch.expected()
     assert relative_l2(batch.output(), output) < TOLERANCE[batch.config.dtype]
-    if args.lse is not None:
+    if batch.args.lse is not None:
         finite = lse.isfinite()
-        assert torch.equal(args.lse[~finite], lse[~finite])
-        assert ((args.lse - lse)[finite].abs() < LSE_TOLERANCE).all()
+        assert torch.equal(batch.args.lse[~finite], lse[~finite])
+        assert ((batch.args.lse - lse)[finite].abs() < LSE_TOLERANCE).all()
 
 
-def decode_batch(lengths: list[int], *, padding: int = 0, query_lens: list[int] | None = None, **changes: Any) -> Batch:
+def decode_batch(
+    lengths: list[int], *, padding: int = 0, query_lens: list[int] | None = None, tokens: int = 1, **changes: Any
+) -> Batch:
+    """Return a step of `tokens` rows per request on average, padding included."""
     values = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": "bfloat16", "lse": True, **changes}
-    query_lens = query_lens or [1] * len(lengths)
-    tokens = max(0, len(lengths) + padding - sum(query_lens))
-    config = make_config(**values)
+    query_lens = query_lens or [tokens] * len(lengths)
+    rows = max(0, tokens * (len(lengths) + padding) - sum(query_lens))
     return random_paged_batch(
-        config, query_lens, lengths, num_padding_reqs=padding, num_padding_tokens=tokens, device="cuda"
+        make_config(**values), query_lens, lengths, num_padding_reqs=padding, num_padding_tokens=rows, device="cuda"
     )
 
 
@@ -299,15 +306,6 @@ def test_outputs_of_wide_heads_of_an_fp8_cache(name: str) -> None:
     check_codes(batch, decode_fast.choose_tuning(batch.config.replace(output_format="none"), 40))
 
 
-def speculative_batch(query_lens: list[int], lengths: list[int], tokens: int, padding: int, **changes: Any) -> Batch:
-    """A step of `tokens` rows per request on average, padding included."""
-    values = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": "bfloat16", "lse": True, **changes}
-    rows = tokens * (len(lengths) + padding) - sum(query_lens)
-    return random_paged_batch(
-        make_config(**values), query_lens, lengths, num_padding_reqs=padding, num_padding_tokens=rows, device="cuda"
-    )
-
-
 SPECULATIVE = [
     (2, {}),
     (4, {}),
@@ -322,16 +320,16 @@ LENGTHS = [8, 15, 16, 17, 300, 1000, 33, 64, 129, 9, 511, 47, 5000]
 @pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
 @pytest.mark.parametrize(("tokens", "changes"), SPECULATIVE, ids=str)
 def test_speculative_steps(tokens: int, changes: dict[str, Any], cache: dict[str, Any]) -> None:
-    check(speculative_batch([tokens] * len(LENGTHS), LENGTHS, tokens, 0, **changes, **cache))
-    check(speculative_batch([tokens] * 3, [8, 20011, 700], tokens, 2, sinks=True, **changes, **cache))
-    check(speculative_batch([tokens], [9001], tokens, 0, **changes, **cache))
+    check(decode_batch(LENGTHS, tokens=tokens, **changes, **cache))
+    check(decode_batch([8, 20011, 700], tokens=tokens, padding=2, sinks=True, **changes, **cache))
+    check(decode_batch([9001], tokens=tokens, **changes, **cache))
 
 
 @pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_speculative_features(feature: str, cache: dict[str, Any]) -> None:
     if FEATURES[feature].get("head_size") != 256:
-        check(speculative_batch([4] * len(LENGTHS), LENGTHS, 4, 1, **FEATURES[feature], **cache))
+        check(decode_batch(LENGTHS, tokens=4, padding=1, **FEATURES[feature], **cache))
 
 
 @pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
@@ -344,36 +342,32 @@ def test_drafts_in_chunks(changes: dict[str, Any], query_lens: list[int], cache:
     tokens = max(query_lens) if len(set(query_lens)) == 1 else 4
     lengths = [n + (397 * i) % 3001 for i, n in enumerate(query_lens)]
     layer = {"num_heads": 32, "num_kv_heads": 4, **changes, **cache}
-    batch = speculative_batch(query_lens, lengths, tokens, 1, **layer).with_backend("TRITON_ATTN")
+    batch = decode_batch(lengths, query_lens=query_lens, tokens=tokens, padding=1, **layer).with_backend("TRITON_ATTN")
     args, config = batch.args, batch.config
     rows, reqs = args.query.shape[0], args.seq_lens.shape[0]
     assert 0 < decode_fast.rows_at_a_time(config, rows, reqs, args.query.device) < tokens
     schedule = torch.full(decode_fast.plan_shape(config, rows, reqs, args.query.device), -7, dtype=torch.int32)
     schedule = schedule.to(args.query.device)
     torch.ops.vattn.plan(args.query_start_loc, args.seq_lens, schedule, args.config)
-    output, lse = batch.expected()
-    finite = lse.isfinite()
     for plan in ([], [schedule]):
         args.output.fill_(float("nan"))
         torch.ops.vattn.attention(*args._replace(plan=plan))
-        torch.cuda.synchronize()
-        assert relative_l2(batch.output(), output) < TOLERANCE["bfloat16"]
-        assert torch.equal(args.lse[~finite], lse[~finite])
-        assert ((args.lse - lse)[finite].abs() < LSE_TOLERANCE).all()
+        compare_rows(batch)
 
 
 @pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_rows_that_are_not_dealt_out_evenly(head_size: int, cache: dict[str, Any]) -> None:
     changes = {"head_size": head_size, "sinks": True, **cache}
-    check(speculative_batch([4, 1, 0, 9, 2], [40, 700, 90, 3000, 2], 4, 0, **changes))
-    check(speculative_batch([0, 40, 0, 1], [90, 2500, 7, 64], 4, 7, sliding_window=300, **changes))
-    check(speculative_batch([0, 0], [90, 250], 2, 0, **changes))
+    check(decode_batch([40, 700, 90, 3000, 2], query_lens=[4, 1, 0, 9, 2], tokens=4, **changes))
+    lengths = [90, 2500, 7, 64]
+    check(decode_batch(lengths, query_lens=[0, 40, 0, 1], tokens=4, padding=7, sliding_window=300, **changes))
+    check(decode_batch([90, 250], query_lens=[0, 0], tokens=2, **changes))
 
 
 @pytest.mark.parametrize("output_format", ["fp8_static", "fp8_group128", "nvfp4"])
 def test_speculative_outputs(output_format: str) -> None:
-    batch = speculative_batch([4, 4, 2], [3000, 7, 77], 4, 1, output_format=output_format, **FP8)
+    batch = decode_batch([3000, 7, 77], query_lens=[4, 4, 2], tokens=4, padding=1, output_format=output_format, **FP8)
     decode_fast.decode(batch.args, batch.config)
     compare(on_cpu(batch), *(part.cpu() for part in batch.expected()))
 
@@ -419,11 +413,7 @@ def test_replays_follow_the_lengths() -> None:
         args.seq_lens.copy_(torch.tensor(lengths, dtype=torch.int32))
         args.output.view(torch.uint8).fill_(0xFF)
         graph.replay()
-        torch.cuda.synchronize()
-        output, lse = batch.expected()
-        assert relative_l2(args.output, output) < TOLERANCE["bfloat16"]
-        finite = lse.isfinite()
-        assert ((args.lse - lse)[finite].abs() < LSE_TOLERANCE).all()
+        compare_rows(batch)
 
 
 def test_refusals_name_what_is_missing() -> None:

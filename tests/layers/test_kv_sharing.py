@@ -24,7 +24,7 @@ from tests.layers.layer_support import (
     make_builder,
     make_inputs,
 )
-from tests.support import unchanged
+from tests.support import unchanged, with_cache
 from vattn.errors import CacheError, ConfigError, MetadataError, ShapeError
 
 
@@ -219,8 +219,7 @@ def test_other_layers_that_share_keep_rows_too():
     outs = []
     for fast in (False, True):
         both = {"layer": vattn.StaticSinkAttention, "sink_len": BLOCK}
-        model = make_pair(both=both, first=sinks, second={"fast_prefill": fast}, bound=False)
-        vattn.allocate_kv_cache(model, num_blocks=NUM_BLOCKS, dtype=torch.float32)
+        model = with_cache(make_pair(both=both, first=sinks, second={"fast_prefill": fast}, bound=False), NUM_BLOCKS)
         lens = [5, 7, 2]
         asked = {"num_logits": [1, 2, 2]} if fast else {}
         step = make_builder().build(lens, lens, [[3], [2], [7]], **asked)

@@ -92,3 +92,24 @@ def decode_steps(
         out[index].copy_(sampled)
         if index + 1 < out.shape[0]:
             step.advance_step(inputs, sampled, BLOCK, num_seqs, num)
+
+
+def run_in_order(
+    model: Greedy, tokens: Tensor, step: tuple[list[int], list[int], list[list[int]]], first: str
+) -> Tensor:
+    """Run requests (query lengths, lengths, blocks) in an order of tokens over random caches, and return their rows as
+    they were given."""
+    for layer in model.layers:
+        layer.kv_cache.copy_(torch.randn(layer.kv_cache.shape, generator=torch.Generator().manual_seed(1)))
+    order, device = vattn.token_order(*step[:2], first), tokens.device
+    arguments = [[values[i] for i in order.requests] for values in step]
+    if first == "prefill":
+        built = builder_for(model).build(*arguments).common
+    else:
+        built = vattn.AttentionMetadataBuilder(6, 64, 200, BLOCK, device, layers=model).build(*arguments)
+    places = order.tokens.to(device)
+    with torch.no_grad(), vattn.forward_context(built):
+        packed = model(tokens[places], built.positions)
+    found = torch.empty_like(packed)
+    found[places] = packed
+    return found

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import vattn
-from tests.support import unchanged
+from tests.support import unchanged, with_cache
 from vattn.distributed import ContextParallel
 from vattn.errors import MetadataError
 
@@ -115,8 +115,7 @@ def test_only_the_last_step_can_be_advanced() -> None:
 
 def test_reserved_blocks_and_groups() -> None:
     sinks = torch.zeros(16, 2, 16)
-    layer = vattn.StaticSinkAttention(2, 16, 0.25, sink_len=16, sink_key=sinks, sink_value=sinks)
-    vattn.allocate_kv_cache(layer, num_blocks=200, dtype=torch.float32)
+    layer = with_cache(vattn.StaticSinkAttention(2, 16, 0.25, sink_len=16, sink_key=sinks, sink_value=sinks), 200)
     builder = vattn.AttentionMetadataBuilder(8, 40, 96, layers=layer)
     step = builder.build([1], [16], [[5]])
     with pytest.raises(MetadataError, match="holds sinks"):

@@ -10,7 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vattn
-from tests.metadata.flash_steps import BLOCK, TABLES, Greedy, builder_for, decode_steps, prefill, single_steps
+from tests.metadata.flash_steps import (
+    BLOCK,
+    TABLES,
+    Greedy,
+    builder_for,
+    decode_steps,
+    prefill,
+    run_in_order,
+    single_steps,
+)
 from tests.support import make_config
 from vattn.backends import selector
 from vattn.backends.advance_step import advance_on_host
@@ -31,6 +40,13 @@ def mixed(builder: vattn.FlashAttentionMetadataBuilder, **options: object) -> Fl
 
 def plain_builder(**options: object) -> vattn.FlashAttentionMetadataBuilder:
     return vattn.FlashAttentionMetadataBuilder(6, 24, 96, BLOCK, **options)
+
+
+def same(one: object, other: object, names: str) -> None:
+    """Compare tensors and numbers of two steps."""
+    for name in names.split():
+        got, want = getattr(one, name), getattr(other, name)
+        assert torch.equal(got, want) if isinstance(want, torch.Tensor) else got == want, name
 
 
 def test_fields_and_halves() -> None:
@@ -65,10 +81,8 @@ def test_the_common_metadata_is_what_the_fields_say() -> None:
     """Made from the fields alone, as a user of the fields would, it equals the builder's."""
     step = mixed(plain_builder(), batch_size=5)
     made, built = step._as_common(), step.common
-    for name, tensor in built.tensors().items():
-        assert torch.equal(getattr(made, name), tensor), name
-    for name in ("num_reqs", "max_query_len", "max_seq_len", "num_prefills", "num_decodes", "num_prefill_tokens"):
-        assert getattr(made, name) == getattr(built, name), name
+    same(made, built, " ".join(built.tensors()))
+    same(made, built, "num_reqs max_query_len max_seq_len num_prefills num_decodes num_prefill_tokens")
     assert made.capture_key()[:3] == built.capture_key()[:3]
 
 
@@ -160,42 +174,22 @@ def test_orders_of_tokens() -> None:
         vattn.token_order([1], [1], first="extend")
 
 
-QUERIES, SEQUENCES = [1, 5, 1, 3, 1], [37, 5, 9, 20, 2]
-BLOCKS = [[9, 8, 7], [4], [11], [6, 2], [13]]
+STEP = [1, 5, 1, 3, 1], [37, 5, 9, 20, 2], [[9, 8, 7], [4], [11], [6, 2], [13]]
+"""Query lengths, lengths and blocks of prefills and decodes."""
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
 def test_both_orders_of_tokens_give_equal_outputs(first: str) -> None:
-    """The same requests, packed either way, over caches with the same contents."""
+    """The same requests, packed either way, over caches with the same contents, and each alone."""
     torch.manual_seed(3)
     model = Greedy("TORCH_SDPA", torch.float32, "cpu")
-    tokens, order = torch.randint(97, (sum(QUERIES),)), vattn.token_order(QUERIES, SEQUENCES, first)
-    for layer in model.layers:
-        layer.kv_cache.copy_(torch.randn(layer.kv_cache.shape, generator=torch.Generator().manual_seed(1)))
-    lens, seqs, tables = ([values[i] for i in order.requests] for values in (QUERIES, SEQUENCES, BLOCKS))
-    if first == "prefill":
-        step = builder_for(model).build(lens, seqs, tables).common
-    else:
-        step = vattn.AttentionMetadataBuilder(6, 64, 200, BLOCK, layers=model).build(lens, seqs, tables)
-    with torch.no_grad(), vattn.forward_context(step):
-        packed = model(tokens[order.tokens], step.positions)
-    found = torch.empty_like(packed)
-    found[order.tokens] = packed
-    assert torch.allclose(found, expected_rows(tokens), rtol=1e-5, atol=1e-5)
-
-
-def expected_rows(tokens: torch.Tensor) -> torch.Tensor:
-    """One request after the other, each alone."""
-    torch.manual_seed(3)
-    model = Greedy("TORCH_SDPA", torch.float32, "cpu")
-    for layer in model.layers:
-        layer.kv_cache.copy_(torch.randn(layer.kv_cache.shape, generator=torch.Generator().manual_seed(1)))
-    builder, parts = vattn.AttentionMetadataBuilder(6, 64, 200, BLOCK, layers=model), []
-    for query, seq, table, rows in zip(QUERIES, SEQUENCES, BLOCKS, tokens.split(QUERIES), strict=True):
-        step = builder.build([query], [seq], [table])
-        with torch.no_grad(), vattn.forward_context(step):
-            parts.append(model(rows, step.positions))
-    return torch.cat(parts)
+    tokens = torch.randint(97, (sum(STEP[0]),))
+    found = run_in_order(model, tokens, STEP, first)
+    requests = zip(tokens.split(STEP[0]), *STEP, strict=True)
+    alone = [
+        run_in_order(model, rows, ([query], [length], [table]), "decode") for rows, query, length, table in requests
+    ]
+    assert torch.allclose(found, torch.cat(alone), rtol=1e-5, atol=1e-5)
 
 
 def test_halves_run_on_their_own() -> None:
@@ -266,9 +260,7 @@ def test_any_batch_moved_on_is_the_batch_of_its_new_lengths(data: st.DataObject)
     expected = plain_builder(num_blocks=37).build([1] * real, [n + steps for n in lengths], tables, **padded)
     for name, tensor in expected.common.tensors().items():
         assert torch.equal(step.common.tensors()[name], tensor), name
-    for name in ("context_lens_tensor", "seq_start_loc", "seq_lens", "max_decode_seq_len", "num_decode_tokens"):
-        one, other = getattr(step, name), getattr(expected, name)
-        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, name
+    same(step, expected, "context_lens_tensor seq_start_loc seq_lens max_decode_seq_len num_decode_tokens")
     assert inputs.input_tokens.tolist() == [*(torch.arange(real) + 10 * (steps - 1)).tolist(), *[-3] * (rows - real)]
     with pytest.raises(MetadataError, match="no room left"):
         step.advance_step(inputs, torch.zeros(real, dtype=torch.int64), BLOCK, rows, real)
@@ -286,10 +278,8 @@ def test_prefills_turn_into_decodes() -> None:
     for name, tensor in expected.common.tensors().items():
         if not name.startswith("block"):
             assert torch.equal(step.common.tensors()[name], tensor), name
-    for name in ("context_lens_tensor", "seq_start_loc", "seq_lens_tensor", "query_start_loc", "slot_mapping"):
-        assert torch.equal(getattr(step, name), getattr(expected, name)), name
-    for name in ("num_prefills", "num_prefill_tokens", "num_decode_tokens", "max_query_len", "max_decode_query_len"):
-        assert getattr(step, name) == getattr(expected, name), name
+    same(step, expected, "context_lens_tensor seq_start_loc seq_lens_tensor query_start_loc slot_mapping")
+    same(step, expected, "num_prefills num_prefill_tokens num_decode_tokens max_query_len max_decode_query_len")
     assert half is not None
     assert step.prefill_metadata is None
     assert inputs.input_tokens.tolist() == [50, 51, 52]
@@ -522,11 +512,8 @@ def test_metadata_made_by_hand_moves_on() -> None:
     inputs = DecodeInput(torch.tensor([1, 2]), torch.tensor([6, 15], dtype=torch.int32))
     step.advance_step(inputs, torch.tensor([50, 60], dtype=torch.int32), BLOCK, 2, 2)
     expected = plain_builder().build([1, 1], [8, 17], [[3, 4], [5, 6]])
-    for name in ("query_start_loc", "seq_lens", "slot_mapping", "positions"):
-        assert torch.equal(getattr(step.common, name), getattr(expected.common, name)), name
-    for name in ("seq_start_loc", "context_lens_tensor", "seq_lens", "max_decode_seq_len"):
-        one, other = getattr(step, name), getattr(expected, name)
-        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other, name
+    same(step.common, expected.common, "query_start_loc seq_lens slot_mapping positions")
+    same(step, expected, "seq_start_loc context_lens_tensor seq_lens max_decode_seq_len")
     assert inputs.input_tokens.tolist() == [50, 60]
     assert inputs.input_positions.tolist() == [7, 16]
     with pytest.raises(MetadataError, match="one input_token a request"):

@@ -6,8 +6,17 @@ import pytest
 import torch
 
 import vattn
-from tests.metadata.flash_steps import BLOCK, TABLES, Greedy, builder_for, decode_steps, prefill, single_steps
-from tests.metadata.test_flash_attn_metadata import BLOCKS, LENGTHS, PROMPTS, QUERIES, SEQUENCES
+from tests.metadata.flash_steps import (
+    BLOCK,
+    TABLES,
+    Greedy,
+    builder_for,
+    decode_steps,
+    prefill,
+    run_in_order,
+    single_steps,
+)
+from tests.metadata.test_flash_attn_metadata import LENGTHS, PROMPTS, STEP
 from tests.support import capture
 from vattn.backends import selector
 
@@ -82,24 +91,10 @@ def captured(model: Greedy, builder: vattn.FlashAttentionMetadataBuilder):
 
 
 def test_both_orders_of_tokens_give_equal_outputs(backend: str) -> None:
-    found = {}
-    for first in ("prefill", "decode"):
-        torch.manual_seed(3)
-        model = Greedy(backend, torch.bfloat16, "cuda", 64)
-        for layer in model.layers:
-            layer.kv_cache.copy_(torch.randn(layer.kv_cache.shape, generator=torch.Generator().manual_seed(1)))
-        tokens, order = torch.arange(sum(QUERIES), device="cuda"), vattn.token_order(QUERIES, SEQUENCES, first)
-        lens, seqs, tables = ([values[i] for i in order.requests] for values in (QUERIES, SEQUENCES, BLOCKS))
-        if first == "prefill":
-            step = builder_for(model).build(lens, seqs, tables).common
-        else:
-            step = vattn.AttentionMetadataBuilder(6, 64, 200, BLOCK, "cuda", layers=model).build(lens, seqs, tables)
-        with torch.no_grad(), vattn.forward_context(step):
-            packed = model(tokens[order.tokens.cuda()], step.positions)
-        found[first] = torch.empty_like(packed)
-        found[first][order.tokens.cuda()] = packed
+    model, tokens = Greedy(backend, torch.bfloat16, "cuda", 64), torch.arange(sum(STEP[0]), device="cuda")
+    found = [run_in_order(model, tokens, STEP, first) for first in ("prefill", "decode")]
     # Two layers and products in bf16 on both sides.
-    torch.testing.assert_close(found["prefill"], found["decode"], rtol=2**-6, atol=2**-5)
+    torch.testing.assert_close(*found, rtol=2**-6, atol=2**-5)
 
 
 def test_turning_prefills_makes_schedules_of_the_new_size(backend: str) -> None:

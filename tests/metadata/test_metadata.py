@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import vattn
-from tests.support import unchanged
+from tests.support import unchanged, with_cache
 from vattn.errors import (
     CacheError,
     CacheNotBoundError,
@@ -347,16 +347,14 @@ def test_what_is_no_layer_is_refused(layers: object, named: str) -> None:
         AttentionMetadataBuilder(2, 8, 64, layers=layers)
     with pytest.raises(ConfigError):
         vattn.FlashAttentionMetadataBuilder(2, 8, 64, layers=layers)
-    layer = vattn.Attention(2, 16, 0.3)
-    vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+    layer = with_cache(vattn.Attention(2, 16, 0.3), 4)
     if isinstance(layers, list) and not isinstance(layers[0], torch.nn.Module):
         with pytest.raises(ConfigError, match=r"layers\[1\]"):
             AttentionMetadataBuilder(2, 8, 64, layers=[layer, *layers])
 
 
 def test_layers_inside_of_what_is_listed_are_found_once() -> None:
-    layer = vattn.Attention(2, 16, 0.3)
-    vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+    layer = with_cache(vattn.Attention(2, 16, 0.3), 4)
     block = torch.nn.Sequential(torch.nn.Linear(2, 2), layer)
     for layers in ([block], [block, layer], block.modules(), (torch.nn.ReLU(), layer), [layer.config]):
         assert AttentionMetadataBuilder(2, 8, 64, layers=layers).backends == {"TORCH_SDPA"}
@@ -367,8 +365,7 @@ def test_layers_inside_of_what_is_listed_are_found_once() -> None:
 
 
 def test_a_layer_with_a_cache_refuses_a_step_without_one() -> None:
-    layer = vattn.Attention(2, 8, 0.3, cache_config=vattn.CacheConfig(BLOCK))
-    vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+    layer = with_cache(vattn.Attention(2, 8, 0.3, cache_config=vattn.CacheConfig(BLOCK)), 4)
     with unchanged(layer), pytest.raises(MetadataError, match="without block tables"):
         layer(*(torch.randn(3, 16) for _ in range(3)), metadata=vattn.AttentionMetadataBuilder(2, 4, 64).build([3]))
 
@@ -378,8 +375,7 @@ def test_a_layer_with_a_cache_refuses_a_step_without_one() -> None:
 )
 def test_layers_tell_a_builder_their_block_size(kind: str) -> None:
     make = getattr(vattn, kind)
-    layer = vattn.Attention(2, 16, 0.25, cache_config=vattn.CacheConfig(block_size=32))
-    vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+    layer = with_cache(vattn.Attention(2, 16, 0.25, cache_config=vattn.CacheConfig(block_size=32)), 4)
     for layers in (layer, [layer], iter([layer]), [layer.config]):
         builder = make(2, 8, 64, layers=layers)
         own = getattr(builder, "_inner", builder)
@@ -389,8 +385,7 @@ def test_layers_tell_a_builder_their_block_size(kind: str) -> None:
     assert getattr(plain, "_inner", plain).block_size == 16
     with pytest.raises(ConfigError, match="leave block_size out of the builder"):
         make(2, 8, 64, 16, layers=layer)
-    small = vattn.Attention(2, 16, 0.25, cache_config=vattn.CacheConfig(block_size=8))
-    vattn.allocate_kv_cache(small, num_blocks=4, dtype=torch.float32)
+    small = with_cache(vattn.Attention(2, 16, 0.25, cache_config=vattn.CacheConfig(block_size=8)), 4)
     with pytest.raises(ConfigError, match="block_size"):
         make(2, 8, 64, layers=[layer, small])
     if kind.startswith("Flash"):
@@ -444,8 +439,7 @@ def test_a_builder_refuses_caches_that_came_after_it() -> None:
 
 
 def test_a_builder_refuses_more_blocks_than_its_layers_have() -> None:
-    layer = vattn.Attention(2, 16, 0.25, prefix="a")
-    vattn.allocate_kv_cache(layer, num_blocks=9, dtype=torch.float32)
+    layer = with_cache(vattn.Attention(2, 16, 0.25, prefix="a"), 9)
     with pytest.raises(ConfigError, match=r"num_blocks=10 of the builder, and 9 blocks in the cache of layer 'a'"):
         AttentionMetadataBuilder(2, 8, 64, layers=layer, num_blocks=10)
     builder = AttentionMetadataBuilder(2, 8, 64, layers=layer, num_blocks=7)
@@ -455,8 +449,7 @@ def test_a_builder_refuses_more_blocks_than_its_layers_have() -> None:
 
 def test_a_builder_keeps_no_layer_and_no_cache() -> None:
     """Nor do its copies have any, which may be for copies of the layers."""
-    layer = vattn.Attention(2, 16, 0.25)
-    vattn.allocate_kv_cache(layer, num_blocks=9, dtype=torch.float32)
+    layer = with_cache(vattn.Attention(2, 16, 0.25), 9)
     builder = AttentionMetadataBuilder(2, 8, 64, layers=layer)
     copied = copy.deepcopy(builder), pickle.loads(pickle.dumps(builder))
     vattn.allocate_kv_cache(layer, num_blocks=5, dtype=torch.float32)
@@ -494,8 +487,7 @@ def test_layers_tell_a_builder_their_device() -> None:
         ((torch.zeros(1, device="meta"),), "cpu"),
     ):
         assert device_of([Elsewhere(cache) for cache in caches]) == torch.device(device)
-    layer = vattn.Attention(2, 16, 0.25)
-    vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+    layer = with_cache(vattn.Attention(2, 16, 0.25), 4)
     assert vattn.AttentionMetadataBuilder(2, 8, 64, layers=layer).device == torch.device("cpu")
     with pytest.raises(DeviceError, match="meta"):
         vattn.AttentionMetadataBuilder(2, 8, 64, device="meta", layers=layer)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import vattn
 from tests.layers.layer_support import BLOCK, CLOSE, HEADS, KV_HEADS, SIZE, backends, make_layer
-from tests.support import unchanged
+from tests.support import unchanged, with_cache
 from vattn.errors import GraphContractError, MetadataError, UnsupportedRequestError
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.quantization.codecs import dequantise_output
@@ -97,8 +97,7 @@ def test_flags_and_trees_are_about_new_keys(backend: str) -> None:
 def test_static_sinks_stand_in_front_of_what_is_not_shared() -> None:
     rows = torch.randn(BLOCK, KV_HEADS, SIZE, generator=torch.Generator().manual_seed(4))
     sinks = {"sink_len": BLOCK, "sink_key": rows, "sink_value": rows.flip(0)}
-    layer = make_layer(kind=vattn.StaticSinkAttention, bound=False, **sinks)
-    vattn.allocate_kv_cache(layer, num_blocks=9, dtype=torch.float32)
+    layer = with_cache(make_layer(kind=vattn.StaticSinkAttention, bound=False, **sinks), 9)
     tables = [[table + 1 for table in row] for row in TABLES]
     results = []
     for options in ({}, {"shared_prefix_len": 2 * BLOCK}):

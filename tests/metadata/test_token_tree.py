@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import vattn
 from tests.metadata.tree_cases import SIX, TWENTY, random_trees, rows_to
+from tests.support import with_cache
 from vattn.errors import CacheNotBoundError, ConfigError, DeviceError, ShapeError
 from vattn.metadata.token_tree import TokenTree, _prepare_tree_attn_bias
 
@@ -153,8 +154,7 @@ def test_nothing_valid_moves_nothing() -> None:
     ],
 )
 def test_wrong_slots_are_refused(source: torch.Tensor, target: torch.Tensor, error: type[Exception]) -> None:
-    layer = vattn.Attention(2, 16, 1.0)
-    vattn.allocate_kv_cache(layer, num_blocks=2, dtype=torch.float32)
+    layer = with_cache(vattn.Attention(2, 16, 1.0), 2)
     with pytest.raises(error):
         vattn.move_slots(layer, source, target)
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import vattn
 from tests.layers.mla_support import make_mla_config
-from tests.support import relative_l2, unchanged
+from tests.support import relative_l2, unchanged, with_cache
 from vattn.cache.layout import mla_cache_dtype, mla_cache_shape, row_view
 from vattn.config.mla import MLAConfig
 from vattn.config.rope import RopeConfig
@@ -229,8 +229,7 @@ def test_the_fused_store_equals_its_steps(kv_cache_dtype: str, style: str, full:
 
 
 def layer_and_builder() -> tuple[vattn.MLAAttention, vattn.AttentionMetadataBuilder]:
-    layer = vattn.MLAAttention(2, 0.3, 12, 8, 10, None, 20, nn.Linear(20, 44, bias=False))
-    vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+    layer = with_cache(vattn.MLAAttention(2, 0.3, 12, 8, 10, None, 20, nn.Linear(20, 44, bias=False)), 4)
     return layer, vattn.AttentionMetadataBuilder(2, 8, 64, 16, layers=layer)
 
 

@@ -26,16 +26,20 @@ LENGTHS = {
 }
 
 
+def config_of(dtype: str, cache: str, kind: str) -> vattn.AttentionConfig:
+    return make_config(
+        num_heads=8, num_kv_heads=2, head_size=128, block_size=16, dtype=dtype, lse=True, backend="TRITON_ATTN",
+        kv_cache_dtype=dtype if cache == "auto" else cache, query_format="fp8_e4m3", query_scale=kind,
+    )  # fmt: skip
+
+
 @pytest.mark.parametrize("load", ["divide", "multiply"])
 @pytest.mark.parametrize("kind", ["tensor", "head"])
 @pytest.mark.parametrize("cache", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("lens", LENGTHS)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_exact_arithmetic(dtype: str, lens: str, cache: str, kind: str, load: str) -> None:
-    config = make_config(
-        num_heads=8, num_kv_heads=2, head_size=128, block_size=16, dtype=dtype, lse=True, backend="TRITON_ATTN",
-        kv_cache_dtype=dtype if cache == "auto" else cache, query_format="fp8_e4m3", query_scale=kind,
-    )  # fmt: skip
+    config = config_of(dtype, cache, kind)
     before, loading = pair(random_paged_batch(config, *LENGTHS[lens], device="cuda"), load)
     before.run(), loading.run()
     assert same(before, loading)
@@ -50,10 +54,7 @@ def test_fast_decode_rounds_by_itself(num_reqs: int, cache: str, kind: str, load
     from vattn.config.device import DeviceInfo
     from vattn.kernels.hopper.decode import launch as decode_fast
 
-    config = make_config(
-        num_heads=8, num_kv_heads=2, head_size=128, block_size=16, dtype="bfloat16", lse=True, backend="TRITON_ATTN",
-        kv_cache_dtype="bfloat16" if cache == "auto" else cache, query_format="fp8_e4m3", query_scale=kind,
-    )  # fmt: skip
+    config = config_of("bfloat16", cache, kind)
     if decode_fast.refusals(config, DeviceInfo.of("cuda")):
         pytest.skip("the fast decode path needs an sm_90 GPU")
     lengths = [17 * i + 1 for i in range(num_reqs)]

@@ -90,11 +90,19 @@ def test_fp8_keys_are_stored_as_they_are() -> None:
     assert torch.equal(key_cache.view(torch.uint8)[[0, 3], [3, 6]], codes)
 
 
-def test_an_empty_update_writes_nothing() -> None:
+@pytest.mark.parametrize("slots", [[], [-1, NUM_BLOCKS * BLOCK_SIZE, 10**6]], ids=["empty", "no slot"])
+def test_an_update_without_slots_writes_nothing(slots: list[int]) -> None:
     config = make_config(block_size=BLOCK_SIZE)
-    args = update_args(config, [])
+    args = update_args(config, slots)
     reference.kv_cache_update(args, config)
     assert args.kv_cache.isnan().all()
+
+
+def test_of_two_tokens_with_one_slot_one_is_stored() -> None:
+    config = make_config(block_size=BLOCK_SIZE)
+    args = update_args(config, [9, 9])
+    reference.kv_cache_update(args, config)
+    assert any(torch.equal(key_value_views(args.kv_cache, config)[0][1, 1], row) for row in args.key)
 
 
 def merge(parts: list[tuple[Tensor, Tensor]], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

@@ -7,12 +7,12 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import vattn
+from tests.support import with_cache
 
 
 @torch.no_grad()
 def test_layers_are_traced_with_symbolic_sizes() -> None:
-    layer = vattn.Attention(2, 16, scale=0.25, num_kv_heads=1, prefix="layer")
-    vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+    layer = with_cache(vattn.Attention(2, 16, scale=0.25, num_kv_heads=1, prefix="layer"), 4)
     builder = vattn.AttentionMetadataBuilder(max_num_reqs=2, max_num_tokens=8, max_seq_len=32, layers=layer)
     step = builder.build([3], [3], [[1]])
 
