@@ -101,8 +101,8 @@ def test_only_the_last_step_can_be_advanced() -> None:
     second = builder.advance(first, [])
     for wrong, named in (
         (first, "step 1 of a builder, over which its step 2 has been written"),
-        (make().build([1], [20], [[1, 2]]), "a step of another builder, or of none"),
-        (copy.copy(second), "a copy of this builder's newest step, of type AttentionMetadata"),
+        (make().build([1], [20], [[1, 2]]), "metadata of type AttentionMetadata that is not"),
+        (copy.copy(second), "metadata of type AttentionMetadata that is not"),
         (None, "metadata of type NoneType"),
     ):
         with pytest.raises(MetadataError, match=f"after {named}.*Try: pass that, or call build"):

@@ -404,7 +404,7 @@ def test_steps_that_cannot_move_on_are_refused_and_nothing_changes(lens, options
         (([1], [16], [[1]]), {"num_lookahead_slots": 1}, "needs 2 blocks of 16 tokens, its block table has 1"),
         (([1], [90], [[1] * 8]), {"num_lookahead_slots": 7}, "a step of 97 positions in one request"),
         (([1], [9], [[1]]), {"num_lookahead_slots": -1}, "num_lookahead_slots >= 0"),
-        (([1, 1, 1], [9, 9, 9], [[1], [2], [3]]), {"batch_size": 2}, "3 requests padded to batch_size=2"),
+        (([1, 1, 1], [9, 9, 9], [[1], [2], [3]]), {"batch_size": 2}, "3 requests padded to 2"),
         (([1], [9], torch.tensor([[1.0]])), {}, "block_tables is torch.float32 .* give block_tables an integer dtype"),
         (([1], [9], [[1], [2]]), {}, "block_tables describes 2 requests"),
         (([1], [9, 9], [[1], [2]]), {}, "requests"),

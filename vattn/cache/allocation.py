@@ -15,6 +15,7 @@ from vattn.cache.bindings import count_binding
 from vattn.cache.groups import CacheGroup, Grouping, KVCacheGroup, common_block_size, group_layers
 from vattn.cache.specs import CrossAttentionSpec, EncoderOnlyAttentionSpec, KVCacheSpec
 from vattn.config.arguments import format_bytes, parse_bytes, read_count
+from vattn.config.device import DeviceInfo
 from vattn.errors import CacheError, ConfigError, DeviceError, DtypeError
 from vattn.quantization.formats import MODEL_DTYPES
 
@@ -71,6 +72,7 @@ class KVCacheAllocation:
         layers: one entry per layer, in the model's order.
         groups: which layers share a block table; empty where all do, in a cache without groups.
         max_seq_len: length of the request that the groups were chosen for; 0 without groups.
+        waste: share of the memory of such a request that no layer uses; 0 without groups.
     """
 
     num_blocks: int
@@ -80,6 +82,7 @@ class KVCacheAllocation:
     layers: tuple[LayerCache, ...]
     groups: tuple[KVCacheGroup, ...] = ()
     max_seq_len: int = 0
+    waste: float = 0.0
 
     @property
     def kv_caches(self) -> list[Tensor]:
@@ -109,15 +112,6 @@ class KVCacheAllocation:
         own = [spec.max_blocks(*arguments) for spec in specs if not isinstance(spec, CrossAttentionSpec)]
         cross = [spec.max_blocks(*arguments) for spec in specs if isinstance(spec, CrossAttentionSpec)]
         return max(own, default=0) + max(cross, default=0)
-
-    @property
-    def waste(self) -> float:
-        """Share of the memory of a request of `max_seq_len` tokens that no layer uses; 0 without groups."""
-        if not self.groups:
-            return 0.0
-        counts = [group.spec.max_blocks(self.max_seq_len, 1, self.max_seq_len) for group in self.groups]
-        used = sum(count * group.content_bytes for count, group in zip(counts, self.groups, strict=True))
-        return 1 - used / (sum(counts) * self.bytes_per_block)
 
     @property
     def bytes_per_layer(self) -> dict[str, int]:
@@ -250,8 +244,8 @@ def allocate_kv_cache(
             module.kv_cache_group = holders[index] if grouping else None
         layers.append(LayerCache(name, spec, storages[place], targets.get(name), index, adds))
     count_binding()
-    groups = groups if grouping else ()
-    return KVCacheAllocation(count, block_size, dtype, device, tuple(layers), groups, max_seq_len if grouping else 0)
+    chosen = (grouping.groups, max_seq_len, grouping.waste) if grouping else ()
+    return KVCacheAllocation(count, block_size, dtype, device, tuple(layers), *chosen)
 
 
 def _grouping(modules: dict[str, KVCacheLayer], specs: dict[str, KVCacheSpec], max_seq_len: int) -> Grouping:
@@ -275,14 +269,10 @@ def _model_dtype(model: nn.Module) -> torch.dtype:
 
 
 def _device(device: torch.device | str) -> torch.device:
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise DeviceError(f"device={device!r}", "'cpu' or 'cuda'", "pass device='cpu'") from error
+    DeviceInfo.of(device)  # refuses what is no device
+    found = torch.device(device)
     if found.type not in ("cpu", "cuda"):
         raise DeviceError(f"a KV cache on {found}", "cpu or cuda", "move the model first, or pass device='cpu'")
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise DeviceError(f"device {found} without a usable CUDA GPU", "cpu here", "run `python -m vattn doctor`")
     return found
 
 
@@ -374,16 +364,10 @@ WINDOW = "sliding_window"
 """The entry of `kv_cache_dtype_skip_layers` for every layer with a window."""
 
 
-def layer_index(prefix: str) -> int | None:
-    """Return the first whole number between the dots of a prefix, `"model.layers.3.self_attn"` -> 3."""
-    return next((int(part) for part in prefix.split(".") if part.isdigit()), None)
-
-
 def skip_names(prefix: str, window: int | None) -> frozenset[str]:
-    """Return the entries that mean a layer, `{"3", "sliding_window"}` for number 3 with a window."""
-    index = layer_index(prefix)
-    names = set() if index is None else {str(index)}
-    return frozenset(names if window is None else names | {WINDOW})
+    """Return the entries that mean a layer, `{"3", "sliding_window"}` for `"model.layers.3.attn"` with a window."""
+    names = [str(int(part)) for part in prefix.split(".") if part.isdigit()][:1]
+    return frozenset(names if window is None else [*names, WINDOW])
 
 
 def check_skip_layers(layers: Mapping[str, object], *, whole: bool) -> None:

@@ -76,7 +76,13 @@ class HybridBlockTable:
         needed = [-(-total // size) - len(row) + copy for row, copy in zip(self.rows, shared, strict=True)]
         dead = [row[place] for row, places in zip(self.rows, outside, strict=True) for place in places]
         gained = sum(self.pool.references(block) == 1 for block in dead)
-        self._check_room(sum(needed), gained)
+        if sum(needed) > self.pool.num_free + gained:
+            raise OutOfBlocksError(
+                f"{sum(needed)} blocks were requested in {len(self._own)} groups, {self.pool.num_free} are free and "
+                f"{gained} would become free",
+                "no more than these",
+                "free finished requests, preempt one, or allocate a larger KV cache",
+            )
         self.pool.free(dead)
         copies = []
         for row, places, count, copy in zip(self.rows, outside, needed, shared, strict=True):
@@ -98,15 +104,6 @@ class HybridBlockTable:
         while start and row[start - 1]:
             start -= 1
         return list(range(start, first))
-
-    def _check_room(self, needed: int, gained: int) -> None:
-        if needed > self.pool.num_free + gained:
-            raise OutOfBlocksError(
-                f"{needed} blocks were requested in {len(self._own)} groups, {self.pool.num_free} are free and "
-                f"{gained} would become free",
-                "no more than these",
-                "free finished requests, preempt one, or allocate a larger KV cache",
-            )
 
     def append_encoder(self, num_states: int) -> None:
         """Take blocks for a request's encoder states, once.

@@ -359,16 +359,10 @@ class AttentionMetadataBuilder:
 
     def _not_the_last(self, metadata: object) -> MetadataError:
         """Return the error of `advance` after something else than the newest step of this builder."""
-        built = metadata._built if isinstance(metadata, AttentionMetadata) else None
-        newest = self._built[0]._built if self._built is not None else None
-        if built is not None and built is newest:
-            what = f"a copy of this builder's newest step, of type {type(metadata).__name__}"
-        elif built is not None and built.rewritten is not None:
+        built = getattr(metadata, "_built", None)
+        what = f"metadata of type {type(metadata).__name__} that is not this builder's newest step itself"
+        if built is not None and built.rewritten is not None:
             what = built.rewritten
-        elif isinstance(metadata, AttentionMetadata):
-            what = "a step of another builder, or of none"
-        else:
-            what = f"metadata of type {type(metadata).__name__}"
         return MetadataError(
             f"advance() after {what}",
             "the metadata itself that build() or advance() of this builder returned last",

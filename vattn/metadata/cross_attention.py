@@ -23,21 +23,19 @@ def read_cross_step(
     encoder_lens: Lengths | None,
     new_encoder: Lengths | None,
     cross_block_tables: Sequence[Sequence[int]] | Tensor | None,
-) -> CrossStep | None:
-    """Check the encoder's side of a step of `num_reqs` requests; `None` for a step without one.
+) -> CrossStep:
+    """Check the encoder's side of a step of `num_reqs` requests.
 
     Raises:
         MetadataError: values that contradict each other, the decoder's side, the capacity or the cache.
     """
     if encoder_lens is None or cross_block_tables is None:
-        if encoder_lens is not None or new_encoder is not None or cross_block_tables is not None:
-            given = {"encoder_lens": encoder_lens, "cross_block_tables": cross_block_tables, "new_encoder": new_encoder}
-            raise MetadataError(
-                f"{', '.join(name for name, value in given.items() if value is not None)} alone",
-                "encoder_lens and cross_block_tables together, new_encoder with them or not at all",
-                "pass both in every step of a model with cross attention",
-            )
-        return None
+        given = {"encoder_lens": encoder_lens, "cross_block_tables": cross_block_tables, "new_encoder": new_encoder}
+        raise MetadataError(
+            f"{', '.join(name for name, value in given.items() if value is not None)} alone",
+            "encoder_lens and cross_block_tables together, new_encoder with them or not at all",
+            "pass both in every step of a model with cross attention",
+        )
     if not limits.encoder_len:
         raise MetadataError(
             "encoder_lens for a builder with max_encoder_len=0",

@@ -18,8 +18,8 @@ from vattn.metadata.cross_attention import packed_rows
 from vattn.metadata.inputs import Lengths, check_count, read_integers
 
 
-def read_num_logits(query_lens: Tensor, num_logits: Lengths | None, logits_indices: Lengths | None) -> Tensor | None:
-    """Return how many of its last tokens each request keeps, int64 `[B]`; `None` if the step does not say.
+def read_num_logits(query_lens: Tensor, num_logits: Lengths | None, logits_indices: Lengths | None) -> Tensor:
+    """Return how many of its last tokens each request keeps, int64 `[B]`; one of the two arguments says it.
 
     Args:
         query_lens: int64 `[B]` on the host.
@@ -33,11 +33,9 @@ def read_num_logits(query_lens: Tensor, num_logits: Lengths | None, logits_indic
         raise MetadataError("num_logits and logits_indices", "one of them", "drop one of them")
     if logits_indices is not None:
         counts = _count_last(query_lens, read_integers("logits_indices", logits_indices))
-    elif num_logits is not None:
-        counts = read_integers("num_logits", num_logits)
-        check_count("num_logits", counts.shape[0], query_lens.shape[0])
     else:
-        return None
+        counts = read_integers("num_logits", num_logits)  # type: ignore[arg-type]
+        check_count("num_logits", counts.shape[0], query_lens.shape[0])
     wrong = (counts < 0) | (counts > query_lens)
     if bool(wrong.any()):
         row = int(wrong.nonzero()[0])

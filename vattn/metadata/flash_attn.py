@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,23 +23,11 @@ from vattn.ops.arguments import AdvanceArgs
 Replan = Callable[[AttentionMetadata], None]
 
 
-class ModelInput(Protocol):
-    """What a model reads besides the metadata, one row a request."""
-
-    @property
-    def input_tokens(self) -> Tensor:
-        """int32 or int64 `[num_seqs]`."""
-
-    @property
-    def input_positions(self) -> Tensor:
-        """int32 or int64 `[num_seqs]`; may be the metadata's own."""
-
-
 class DecodeInput(NamedTuple):
-    """A `ModelInput`: the tokens and positions of a decode step.
+    """The tokens and positions of a decode step: what a model reads besides the metadata, one row a request.
 
     Attributes:
-        input_tokens, input_positions: int32 or int64 `[num_seqs]`.
+        input_tokens, input_positions: int32 or int64 `[num_seqs]`; the positions may be the metadata's own.
     """
 
     input_tokens: Tensor
@@ -115,7 +103,7 @@ class FlashAttentionMetadata:
     _padded: tuple[Tensor, Tensor] | None = field(default=None, repr=False)
     """`context_lens_tensor` and `seq_start_loc` of as many requests as `common` has."""
     _replan: Replan | None = field(default=None, repr=False)
-    _halves: dict[str, FlashAttentionMetadata | None] = field(default_factory=dict, repr=False)
+    _halves: dict[tuple[int, int], FlashAttentionMetadata] = field(default_factory=dict, repr=False)
     _built: BuiltStep | None = field(default=None, repr=False)
     """Which step of its builder this is, or a half of."""
 
@@ -129,38 +117,16 @@ class FlashAttentionMetadata:
     @property
     def prefill_metadata(self) -> FlashAttentionMetadata | None:
         """Only the prefills, `None` if there are none. Views of the same tensors; kept until `advance_step`."""
-        if "prefill" not in self._halves:
-            self._halves["prefill"] = None
-            if self.num_prefills:
-                self._halves["prefill"] = self._half(
-                    0,
-                    self.num_prefills,
-                    slice(self.num_prefill_tokens),
-                    num_decode_tokens=0,
-                    max_decode_seq_len=0,
-                    max_decode_query_len=0,
-                    use_cuda_graph=False,
-                    lookahead=None,
-                )
-        return self._halves["prefill"]
+        decodes = {"num_decode_tokens": 0, "max_decode_seq_len": 0, "max_decode_query_len": 0}
+        rows = slice(self.num_prefill_tokens)
+        return self._half(0, self.num_prefills, rows, **decodes, use_cuda_graph=False, lookahead=None)
 
     @property
     def decode_metadata(self) -> FlashAttentionMetadata | None:
         """Only the decodes, `None` if there are none: views, and offsets that start at 0 again."""
-        if "decode" not in self._halves:
-            self._halves["decode"] = None
-            if self.num_decode_tokens:
-                self._halves["decode"] = self._half(
-                    self.num_prefills,
-                    self.seq_lens_tensor.shape[0],
-                    slice(self.num_prefill_tokens, None),
-                    num_prefills=0,
-                    num_prefill_tokens=0,
-                    max_prefill_seq_len=0,
-                    max_query_len=self.max_decode_query_len,
-                    cross_slot_mapping=None,
-                )
-        return self._halves["decode"]
+        prefills = {"num_prefills": 0, "num_prefill_tokens": 0, "max_prefill_seq_len": 0, "cross_slot_mapping": None}
+        rows, end = slice(self.num_prefill_tokens, None), self.seq_lens_tensor.shape[0]
+        return self._half(self.num_prefills, end, rows, **prefills, max_query_len=self.max_decode_query_len)
 
     @property
     def is_all_encoder_attn_metadata_set(self) -> bool:
@@ -215,7 +181,7 @@ class FlashAttentionMetadata:
 
     def advance_step(
         self,
-        model_input: ModelInput,
+        model_input: DecodeInput,
         sampled_token_ids: Tensor,
         block_size: int,
         num_seqs: int,
@@ -229,7 +195,7 @@ class FlashAttentionMetadata:
         which then runs several steps; the numbers on the host then stay as they were at the capture.
 
         Args:
-            model_input: tokens and positions that the model reads; written.
+            model_input: tokens and positions that the model reads, in any object with these two tensors; written.
             sampled_token_ids: int32 or int64 `[num_queries]` or `[num_queries, 1]`, or longer.
             block_size: tokens per cache block.
             num_seqs: requests, padding included.
@@ -358,10 +324,12 @@ class FlashAttentionMetadata:
         common.num_prefills = common.num_prefill_tokens = 0
         common.num_actual_tokens, common.max_query_len = common.num_reqs, 1
 
-    def _half(self, first: int, end: int, rows: slice, **numbers: Any) -> FlashAttentionMetadata:
+    def _half(self, first: int, end: int, rows: slice, **numbers: Any) -> FlashAttentionMetadata | None:
         """Return requests `first` to `end` as views, and offsets that start at 0; `numbers`: what differs besides."""
         own = slice(first, end)
-        return replace(
+        if first == end or (first, end) in self._halves:
+            return self._halves.get((first, end))
+        half = replace(
             self,
             slot_mapping=self.slot_mapping[rows],
             seq_lens=self.seq_lens[own],
@@ -377,6 +345,7 @@ class FlashAttentionMetadata:
             **self._encoder_fields(first, end),
             **numbers,
         )
+        return self._halves.setdefault((first, end), half)
 
     def _encoder_fields(self, first: int, end: int) -> dict[str, Any]:
         """Return the encoder's fields of a range of requests."""

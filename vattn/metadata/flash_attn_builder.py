@@ -87,7 +87,10 @@ class FlashAttentionMetadataBuilder:
         if batch_size is not None:
             batch_size = read_count("batch_size", batch_size, 1, "leave it out for no padding", MetadataError)
         prefills = self._count_prefills(queries, lengths)
-        padding = {} if batch_size is None else self._padding(batch_size, queries)
+        padding = {}
+        if batch_size is not None:
+            missing = batch_size - len(queries)
+            padding = {"num_reqs_padded": batch_size, "num_tokens_padded": sum(queries) + missing}
         common = self._inner.build(
             queries,
             lengths,
@@ -144,16 +147,6 @@ class FlashAttentionMetadataBuilder:
                 "order the requests by vattn.token_order(query_lens, seq_lens, first='prefill')",
             )
         return first
-
-    def _padding(self, batch_size: int, queries: list[int]) -> dict[str, Any]:
-        if batch_size < len(queries):
-            raise MetadataError(
-                f"{len(queries)} requests padded to batch_size={batch_size}",
-                f"{len(queries)} or more",
-                "replay a larger graph, or run this step without one",
-            )
-        missing = batch_size - len(queries)
-        return {"num_reqs_padded": batch_size, "num_tokens_padded": sum(queries) + missing}
 
     def _table(
         self, tables: Sequence[Sequence[int]] | Tensor, queries: list[int], lengths: list[int], lookahead: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,29 +15,6 @@ from vattn.metadata.attention_metadata import AttentionMetadata, CaptureKey, ste
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.inputs import Lengths, check_count, read_integers
 from vattn.metadata.token_tree import TokenTree, TreeChoices
-
-
-class InputBatch(Protocol):
-    """What `reorder_batch` needs of a batch."""
-
-    @property
-    def req_ids(self) -> Sequence[str]:
-        """Ids of the requests, in the batch's order."""
-
-    @property
-    def num_computed_tokens_cpu(self) -> Sequence[int]:
-        """Cached tokens of each request, in the batch's order."""
-
-    def swap_states(self, i1: int, i2: int, /) -> None:
-        """Exchange two requests."""
-
-
-class SchedulerOutput(Protocol):
-    """What `reorder_batch` needs of a schedule."""
-
-    @property
-    def num_scheduled_tokens(self) -> dict[str, int]:
-        """New tokens of each request, by id."""
 
 
 class TreeAttentionMetadataBuilder(AttentionMetadataBuilder):
@@ -272,11 +249,16 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder):
             )
         return replace(common_metadata, tree_bias=self._draft_bias, tree_id=self._draft_ids[:num_reqs].data)
 
-    def reorder_batch(self, input_batch: InputBatch, scheduler_output: SchedulerOutput) -> bool:
+    def reorder_batch(self, input_batch: Any, scheduler_output: Any) -> bool:
         """Bring decodes and trees of a batch before its prefills, with as few exchanges as it takes.
 
         A decode has cached tokens and at most `decode_threshold` new ones. The steps of this builder need no order; it
         is for code that relies on one.
+
+        Args:
+            input_batch: has `req_ids` and `num_computed_tokens_cpu`, ids and cached tokens in the batch's order, and
+                `swap_states(i, j)`, which exchanges two requests.
+            scheduler_output: has `num_scheduled_tokens`, the new tokens of each request by id.
 
         Returns:
             Whether anything was exchanged.
