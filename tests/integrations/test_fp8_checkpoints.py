@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import vattn
 from tests.support import relative_l2
-from vattn import errors
+from vattn.errors import ConfigError, ScaleError, UnsupportedRequestError
 from vattn.layers.fp8_linear import LINEAR_FORMATS, FP8Linear
 
 pytest.importorskip("transformers")
@@ -154,7 +154,7 @@ def test_transformers_fp8_as_transformers_loads_it(tmp_path: Path) -> None:
     # transformers leaves what is no whole number of blocks: key and value of 64 rows.
     assert sum(isinstance(module, FP8Linear) for module in model.modules()) == LINEARS - 4
     assert relative_l2(eager_logits(model, PROMPTS[1]).float(), dequantised) < 0.2
-    with pytest.raises(errors.ScaleError, match="k_scale"):
+    with pytest.raises(ScaleError, match="k_scale"):
         enable(model, cache_config=FP8)
 
 
@@ -223,7 +223,7 @@ def test_scales_of_the_cache_that_are_missing_or_would_be_ignored(fault: str, sc
     shutil.copytree(scaled, tmp_path, dirs_exist_ok=True)
     change(tmp_path)
     model = plain(tmp_path)
-    with pytest.raises(errors.ScaleError, match=text):
+    with pytest.raises(ScaleError, match=text):
         enable(model, cache_config=FP8)
     assert not any("vattn" in name for name, _ in model.named_modules())
     enable(model, cache_config=FP8, quant_config=vattn.QuantConfig(0.1, 0.1), num_blocks=17)
@@ -247,24 +247,6 @@ def of_weight(name: str, tensor: Tensor) -> Any:
     return tensors(**{f"{UP}.{name}": tensor})
 
 
-def of_group(**group: Any) -> Any:
-    """A change to a configuration of compressed-tensors with one group."""
-    asked = {"quant_method": "compressed-tensors", "config_groups": {"g": group}}
-    return lambda folder: edit_config(folder, quantization_config=asked)
-
-
-def described(**changes: Any) -> Any:
-    """A change of the configuration of quantisation; those of its group under `group`."""
-
-    def change(folder: Path) -> None:
-        found = json.loads((folder / "config.json").read_text())["quantization_config"]
-        found["config_groups"]["group_0"] |= changes.get("group", {})
-        found |= {name: value for name, value in changes.items() if name != "group"}
-        edit_config(folder, quantization_config=found)
-
-    return change
-
-
 def twice(folder: Path) -> None:
     save_file({f"{UP}.weight": torch.zeros(256, 128).to(torch.float8_e4m3fn)}, folder / "old.safetensors")
 
@@ -278,80 +260,44 @@ def cut_short(folder: Path) -> None:
     path.write_bytes(path.read_bytes()[:1000])
 
 
+E4M3_ONE = torch.ones(1).to(torch.float8_e4m3fn)
 NAN = torch.full((256, 128), 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
-INPUTS = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False}
-HADAMARD = {"config_groups": {"u": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}]}}}
-
 LINEAR_FAULTS: dict[str, tuple[Any, type[Exception], str]] = {
-    "too many scales": (of_weight("weight_scale", torch.ones(3)), errors.ScaleError, "3 scales .* 1 or 256"),
-    "a row of scales": (of_weight("weight_scale", torch.ones(1, 256)), errors.ScaleError, r"\(1, 256\).*\[256, 1\]"),
-    "whole scales": (
-        of_weight("weight_scale", torch.ones(256).int()),
-        errors.ScaleError,
-        "weight_scale in torch.int32",
-    ),
-    "e4m3 of an input": (
-        of_weight("input_scale", torch.ones(1).to(torch.float8_e4m3fn)),
-        errors.ScaleError,
-        "input_scale in torch.float8_e4m3fn",
-    ),
+    "too many scales": (of_weight("weight_scale", torch.ones(3)), ScaleError, "3 scales .* 1 or 256"),
+    "a row of scales": (of_weight("weight_scale", torch.ones(1, 256)), ScaleError, r"\(1, 256\).*\[256, 1\]"),
+    "whole scales": (of_weight("weight_scale", torch.ones(256).int()), ScaleError, "weight_scale in torch.int32"),
+    "e4m3 of an input": (of_weight("input_scale", E4M3_ONE), ScaleError, "input_scale in torch.float8_e4m3fn"),
     "an FP8 table": (
         tensors(**{"model.embed_tokens.weight": torch.ones(256, 128).to(torch.float8_e4m3fn)}),
-        errors.UnsupportedRequestError,
+        UnsupportedRequestError,
         "embeddings and merged experts",
     ),
-    "format": (described(format="pack-quantized"), errors.UnsupportedRequestError, "pack-quantized"),
-    "two names": (of_weight("weight_scale_inv", torch.ones(1)), errors.ScaleError, "weight_scale and weight_scale_inv"),
-    "bias": (of_weight("bias", torch.ones(256)), errors.ConfigError, "with a bias. Allowed: none"),
-    "zero point": (of_weight("weight_zero_point", torch.ones(1)), errors.ScaleError, "no use for"),
-    "smoothing": (of_weight("pre_quant_scale", torch.ones(64)), errors.ScaleError, "no use for"),
-    "output scale": (of_weight("output_scale", torch.ones(1)), errors.ScaleError, "no use for"),
-    "NaN": (of_weight("weight", NAN), errors.ScaleError, "codes of NaN"),
-    "e5m2": (of_weight("weight", NAN.view(torch.float8_e5m2)), errors.UnsupportedRequestError, "float8_e5m2"),
-    "shape": (of_weight("weight", NAN[:, :32].contiguous()), errors.ConfigError, r"\(256, 32\)"),
-    "twice": (twice, errors.ConfigError, "two files .* old.safetensors"),
-    "another tower": (another_tower, errors.UnsupportedRequestError, "one of several weights"),
-    "rotations": (described(transform_config=HADAMARD), errors.UnsupportedRequestError, "rotations"),
-    "sparse": (
-        described(sparsity_config={"format": "sparse-24-bitmask"}),
-        errors.UnsupportedRequestError,
-        "sparse weights",
-    ),
-    "outputs": (described(group={"output_activations": INPUTS}), errors.UnsupportedRequestError, "quantised outputs"),
-    "asymmetric": (
-        described(group={"input_activations": {**INPUTS, "symmetric": False}}),
-        errors.UnsupportedRequestError,
-        "zero points",
-    ),
-    "no targets": (described(group={"targets": None}), errors.ConfigError, "tensors cannot read"),
-    "pattern": (described(group={"targets": ["re:("]}), errors.ConfigError, "tensors cannot read"),
-    "a list of groups": (described(config_groups=[1]), errors.ConfigError, "tensors cannot read"),
-    "a word": (lambda folder: edit_config(folder, quantization_config="fp8"), errors.ConfigError, "a dictionary"),
-    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), errors.ConfigError, "config.json"),
-    "cut short": (cut_short, errors.ConfigError, "model.safetensors"),
+    "two names": (of_weight("weight_scale_inv", torch.ones(1)), ScaleError, "weight_scale and weight_scale_inv"),
+    "bias": (of_weight("bias", torch.ones(256)), ConfigError, "with a bias. Allowed: none"),
+    "zero point": (of_weight("weight_zero_point", torch.ones(1)), ScaleError, "no use for"),
+    "smoothing": (of_weight("pre_quant_scale", torch.ones(64)), ScaleError, "no use for"),
+    "output scale": (of_weight("output_scale", torch.ones(1)), ScaleError, "no use for"),
+    "NaN": (of_weight("weight", NAN), ScaleError, "codes of NaN"),
+    "e5m2": (of_weight("weight", NAN.view(torch.float8_e5m2)), UnsupportedRequestError, "float8_e5m2"),
+    "shape": (of_weight("weight", NAN[:, :32].contiguous()), ConfigError, r"\(256, 32\)"),
+    "twice": (twice, ConfigError, "two files .* old.safetensors"),
+    "another tower": (another_tower, UnsupportedRequestError, "one of several weights"),
+    "a word": (lambda folder: edit_config(folder, quantization_config="fp8"), ConfigError, "a dictionary"),
+    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), ConfigError, "config.json"),
+    "cut short": (cut_short, ConfigError, "model.safetensors"),
     "experts": (
         tensors(**{"model.layers.0.mlp.experts.0.weight": torch.ones(4, 4).to(torch.float8_e4m3fn)}),
-        errors.UnsupportedRequestError,
+        UnsupportedRequestError,
         "experts",
     ),
-    "weight scale": (tensors("layers.1.mlp.up_proj.weight_scale"), errors.ScaleError, "without a scale"),
-    "input scale": (tensors("layers.1.mlp.up_proj.input_scale"), errors.ScaleError, "without a scale of its input"),
-    "negative": (of_weight("weight_scale", torch.tensor([-1.0])), errors.ScaleError, "positive and finite"),
-    "stray": (tensors(**{"lm_head.weight_scale": torch.ones(1)}), errors.ScaleError, "lm_head.weight_scale"),
+    "weight scale": (tensors("layers.1.mlp.up_proj.weight_scale"), ScaleError, "without a scale"),
+    "input scale": (tensors("layers.1.mlp.up_proj.input_scale"), ScaleError, "without a scale of its input"),
+    "negative": (of_weight("weight_scale", torch.tensor([-1.0])), ScaleError, "positive and finite"),
+    "stray": (tensors(**{"lm_head.weight_scale": torch.ones(1)}), ScaleError, "lm_head.weight_scale"),
     "method": (
         lambda folder: edit_config(folder, quantization_config={"quant_method": "quark"}),
-        errors.UnsupportedRequestError,
+        UnsupportedRequestError,
         "quark",
-    ),
-    "weights alone": (
-        of_group(targets=["Linear"], weights=INPUTS, input_activations=None),
-        errors.UnsupportedRequestError,
-        "inputs that are not FP8",
-    ),
-    "no group": (
-        of_group(targets=["re:.*self_attn.*"], weights={}, input_activations=None),
-        errors.UnsupportedRequestError,
-        "inputs that are not FP8|no group",
     ),
 }
 
@@ -400,7 +346,7 @@ def test_layers_that_are_no_longer_plain(whole: Path) -> None:
     ):
         model = plain(whole)
         prepare(model)
-        with pytest.raises(errors.ConfigError, match=text):
+        with pytest.raises(ConfigError, match=text):
             load_fp8_linears(model)
         assert not any(isinstance(module, FP8Linear) for module in model.modules())
 
@@ -423,19 +369,21 @@ def test_the_group_of_a_layer() -> None:
 
 
 FP8_ARGS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
-UNREADABLE = (errors.ConfigError, "compressed-tensors cannot read")
+HADAMARD = {"config_groups": {"u": {"type": "hadamard", "apply": [{"targets": ["Linear"], "location": "input"}]}}}
+UNREADABLE = (ConfigError, "compressed-tensors cannot read")
 
 GROUP_FAULTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     *(({part: "x"}, *UNREADABLE) for part in ("weights", "input_activations", "output_activations")),
     ({"weights": {**FP8_ARGS, "strategy": ["tensor"]}}, *UNREADABLE),
-    ({"weights": {**FP8_ARGS, "symmetric": False}}, errors.UnsupportedRequestError, "zero points of weights"),
+    ({"weights": {**FP8_ARGS, "symmetric": False}}, UnsupportedRequestError, "zero points of weights"),
+    ({"input_activations": {**FP8_ARGS, "symmetric": False}}, UnsupportedRequestError, "zero points"),
     ({"input_activations": {**FP8_ARGS, "dynamic": "false"}}, *UNREADABLE),
     ({"input_activations": {**FP8_ARGS, "unknown": 1}}, *UNREADABLE),
-    ({"weights": {**FP8_ARGS, "num_bits": 4}}, errors.UnsupportedRequestError, "weights that are not FP8"),
-    ({"weights": {**FP8_ARGS, "type": "int"}}, errors.UnsupportedRequestError, "weights that are not FP8"),
+    ({"weights": {**FP8_ARGS, "num_bits": 4}}, UnsupportedRequestError, "weights that are not FP8"),
+    ({"weights": {**FP8_ARGS, "type": "int"}}, UnsupportedRequestError, "weights that are not FP8"),
     (
         {"input_activations": {**FP8_ARGS, "scale_dtype": "torch.float8_e4m3fn"}},
-        errors.UnsupportedRequestError,
+        UnsupportedRequestError,
         "scales of inputs in torch.float8_e4m3fn",
     ),
     (
@@ -443,11 +391,16 @@ GROUP_FAULTS: list[tuple[dict[str, Any], type[Exception], str]] = [
             "weights": {**FP8_ARGS, "strategy": "block", "block_structure": [64, 64]},
             "input_activations": {**FP8_ARGS, "strategy": "group", "group_size": 64, "dynamic": True},
         },
-        errors.UnsupportedRequestError,
+        UnsupportedRequestError,
         r"blocks of \(\[64, 64\], 64\)",
     ),
-    ({"weights": None}, errors.UnsupportedRequestError, "weights that are not FP8"),
-    ({"format": "int-quantized"}, errors.UnsupportedRequestError, "format='int-quantized'"),
+    ({"weights": None}, UnsupportedRequestError, "weights that are not FP8"),
+    ({"input_activations": None}, UnsupportedRequestError, "inputs that are not FP8"),
+    ({"output_activations": FP8_ARGS}, UnsupportedRequestError, "quantised outputs"),
+    ({"format": "int-quantized"}, UnsupportedRequestError, "format='int-quantized'"),
+    ({"targets": None}, *UNREADABLE),
+    ({"targets": ["re:("]}, *UNREADABLE),
+    ({"targets": ["re:.*self_attn.*"]}, UnsupportedRequestError, "no group"),
 ]
 
 
@@ -459,10 +412,14 @@ def grouped(**changes: Any) -> dict[str, Any]:
 
 CONFIGURATIONS: list[tuple[dict[str, Any], type[Exception], str]] = [
     *((grouped(**change), kind, text) for change, kind, text in GROUP_FAULTS),
-    ({"quant_method": "compressed-tensors", "sparsity_config": "x"}, *UNREADABLE),
     ({"quant_method": "compressed-tensors"}, *UNREADABLE),
+    ({**grouped(), "config_groups": [1]}, *UNREADABLE),
+    ({**grouped(), "sparsity_config": "x"}, *UNREADABLE),
+    ({**grouped(), "sparsity_config": {"format": "sparse-24-bitmask"}}, UnsupportedRequestError, "sparse weights"),
+    ({**grouped(), "transform_config": HADAMARD}, UnsupportedRequestError, "rotations"),
+    ({**grouped(), "format": "pack-quantized"}, UnsupportedRequestError, "pack-quantized"),
     *(
-        ({"quant_method": "fp8", **change}, errors.UnsupportedRequestError, text)
+        ({"quant_method": "fp8", **change}, UnsupportedRequestError, text)
         for change, text in (
             ({"weight_block_size": 128}, "blocks of 128"),
             ({"weight_block_size": [64, 64]}, r"\[64, 64\]"),
@@ -489,25 +446,14 @@ def test_formats_of_codes_as_they_are(fmt: str | None) -> None:
 
 def test_folders_that_are_none(tmp_path: Path) -> None:
     model = make_llama()
-    with pytest.raises(errors.ConfigError, match=r"that was loaded from nowhere.*folder="):
+    with pytest.raises(ConfigError, match=r"that was loaded from nowhere.*folder="):
         load_fp8_linears(model)
-    with pytest.raises(errors.ConfigError, match=r"\*\.safetensors"):
+    with pytest.raises(ConfigError, match=r"\*\.safetensors"):
         load_fp8_linears(model, tmp_path)
-    with pytest.raises(errors.ConfigError, match="folder=5"):
+    with pytest.raises(ConfigError, match="folder=5"):
         load_fp8_linears(model, 5)
-    with pytest.raises(errors.ConfigError, match="a model of type str"):
+    with pytest.raises(ConfigError, match="a model of type str"):
         load_fp8_linears("model", tmp_path)
     model.save_pretrained(tmp_path)
-    with pytest.raises(errors.ConfigError, match="quantise_linears"):
+    with pytest.raises(ConfigError, match="quantise_linears"):
         load_fp8_linears(model, tmp_path)
-
-
-def test_scales_on_the_modules_alone() -> None:
-    model = make_llama()
-    for module in model.modules():
-        if type(module).__name__ == "LlamaAttention":
-            module.register_buffer("k_scale", torch.tensor([0.03]))
-    with pytest.raises(errors.ScaleError, match=r"v_scale.*calibrat"):
-        enable(model, cache_config=FP8)
-    assert isinstance(model.model.layers[0].self_attn.o_proj, nn.Linear)
-    assert isinstance(model.model.layers[0].self_attn.k_scale, Tensor)

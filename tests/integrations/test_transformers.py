@@ -118,19 +118,23 @@ def test_fp8_caches(name: str) -> None:
 
 
 def test_scales_of_a_checkpoint_are_used() -> None:
+    """Those on the modules of a loaded model, of both keys and values; a refused model keeps them."""
+    config = vattn.CacheConfig(cache_dtype="fp8")
     model = make_model("llama")
-    for module in model.modules():
-        if type(module).__name__ == "LlamaAttention":
-            module.register_buffer("k_scale", torch.tensor([0.03]))
-            module.register_buffer("v_scale", torch.tensor(0.05))
-    packed = enable(model, cache_config=vattn.CacheConfig(cache_dtype="fp8"), num_blocks=17)
-    layers = [module for module in packed.modules() if isinstance(module, vattn.Attention)]
-    assert len(layers) == 2 and all(layer.k_scale.item() == pytest.approx(0.03) for layer in layers)
-    assert layers[0].v_scale.item() == pytest.approx(0.05)
-    plain = make_model("llama")
     with pytest.raises(vattn.errors.ScaleError):
-        enable(plain, cache_config=vattn.CacheConfig(cache_dtype="fp8"))
-    assert "vattn" not in dict(plain.named_modules()) and plain.config._attn_implementation == "eager"
+        enable(model, cache_config=config)
+    attention = [module for module in model.modules() if type(module).__name__ == "LlamaAttention"]
+    for module in attention:
+        module.register_buffer("k_scale", torch.tensor([0.03]))
+    with pytest.raises(vattn.errors.ScaleError, match=r"v_scale.*calibrat"):
+        enable(model, cache_config=config)
+    assert "vattn" not in dict(model.named_modules()) and model.config._attn_implementation == "eager"
+    for module in attention:
+        module.register_buffer("v_scale", torch.tensor(0.05))
+    packed = enable(model, cache_config=config, num_blocks=17)
+    layers = [module for module in packed.modules() if isinstance(module, vattn.Attention)]
+    assert [layer.k_scale.item() for layer in layers] == pytest.approx([0.03] * 2)
+    assert [layer.v_scale.item() for layer in layers] == pytest.approx([0.05] * 2)
 
 
 def test_calls_outside_of_a_step_say_what_to_call() -> None:
