@@ -17,6 +17,14 @@ LLAMA_3 = {
     "original_max_position_embeddings": 32,
 }  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
+ROUTED_EXPERTS = {
+    "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+    "moe_intermediate_size": 32,
+}  # fmt: skip
+LATENT = {
+    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "num_key_value_heads": 4,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -82,22 +90,7 @@ FAMILIES = {
     ),
     "gpt2": Family("gpt2", "learned positions", {"n_embd": 64, "n_head": 4, "n_layer": 2, "n_positions": 256}),
     "deepseek_v3": Family(
-        "deepseek_v3",
-        "latent projections, expanded: keys of 24, values of 16",
-        {
-            "q_lora_rank": 32,
-            "kv_lora_rank": 16,
-            "qk_nope_head_dim": 16,
-            "qk_rope_head_dim": 8,
-            "v_head_dim": 16,
-            "num_key_value_heads": 4,
-            "n_routed_experts": 4,
-            "num_experts_per_tok": 2,
-            "n_group": 1,
-            "topk_group": 1,
-            "first_k_dense_replace": 1,
-            "moe_intermediate_size": 32,
-        },
+        "deepseek_v3", "latent projections, expanded: keys of 24, values of 16", {**LATENT, **ROUTED_EXPERTS}
     ),
 }
 

@@ -14,8 +14,8 @@ from vattn.errors import VattnError
 
 pytest.importorskip("transformers")
 
-from tests.integrations.hf_families import BASE
-from tests.integrations.test_transformers import PROMPTS, TOLERANCE, Runner, eager_logits
+from tests.integrations.hf_families import BASE, LATENT
+from tests.integrations.test_transformers import PROMPTS, TOLERANCE, eager_logits, logits_in_chunks
 from tests.support import relative_l2
 from vattn.integrations.transformers import enable
 
@@ -26,10 +26,6 @@ NAMES = {
     "rotary_dim": 8, "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "moe_num_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32,
     "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1, "sliding_window": 5,
-}  # fmt: skip
-LATENT = {
-    "q_lora_rank": 32, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
-    "num_key_value_heads": 4,
 }  # fmt: skip
 GUESSES: list[dict[str, Any]] = [
     {"head_dim": 16},
@@ -73,20 +69,11 @@ def outcome(model_type: str) -> str:
     model, expected = made
     if not all(bool(logits.isfinite().all()) for logits in expected):
         return "passed over"
-    long, short = PROMPTS
     try:
-        runner = Runner(enable(model, num_blocks=33))
+        packed = enable(model, num_blocks=33)
     except VattnError:
         return "refused"
-    got: list[list[torch.Tensor]] = [[], []]
-    for parts in (
-        [(long[:20], 0), (short[:3], 0)],
-        [(long[20:40], 20), (short[3:4], 3)],
-        [(long[40:], 40), (short[4:], 4)],
-    ):
-        for rows, new in zip(got, runner.step(parts), strict=True):
-            rows.append(new)
-    error = max(float(relative_l2(torch.cat(rows), want)) for rows, want in zip(got, expected, strict=True))
+    error = max(map(relative_l2, logits_in_chunks(packed), expected))
     return "equal" if error < TOLERANCE else f"differs by {error}"
 
 
