@@ -50,42 +50,16 @@ def swapped(model: nn.Module, kind: str, make: Callable[[Any, str], nn.Module]) 
     return ours
 
 
-class BertAttention(nn.Module):
-    """Packed `BertSelfAttention`."""
+class Swapped(nn.Module):
+    """A module of transformers whose attention is a layer of vattn: `call` takes both, and what theirs is given."""
 
-    def __init__(self, theirs: Any, prefix: str, backend: str) -> None:
+    def __init__(self, theirs: Any, attn: nn.Module, call: Callable[..., Any]) -> None:
         super().__init__()
-        self.projections = nn.ModuleList([theirs.query, theirs.key, theirs.value])
-        heads, size = theirs.num_attention_heads, theirs.attention_head_size
-        self.attn = vattn.EncoderOnlyAttention(heads, size, size**-0.5, prefix=prefix, attn_backend=backend)
+        self.theirs, self.attn, self.call = theirs, attn, call
 
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        """Return what theirs returns, for one row of packed texts."""
-        x = hidden_states.squeeze(0)
-        return self.attn(*(projection(x) for projection in self.projections))[None], None
-
-
-class ModernBertAttention(nn.Module):
-    """Packed `ModernBertAttention`: windows in some layers, rotary positions from the step."""
-
-    def __init__(self, theirs: Any, prefix: str, backend: str) -> None:
-        super().__init__()
-        self.projection, self.out = theirs.Wqkv, theirs.Wo
-        size = theirs.head_dim
-        self.attn = vattn.EncoderOnlyAttention(
-            theirs.Wqkv.in_features // size,
-            size,
-            size**-0.5,
-            per_layer_sliding_window=theirs.sliding_window,
-            prefix=prefix,
-            attn_backend=backend,
-        )
-
-    def forward(self, hidden_states: Tensor, position_embeddings: Any = None, **_: Any) -> tuple[Tensor, None]:
-        """Return what theirs returns, for one row of packed texts."""
-        cos, sin = (t.squeeze(0)[:, None] for t in position_embeddings)
-        query, key, value = self.projection(hidden_states.squeeze(0)).unflatten(1, (3, -1, cos.shape[-1])).unbind(1)
-        return self.out(self.attn(rotated(query, cos, sin), rotated(key, cos, sin), value))[None], None
+    def forward(self, *inputs: Any, **given: Any) -> Any:
+        """Return what theirs returns."""
+        return self.call(self.theirs, self.attn, *inputs, **given)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -94,35 +68,32 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat([-second, first], dim=-1) * sin
 
 
-class SiglipAttention(nn.Module):
+def bert(theirs: Any, attn: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+    """Packed `BertSelfAttention`: one row of all texts."""
+    x = hidden_states.squeeze(0)
+    return attn(theirs.query(x), theirs.key(x), theirs.value(x))[None], None
+
+
+def modern_bert(theirs: Any, attn: Any, hidden_states: Tensor, position_embeddings: Any, **_: Any) -> Any:
+    """Packed `ModernBertAttention`: windows in some layers, rotary positions from the step."""
+    cos, sin = (t.squeeze(0)[:, None] for t in position_embeddings)
+    query, key, value = theirs.Wqkv(hidden_states.squeeze(0)).unflatten(1, (3, -1, cos.shape[-1])).unbind(1)
+    return theirs.Wo(attn(rotated(query, cos, sin), rotated(key, cos, sin), value))[None], None
+
+
+def siglip(theirs: Any, attn: Any, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
     """`SiglipAttention` over a batch of images of one size."""
-
-    def __init__(self, theirs: Any, prefix: str, backend: str) -> None:
-        super().__init__()
-        self.projections = nn.ModuleList([theirs.q_proj, theirs.k_proj, theirs.v_proj])
-        self.out = theirs.out_proj
-        self.attn = vattn.MMEncoderAttention(theirs.num_heads, theirs.head_dim, prefix=prefix, attn_backend=backend)
-
-    def forward(self, hidden_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        """Return what theirs returns."""
-        return self.out(self.attn(*(projection(hidden_states) for projection in self.projections))), None
+    rows = (projection(hidden_states) for projection in (theirs.q_proj, theirs.k_proj, theirs.v_proj))
+    return theirs.out_proj(attn(*rows)), None
 
 
-class QwenAttention(nn.Module):
+def qwen(theirs: Any, attn: Any, hidden_states: Tensor, cu_seqlens: Tensor, position_embeddings: Any, **_: Any) -> Any:
     """`VisionAttention` of Qwen2-VL: images of any sizes in one row, told apart by offsets."""
-
-    def __init__(self, theirs: Any, prefix: str, backend: str) -> None:
-        super().__init__()
-        self.projection, self.out = theirs.qkv, theirs.proj
-        self.attn = vattn.MMEncoderAttention(theirs.num_heads, theirs.head_dim, prefix=prefix, attn_backend=backend)
-
-    def forward(self, hidden_states: Tensor, cu_seqlens: Tensor, position_embeddings: Any = None, **_: Any) -> Tensor:
-        """Return what theirs returns."""
-        cos, sin = (t[:, None] for t in position_embeddings)
-        query, key, value = self.projection(hidden_states).unflatten(1, (3, -1, cos.shape[-1])).unbind(1)
-        rows = (t[None] for t in (rotated(query, cos, sin), rotated(key, cos, sin), value))
-        starts = cu_seqlens.int()
-        return self.out(self.attn(*rows, starts, starts.diff().max()).flatten(2).squeeze(0))
+    cos, sin = (t[:, None] for t in position_embeddings)
+    query, key, value = theirs.qkv(hidden_states).unflatten(1, (3, -1, cos.shape[-1])).unbind(1)
+    rows = (t[None] for t in (rotated(query, cos, sin), rotated(key, cos, sin), value))
+    starts = cu_seqlens.int()
+    return theirs.proj(attn(*rows, starts, starts.diff().max()).flatten(2).squeeze(0))
 
 
 def compare_texts(theirs: Any, ours: Any) -> None:
@@ -138,92 +109,84 @@ def compare_texts(theirs: Any, ours: Any) -> None:
     assert relative_l2(mixed, expected) > 1e-2, "two texts seen as one must be noticed"
 
 
-def cases() -> list[Any]:
-    """Two seeds on torch, one on the interpreted kernels."""
-    slow = pytest.param(3, "TRITON_ATTN", marks=pytest.mark.slow)
-    return [(0, "TORCH_SDPA"), (1, "TORCH_SDPA"), slow]
+CASES = pytest.mark.parametrize(
+    ("seed", "backend"),
+    [(0, "TORCH_SDPA"), (1, "TORCH_SDPA"), pytest.param(3, "TRITON_ATTN", marks=pytest.mark.slow)],
+)
+"""Two seeds on torch, one on the interpreted kernels."""
+
+TEXT: dict[str, Any] = {"vocab_size": VOCAB, "intermediate_size": 72, "attn_implementation": "eager"}
 
 
-@pytest.mark.parametrize(("seed", "backend"), cases())
+@CASES
 def test_bert(seed: int, backend: str) -> None:
     heads, size = random.Random(seed).choice([(4, 16), (3, 24), (1, 64), (2, 40)])
-    config = transformers.BertConfig(
-        vocab_size=VOCAB,
-        hidden_size=heads * size,
-        num_hidden_layers=2,
-        num_attention_heads=heads,
-        intermediate_size=72,
-        max_position_embeddings=64,
-        attn_implementation="eager",
-    )
+    shape = {"hidden_size": heads * size, "num_hidden_layers": 2, "num_attention_heads": heads}
+    config = transformers.BertConfig(**shape, **TEXT, max_position_embeddings=64)
     theirs = randomised(transformers.BertModel(config, add_pooling_layer=False), seed)
-    compare_texts(theirs, swapped(theirs, "BertSelfAttention", lambda m, name: BertAttention(m, name, backend)))
+
+    def make(module: Any, name: str) -> nn.Module:
+        attn = vattn.EncoderOnlyAttention(heads, size, size**-0.5, prefix=name, attn_backend=backend)
+        return Swapped(module, attn, bert)
+
+    compare_texts(theirs, swapped(theirs, "BertSelfAttention", make))
 
 
-@pytest.mark.parametrize(("seed", "backend"), cases())
+@CASES
 def test_modern_bert(seed: int, backend: str) -> None:
     """Full attention in every third layer, windows in the others."""
     rng = random.Random(seed)
     heads, size = rng.choice([(4, 16), (3, 24), (2, 32)])
+    shape = {"hidden_size": heads * size, "num_hidden_layers": 4, "num_attention_heads": heads}
+    tokens = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}
     config = transformers.ModernBertConfig(
-        vocab_size=VOCAB,
-        hidden_size=heads * size,
-        num_hidden_layers=4,
-        num_attention_heads=heads,
-        intermediate_size=72,
-        local_attention=rng.choice([2, 6, 10]),
-        global_attn_every_n_layers=3,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        cls_token_id=1,
-        sep_token_id=2,
-        attn_implementation="eager",
+        **shape, **TEXT, **tokens, local_attention=rng.choice([2, 6, 10]), global_attn_every_n_layers=3
     )
     theirs = randomised(transformers.ModernBertModel(config), seed)
-    ours = swapped(theirs, "ModernBertAttention", lambda m, name: ModernBertAttention(m, name, backend))
+
+    def make(module: Any, name: str) -> nn.Module:
+        window = module.sliding_window
+        attn = vattn.EncoderOnlyAttention(
+            heads, size, size**-0.5, per_layer_sliding_window=window, prefix=name, attn_backend=backend
+        )
+        return Swapped(module, attn, modern_bert)
+
+    ours = swapped(theirs, "ModernBertAttention", make)
     windows = {layer.attn.attn.sliding_window for layer in ours.layers}
     assert windows == {None, config.sliding_window + 1}
     compare_texts(theirs, ours)
 
 
-@pytest.mark.parametrize(("seed", "backend"), cases())
+def swap_vision(theirs: Any, kind: str, call: Callable[..., Any], backend: str) -> Any:
+    def make(module: Any, name: str) -> nn.Module:
+        attn = vattn.MMEncoderAttention(module.num_heads, module.head_dim, prefix=name, attn_backend=backend)
+        return Swapped(module, attn, call)
+
+    return swapped(theirs, kind, make)
+
+
+@CASES
 def test_siglip(seed: int, backend: str) -> None:
     heads, size = random.Random(seed).choice([(2, 72), (4, 24), (2, 64)])
-    config = transformers.SiglipVisionConfig(
-        hidden_size=heads * size,
-        intermediate_size=96,
-        num_hidden_layers=2,
-        num_attention_heads=heads,
-        image_size=30,
-        patch_size=6,
-        attn_implementation="eager",
-    )
+    shape = {"hidden_size": heads * size, "num_hidden_layers": 2, "num_attention_heads": heads, "intermediate_size": 96}
+    config = transformers.SiglipVisionConfig(**shape, image_size=30, patch_size=6, attn_implementation="eager")
     theirs = randomised(transformers.SiglipVisionModel(config), seed)
-    ours = swapped(theirs, "SiglipAttention", lambda m, name: SiglipAttention(m, name, backend))
-    images = torch.randn(3, 3, 30, 30)
+    ours, images = swap_vision(theirs, "SiglipAttention", siglip, backend), torch.randn(3, 3, 30, 30)
     got, expected = (model(images).last_hidden_state for model in (ours, theirs))
     assert got.shape == (3, 25, heads * size)
     assert relative_l2(got, expected) < TOLERANCE
 
 
-@pytest.mark.parametrize(("seed", "backend"), cases())
+@CASES
 def test_qwen2_vl_vision_tower(seed: int, backend: str) -> None:
     from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLVisionConfig
     from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VisionTransformerPretrainedModel
 
     heads, size = random.Random(seed).choice([(2, 80), (3, 40), (4, 16)])
-    config = Qwen2VLVisionConfig(
-        depth=2,
-        embed_dim=heads * size,
-        hidden_size=48,
-        num_heads=heads,
-        mlp_ratio=2,
-        patch_size=4,
-        attn_implementation="eager",
-    )
+    shape = {"depth": 2, "embed_dim": heads * size, "hidden_size": 48, "num_heads": heads, "mlp_ratio": 2}
+    config = Qwen2VLVisionConfig(**shape, patch_size=4, attn_implementation="eager")
     theirs = randomised(Qwen2VisionTransformerPretrainedModel(config), seed)
-    ours = swapped(theirs, "VisionAttention", lambda m, name: QwenAttention(m, name, backend))
+    ours = swap_vision(theirs, "VisionAttention", qwen, backend)
     grids = torch.tensor([[1, 4, 6], [2, 2, 4], [1, 2, 2], [1, 8, 4]])  # the second is a clip of two frames
     patches = torch.randn(int(grids.prod(1).sum()), 3 * 2 * 4 * 4)
     got, expected = (model(patches, grid_thw=grids) for model in (ours, theirs))

@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers")
 if not hasattr(getattr(transformers, "DeepseekV3ForCausalLM", None), "from_pretrained"):
     pytest.skip("transformers without DeepSeek-V3", allow_module_level=True)
 
+from tests.integrations.test_transformers import Runner, eager_logits  # noqa: E402
 from vattn.integrations.transformers import disable  # noqa: E402
 from vattn.integrations.transformers.mla import enable_latent_attention  # noqa: E402
 
@@ -52,26 +53,20 @@ def test_logits_equal_those_of_transformers(name: str, compiled: bool) -> None:
     if compiled and name not in ("DeepSeek-V2-Lite", "Kimi-like"):
         pytest.skip("routing to experts is not compiled here")
     model = make_model(name)
-    prompts = [torch.randint(0, 99, (length,)) for length in (29, 18)]
-    with torch.no_grad():
-        expected = [model(prompt[None]).logits[0] for prompt in prompts]
-    packed = enable_latent_attention(model, cache_config=vattn.CacheConfig(block_size=8), num_blocks=16)
-    builder = vattn.AttentionMetadataBuilder(4, 64, max_seq_len=64, block_size=8, layers=packed)
-    run = vattn.compile(packed, fullgraph=True) if compiled else packed
-    tables, done = [[1, 2, 3, 4], [9, 8, 7]], [0, 0]
+    prompts = [torch.randint(0, 99, (length,)).tolist() for length in (29, 18)]
+    expected = [eager_logits(model, prompt) for prompt in prompts]
+    packed = enable_latent_attention(model, num_blocks=17)
+    runner = Runner(packed, vattn.compile(packed, fullgraph=True) if compiled else None)
+    done = [0, 0]
     # Prompts whole and in chunks, with decodes.
     for query_lens in ([12, 0], [9, 16], [1, 1], [7, 1]):
-        done = [before + query for before, query in zip(done, query_lens, strict=True)]
-        spans = [slice(end - query, end) for end, query in zip(done, query_lens, strict=True)]
-        step = builder.build(query_lens, done, tables)
-        ids = torch.cat([prompt[span] for prompt, span in zip(prompts, spans, strict=True)])
-        with torch.no_grad(), vattn.forward_context(step):
-            got = run(ids, step.positions)
+        spans = [slice(start, start + query) for start, query in zip(done, query_lens, strict=True)]
+        parts = [(prompt[span], span.start) for prompt, span in zip(prompts, spans, strict=True)]
         wanted = torch.cat([logits[span] for logits, span in zip(expected, spans, strict=True)])
-        assert relative_l2(got, wanted) < 2e-5
+        assert relative_l2(torch.cat(runner.step(parts)), wanted) < 2e-5
+        done = [span.stop for span in spans]
     disable(packed)
-    with torch.no_grad():
-        assert torch.equal(model(prompts[0][None]).logits[0], expected[0])
+    assert torch.equal(eager_logits(model, prompts[0]), expected[0])
 
 
 def test_the_cache_holds_one_row_a_token() -> None:
