@@ -12,8 +12,16 @@ from torch import Tensor, nn
 
 import vattn
 from tests.support import relative_l2
-from vattn import errors
+from vattn.errors import ConfigError, DtypeError, GradientError, ScaleError, ShapeError, StrideError
 from vattn.layers.fp8_linear import LINEAR_FORMATS, FP8Linear
+
+pytest.importorskip("transformers")
+
+from safetensors.torch import load_file, save_file
+
+from tests.integrations.hf_families import make_model
+from tests.integrations.test_transformers import PROMPTS, Runner, eager_logits
+from vattn.integrations.transformers import disable, enable
 
 E4M3 = torch.float8_e4m3fn
 FORMATS = list(LINEAR_FORMATS)
@@ -97,16 +105,14 @@ def test_the_gpu_product_takes_these_operands(fmt: str) -> None:
 
 def test_what_the_gpu_product_does_not_take() -> None:
     rows, blocks = make_fp8("fp8_per_token"), make_fp8("fp8_group128")
-    with pytest.raises(errors.DtypeError, match="bfloat16"):
+    with pytest.raises(DtypeError, match="bfloat16"):
         rows._scaled_mm(*rows.quantise_input(torch.randn(2, 256)), torch.float32)
-    with pytest.raises(errors.ShapeError, match="multiples of 512"):
+    with pytest.raises(ShapeError, match="multiples of 512"):
         blocks._scaled_mm(*blocks.quantise_input(torch.randn(2, 256)), torch.bfloat16)
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_codes_survive_what_happens_to_models(fmt: str, tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
     model = nn.Sequential(make_fp8(fmt))
     x = torch.randn(3, 256)
     got = model(x)
@@ -127,14 +133,14 @@ def test_codes_survive_what_happens_to_models(fmt: str, tmp_path: Path) -> None:
 
 def test_the_bias_has_the_dtype_of_the_input() -> None:
     linear = make_fp8("fp8_per_token")
-    with pytest.raises(errors.DtypeError, match="bfloat16 with a bias in"):
+    with pytest.raises(DtypeError, match="bfloat16 with a bias in"):
         linear(torch.randn(2, 256).bfloat16())
     assert linear.bfloat16()(torch.randn(2, 256).bfloat16()).dtype is torch.bfloat16
 
 
 def test_gradients_are_refused() -> None:
     linear = make_fp8("fp8_per_token")
-    with pytest.raises(errors.GradientError, match="FP8Linear"):
+    with pytest.raises(GradientError, match="FP8Linear"):
         linear(torch.randn(2, 256, requires_grad=True))
     with torch.no_grad():
         assert linear(torch.randn(2, 256, requires_grad=True)).shape == (2, 208)
@@ -201,31 +207,26 @@ def many(model: Any) -> None:
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any], type[Exception], str]] = {
-    "format": (None, {"format": "fp8"}, errors.ConfigError, "fp8_per_token"),
-    "pattern": (None, {"skip": ["o_proj"]}, errors.ConfigError, "o_proj"),
-    "pattern among many": (
-        many,
-        {"skip": "oproj"},
-        errors.ConfigError,
-        r"block\.\w+, extra\.[\w., ]+ and \d more\. Try",
-    ),
-    "all": (None, {"skip": "*"}, errors.ConfigError, "without linear layers"),
-    "no calibration": (None, {"format": "fp8_static"}, errors.ScaleError, "linears=True"),
-    "calibration": (None, {"calibration": vattn.Calibration({}, 1)}, errors.ScaleError, "drop it"),
+    "format": (None, {"format": "fp8"}, ConfigError, "fp8_per_token"),
+    "pattern": (None, {"skip": ["o_proj"]}, ConfigError, "o_proj"),
+    "pattern among many": (many, {"skip": "oproj"}, ConfigError, r"block\.\w+, extra\.[\w., ]+ and \d more\. Try"),
+    "all": (None, {"skip": "*"}, ConfigError, "without linear layers"),
+    "no calibration": (None, {"format": "fp8_static"}, ScaleError, "linears=True"),
+    "calibration": (None, {"calibration": vattn.Calibration({}, 1)}, ScaleError, "drop it"),
     "of others": (
         None,
         {"format": "fp8_static", "calibration": vattn.Calibration({}, 1)},
-        errors.ScaleError,
+        ScaleError,
         "no calibration of the input of 'block.q_proj'",
     ),
-    "no path": (None, {"format": "fp8_static", "calibration": 5}, errors.ConfigError, "calibration=5"),
-    "hooks": (hooked, {}, errors.ConfigError, "hooks"),
-    "double": (lambda model: model.double(), {}, errors.DtypeError, "float64"),
-    "tied": (tied, {}, errors.ConfigError, "block.q_proj.weight and block.out.weight"),
-    "sizes": (odd, {}, errors.ShapeError, "block.out.*60 output"),
-    "blocks": (None, {"format": "fp8_group128"}, errors.ShapeError, "multiples of 128"),
-    "NaN": (broken, {}, errors.ScaleError, "block.out"),
-    "twice": (quantised, {}, errors.ConfigError, "already"),
+    "no path": (None, {"format": "fp8_static", "calibration": 5}, ConfigError, "calibration=5"),
+    "hooks": (hooked, {}, ConfigError, "hooks"),
+    "double": (lambda model: model.double(), {}, DtypeError, "float64"),
+    "tied": (tied, {}, ConfigError, "block.q_proj.weight and block.out.weight"),
+    "sizes": (odd, {}, ShapeError, "block.out.*60 output"),
+    "blocks": (None, {"format": "fp8_group128"}, ShapeError, "multiples of 128"),
+    "NaN": (broken, {}, ScaleError, "block.out"),
+    "twice": (quantised, {}, ConfigError, "already"),
 }
 
 
@@ -255,32 +256,32 @@ def test_plain_weights_are_no_codes() -> None:
     model, plain = make_net(), make_net().state_dict()
     vattn.quantise_linears(model, "fp8_per_token")
     before = model["block"].q_proj.weight.clone()
-    with pytest.raises(errors.DtypeError, match=r"block\.\w+\.weight in torch.float32"):
+    with pytest.raises(DtypeError, match=r"block\.\w+\.weight in torch.float32"):
         model.load_state_dict(plain, strict=False)
     assert torch.equal(before.view(torch.uint8), model["block"].q_proj.weight.view(torch.uint8))
     broken = model.state_dict() | {"block.q_proj.weight_scale": torch.zeros(64, 1)}
-    with pytest.raises(errors.ScaleError, match=r"block\.q_proj\.weight_scale that is not positive"):
+    with pytest.raises(ScaleError, match=r"block\.q_proj\.weight_scale that is not positive"):
         model.load_state_dict(broken)
 
 
 @pytest.mark.parametrize(
     ("arguments", "kind"),
     [
-        ((torch.zeros(32, 32), torch.ones(1), "fp8_dynamic"), errors.DtypeError),
-        ((torch.zeros(32, 40, dtype=E4M3), torch.ones(1), "fp8_dynamic"), errors.ShapeError),
-        ((torch.zeros(32, 32, dtype=E4M3), torch.ones(3), "fp8_dynamic"), errors.ShapeError),
-        ((torch.zeros(32, 32, dtype=E4M3), torch.ones(1), "fp8_static"), errors.ScaleError),
-        ((torch.zeros(32, 32, dtype=E4M3), torch.ones(1), "fp8_dynamic", torch.ones(1)), errors.ScaleError),
-        ((torch.zeros(32, 32, dtype=E4M3), torch.tensor([float("nan")]), "fp8_dynamic"), errors.ScaleError),
-        ((torch.zeros(32, 32, dtype=E4M3), torch.ones(1), "fp8_static", torch.zeros(1)), errors.ScaleError),
-        ((torch.zeros(32, 32, dtype=E4M3), torch.ones(1), "fp8_static", torch.ones(1).cfloat()), errors.ScaleError),
-        ((torch.zeros(32, 32, dtype=E4M3), torch.ones(1).to(E4M3), "fp8_dynamic"), errors.ScaleError),
-        ((torch.zeros(32, 32, dtype=E4M3), torch.ones(1).bool(), "fp8_dynamic"), errors.ScaleError),
-        ((None, torch.ones(1), "fp8_dynamic"), errors.DtypeError),
-        ((torch.zeros(32, 64, dtype=E4M3).t(), torch.ones(1), "fp8_dynamic"), errors.StrideError),
-        ((torch.zeros(32, 32, dtype=E4M3), torch.ones(1), "fp8_dynamic", None, torch.zeros(5)), errors.ShapeError),
-        ((torch.zeros(32, 32, dtype=E4M3), 1.0, "fp8_dynamic"), errors.DtypeError),
-        (([0], torch.ones(1), "fp8_dynamic"), errors.DtypeError),
+        ((torch.zeros(32, 32), torch.ones(1), "fp8_dynamic"), DtypeError),
+        ((torch.zeros(32, 40, dtype=E4M3), torch.ones(1), "fp8_dynamic"), ShapeError),
+        ((torch.zeros(32, 32, dtype=E4M3), torch.ones(3), "fp8_dynamic"), ShapeError),
+        ((torch.zeros(32, 32, dtype=E4M3), torch.ones(1), "fp8_static"), ScaleError),
+        ((torch.zeros(32, 32, dtype=E4M3), torch.ones(1), "fp8_dynamic", torch.ones(1)), ScaleError),
+        ((torch.zeros(32, 32, dtype=E4M3), torch.tensor([float("nan")]), "fp8_dynamic"), ScaleError),
+        ((torch.zeros(32, 32, dtype=E4M3), torch.ones(1), "fp8_static", torch.zeros(1)), ScaleError),
+        ((torch.zeros(32, 32, dtype=E4M3), torch.ones(1), "fp8_static", torch.ones(1).cfloat()), ScaleError),
+        ((torch.zeros(32, 32, dtype=E4M3), torch.ones(1).to(E4M3), "fp8_dynamic"), ScaleError),
+        ((torch.zeros(32, 32, dtype=E4M3), torch.ones(1).bool(), "fp8_dynamic"), ScaleError),
+        ((None, torch.ones(1), "fp8_dynamic"), DtypeError),
+        ((torch.zeros(32, 64, dtype=E4M3).t(), torch.ones(1), "fp8_dynamic"), StrideError),
+        ((torch.zeros(32, 32, dtype=E4M3), torch.ones(1), "fp8_dynamic", None, torch.zeros(5)), ShapeError),
+        ((torch.zeros(32, 32, dtype=E4M3), 1.0, "fp8_dynamic"), DtypeError),
+        (([0], torch.ones(1), "fp8_dynamic"), DtypeError),
     ],
 )
 def test_wrong_parts(arguments: tuple[Any, ...], kind: type[Exception]) -> None:
@@ -293,17 +294,17 @@ def test_wrong_inputs(fmt: str) -> None:
     """Not one of them is cut, joined or rounded to something that fits."""
     quantised = make_fp8(fmt, make_linear(bias=False))
     for shape in ((2, 128), (4, 128), (0, 128), (2, 512), ()):
-        with pytest.raises(errors.ShapeError, match=r"\[\.\.\., 256\]"):
+        with pytest.raises(ShapeError, match=r"\[\.\.\., 256\]"):
             quantised(torch.zeros(shape))
     for dtype in (torch.int64, torch.float64, torch.complex64, E4M3):
-        with pytest.raises(errors.DtypeError, match="bfloat16"):
+        with pytest.raises(DtypeError, match="bfloat16"):
             quantised(torch.zeros(2, 256, dtype=dtype))
     assert quantised(torch.zeros(0, 256)).shape == (0, 208)
 
 
 def test_what_is_no_plain_layer() -> None:
     for layer in (3, make_fp8("fp8_dynamic")):
-        with pytest.raises(errors.ConfigError, match=r"plain nn\.Linear"):
+        with pytest.raises(ConfigError, match=r"plain nn\.Linear"):
             FP8Linear.of(layer, "fp8_dynamic")  # type: ignore[arg-type]
 
 
@@ -311,9 +312,6 @@ def test_what_is_no_plain_layer() -> None:
 
 
 def make_llama(**changes: Any) -> Any:
-    pytest.importorskip("transformers")
-    from tests.integrations.hf_families import make_model
-
     model = make_model("llama", **{"hidden_size": 128, "intermediate_size": 256, **changes})
     for linear in (module for module in model.modules() if isinstance(module, nn.Linear)):
         linear.weight *= 0.4  # so that layers do not blow rounding up
@@ -321,23 +319,20 @@ def make_llama(**changes: Any) -> Any:
 
 
 def calibrated(model: Any) -> vattn.Calibration:
-    from tests.integrations.test_transformers import PROMPTS
-    from vattn.integrations.transformers import disable, enable
-
     found = vattn.calibrate(enable(model, num_blocks=17), [PROMPTS], linears=True)
     disable(model)
     return found
 
 
 @pytest.mark.parametrize("fmt", FORMATS)
-def test_models_equal_their_rounded_selves(fmt: str) -> None:
+def test_models_equal_their_rounded_selves(fmt: str, tmp_path: Path) -> None:
     """The paged model with FP8 linears equals transformers' own attention with the same linears; merged too."""
     model = make_llama()
-    from tests.integrations.test_transformers import PROMPTS, Runner, eager_logits
-    from vattn.integrations.transformers import disable, enable
 
     plain = eager_logits(model, PROMPTS[1])
-    found = calibrated(model) if fmt == "fp8_static" else None
+    found = tmp_path / "vattn_scales.json" if fmt == "fp8_static" else None
+    if found is not None:
+        calibrated(model).save(found)
     report = vattn.quantise_linears(model, fmt, calibration=found)
     assert report.pop("lm_head") == "left: the head" and set(report.values()) == {fmt} and len(report) == 14
     expected = eager_logits(model, PROMPTS[1])
@@ -353,7 +348,7 @@ def test_models_equal_their_rounded_selves(fmt: str) -> None:
             # Blocks of 128 rows go over the border between the 64 rows of key and value.
             assert len(merged) == (2 if fmt == "fp8_group128" else 4)
             assert all(m.quantised is not None for m in merged.values())
-            with pytest.raises(errors.ConfigError, match="merged"):
+            with pytest.raises(ConfigError, match="merged"):
                 model.load_state_dict(model.state_dict())
         disable(model)
     assert sum(type(module) is FP8Linear for module in model.modules()) == 14
@@ -363,10 +358,6 @@ def test_models_equal_their_rounded_selves(fmt: str) -> None:
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_moe", "gemma2", "phi3", "falcon-alibi", "bloom", "gpt_oss"])
 def test_families(name: str) -> None:
     """Biases, merged projections, experts that stay, forwards of ours; everything that is quantised is equal."""
-    pytest.importorskip("transformers")
-    from tests.integrations.hf_families import make_model
-    from tests.integrations.test_transformers import PROMPTS, Runner, eager_logits
-    from vattn.integrations.transformers import enable
 
     model = make_model(name)
     report = vattn.quantise_linears(model, "fp8_per_token")
@@ -377,19 +368,14 @@ def test_families(name: str) -> None:
 
 
 def test_models_without_linear_layers() -> None:
-    pytest.importorskip("transformers")
-    from tests.integrations.hf_families import make_model
-
-    with pytest.raises(errors.ConfigError, match="lm_head: left: the head"):
+    with pytest.raises(ConfigError, match="lm_head: left: the head"):
         vattn.quantise_linears(make_model("gpt2"), "fp8_per_token")
-    with pytest.raises(errors.ShapeError, match=r"kv_a_proj_with_mqa.*24 output"):
+    with pytest.raises(ShapeError, match=r"kv_a_proj_with_mqa.*24 output"):
         vattn.quantise_linears(make_model("deepseek_v3"), "fp8_per_token")
 
 
 def test_quantised_after_enable_and_merged_first() -> None:
     model = make_llama()
-    from tests.integrations.test_transformers import PROMPTS, Runner
-    from vattn.integrations.transformers import disable, enable
 
     packed = enable(model, num_blocks=17)
     before = Runner(packed).step([(PROMPTS[1], 0)])[0]
@@ -397,32 +383,15 @@ def test_quantised_after_enable_and_merged_first() -> None:
     assert 1e-3 < relative_l2(Runner(packed).step([(PROMPTS[1], 0)])[0], before) < 0.5
     disable(model)
     plain = make_llama()
-    with pytest.raises(errors.ConfigError, match="merged"):
+    with pytest.raises(ConfigError, match="merged"):
         vattn.quantise_linears(enable(plain, merge_projections=True, num_blocks=17), "fp8_per_token")
 
 
 def test_quantised_under_vattn_linears() -> None:
     model = make_llama()
-    from vattn.integrations.transformers import disable, enable
 
     packed = enable(model, vattn_linears=True, num_blocks=17)
-    with pytest.raises(errors.ConfigError, match=r"vattn_linears=True.*Try: disable\(model\) first"):
+    with pytest.raises(ConfigError, match=r"vattn_linears=True.*Try: disable\(model\) first"):
         vattn.quantise_linears(packed, "fp8_per_token")
     disable(model)
     assert "fp8_per_token" in vattn.quantise_linears(model, "fp8_per_token").values()
-
-
-def test_a_quantised_model_saves_and_loads(tmp_path: Path) -> None:
-    from safetensors.torch import load_file, save_file
-
-    model = make_llama()
-    from tests.integrations.test_transformers import PROMPTS, eager_logits
-
-    found = calibrated(model)
-    vattn.quantise_linears(model, "fp8_static", calibration=found)
-    save_file(model.state_dict(), tmp_path / "model.safetensors")
-    found.save(tmp_path / "vattn_scales.json")
-    other = make_llama(seed=4)
-    vattn.quantise_linears(other, "fp8_static", calibration=tmp_path / "vattn_scales.json")
-    other.load_state_dict(load_file(tmp_path / "model.safetensors"))
-    assert torch.equal(eager_logits(other, PROMPTS[1]), eager_logits(model, PROMPTS[1]))

@@ -9,8 +9,10 @@ import torch
 
 import vattn
 from tests.calibration.test_fp8_linears import STATIC, calibrated, make_linear, make_llama
+from tests.integrations.test_transformers import Runner
 from tests.support import relative_l2
 from vattn import errors
+from vattn.integrations.transformers import enable
 from vattn.layers.fp8_linear import LINEAR_FORMATS, FP8Linear
 
 pytestmark = pytest.mark.gpu
@@ -72,8 +74,6 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
 
 
 def make_packed(fmt: str, merge: bool) -> Any:
-    from vattn.integrations.transformers import enable
-
     model = make_llama(**WIDE).to("cuda", torch.bfloat16)
     found = calibrated(model)
     vattn.quantise_linears(model, fmt, calibration=found if fmt == "fp8_static" else None)
@@ -84,23 +84,15 @@ def make_packed(fmt: str, merge: bool) -> Any:
 
 
 def run(packed: Any, options: dict[str, Any] | None = None) -> list[torch.Tensor]:
-    target = vattn.compile(packed, options=options) if options is not None else packed
-    builder = vattn.AttentionMetadataBuilder(4, 64, max_seq_len=128, device="cuda", layers=packed)
-    results = []
-    for parts in ([(PROMPTS[0][:20], 0), (PROMPTS[1], 0)], [(PROMPTS[0][20:21], 20), ([5], 4)]):
-        lengths = [len(tokens) for tokens, _ in parts]
-        step = builder.build(lengths, [n + c for n, (_, c) in zip(lengths, parts, strict=True)], [[1, 2, 3], [4, 5]])
-        ids = torch.tensor([token for tokens, _ in parts for token in tokens], device="cuda")
-        with torch.no_grad(), vattn.forward_context(step):
-            results.append(target(ids, step.positions))
-    return results
+    runner = Runner(packed, vattn.compile(packed, options=options) if options is not None else None)
+    steps = ([(PROMPTS[0][:20], 0), (PROMPTS[1], 0)], [(PROMPTS[0][20:21], 20), ([5], 4)])
+    return [torch.cat(runner.step(parts)) for parts in steps]
 
 
 @pytest.mark.parametrize("merge", [False, True])
 @pytest.mark.parametrize("fmt", FUSED)
 def test_fused_equals_unfused(fmt: str, merge: bool) -> None:
     """Bit for bit: the unfused compiled graph on the same device is the oracle. RoPE is left out, it has its own."""
-    pytest.importorskip("transformers")
     packed = make_packed(fmt, merge)
     expected = run(packed, {})
     torch._dynamo.reset()
@@ -112,7 +104,6 @@ def test_fused_equals_unfused(fmt: str, merge: bool) -> None:
 
 
 def test_rope_fuses_behind_the_merged_product() -> None:
-    pytest.importorskip("transformers")
     packed = make_packed("fp8_static", True)
     expected = run(packed, {})
     torch._dynamo.reset()
@@ -125,7 +116,6 @@ def test_rope_fuses_behind_the_merged_product() -> None:
 @pytest.mark.parametrize("fmt", FUSED)
 def test_captured_generator(fmt: str) -> None:
     """Captured decodes give the tokens of the same steps without graphs."""
-    pytest.importorskip("transformers")
     packed = make_packed(fmt, True)
     sampling = vattn.Sampling(max_new_tokens=12, stop_token_ids=())
     tokens = []
@@ -137,11 +127,8 @@ def test_captured_generator(fmt: str) -> None:
 
 def test_torchao_linears_fuse() -> None:
     """torchao's own FP8 linears, a scale a token: attention writes what their quantiser would have made."""
-    pytest.importorskip("transformers")
     torchao = pytest.importorskip("torchao.quantization")
     from torchao.quantization.quantize_.common import KernelPreference
-
-    from vattn.integrations.transformers import enable
 
     model = make_llama(**WIDE).to("cuda", torch.bfloat16)
     config = torchao.Float8DynamicActivationFloat8WeightConfig(
