@@ -8,6 +8,10 @@ from torch import Tensor
 E4M3 = torch.float8_e4m3fn
 
 
+def rounded(x: Tensor) -> Tensor:
+    return x.clamp(-448, 448).to(E4M3)
+
+
 def static(o: Tensor, s: Tensor) -> Tensor:
     return (o.float() / s).clamp(-448, 448).to(E4M3)
 
@@ -15,6 +19,10 @@ def static(o: Tensor, s: Tensor) -> Tensor:
 def per_token(o: Tensor, s: Tensor | None = None) -> tuple[Tensor, Tensor]:
     scale = o.float().abs().amax(dim=-1, keepdim=True).clamp(min=1e-10) / 448
     return static(o, scale), scale
+
+
+def group(o: Tensor, s: Tensor, size: int = 64) -> tuple[Tensor, Tensor]:
+    return torch.ops.vattn.quant_fp8_group(o, size, False, False)
 
 
 def dequantised(o: Tensor, s: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from forms import rounded
 from harness import COLUMNS
 from productions import DYNAMIC_PARTS, E4M3, STATIC_PARTS
 from torch import Tensor
@@ -193,10 +194,6 @@ def _dtypes(made: Any) -> list[torch.dtype]:
     return [t.dtype for t in (made if isinstance(made, tuple) else (made,))]
 
 
-def _cast(values: Tensor) -> Tensor:
-    return values.clamp(-448, 448).to(E4M3)
-
-
 Reference = tuple[str, Callable[[], tuple[Tensor, "Tensor | None"]]]
 
 
@@ -214,9 +211,9 @@ def _references(x: Tensor, s: Tensor, rest: list[Tensor], floor: Tensor | None) 
         divisors = {"s": s, "(s + 1e-4)": s + 1e-4, "2s": 2 * s, "bf16": s.bfloat16().float(), "0.02": 0.02, "1": 1.0}
         factors = {"s": s, "1 / s": s.reciprocal(), "50": 50.0, "8": 8.0}
         for name, divisor in divisors.items():
-            yield f"static / {name}", partial(lambda divisor: (_cast(x / divisor), None), divisor)
+            yield f"static / {name}", partial(lambda divisor: (rounded(x / divisor), None), divisor)
         for name, factor in factors.items():
-            yield f"static * {name}", partial(lambda factor: (_cast(x * factor), None), factor)
+            yield f"static * {name}", partial(lambda factor: (rounded(x * factor), None), factor)
 
 
 def _dynamic(x: Tensor, floor: Tensor, size: int, power: bool, sign: str) -> tuple[Tensor, Tensor]:
@@ -230,7 +227,7 @@ def _dynamic(x: Tensor, floor: Tensor, size: int, power: bool, sign: str) -> tup
         scales = torch.exp2(torch.ceil(torch.log2(scales)))
         scales = torch.where((scales > 0) & (scales < 2.0**-126), 2.0**-126, scales)
     wide = scales.unsqueeze(-1)
-    return _cast(groups / wide if sign == "/" else groups * (1 / wide)).view(-1, COLUMNS), scales
+    return rounded(groups / wide if sign == "/" else groups * (1 / wide)).view(-1, COLUMNS), scales
 
 
 def nearest_e2m1(x: Tensor) -> Tensor:
@@ -246,7 +243,7 @@ def nearest_e2m1(x: Tensor) -> Tensor:
 
 def _nvfp4(x: Tensor, s: Tensor, is_swizzled: bool) -> tuple[Tensor, Tensor]:
     groups = x.view(-1, COLUMNS // 16, 16)
-    block = _cast(groups.abs().amax(-1) / 6 / s)
+    block = rounded(groups.abs().amax(-1) / 6 / s)
     step = block.float() * s
     codes = nearest_e2m1(groups / torch.where(step == 0, torch.inf, step).unsqueeze(-1)).view(-1, COLUMNS)
     packed = codes[:, ::2] + 16 * codes[:, 1::2]

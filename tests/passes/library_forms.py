@@ -11,20 +11,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from forms import E4M3, dequantised, per_token, rounded, static
 from grammar import Form
 from harness import COLUMNS, HEADS, WIDTH
-from productions import E4M3
 from torch import Tensor, nn
 
 from vattn.quantization.codecs import swizzle_block_scales
-
-
-def clamped(x: Tensor) -> Tensor:
-    return x.clamp(-448, 448).to(E4M3)
-
-
-def static(o: Tensor, s: Tensor) -> Tensor:
-    return clamped(o.float() / s)
 
 
 def thresholds(x: Tensor) -> Tensor:
@@ -64,7 +56,7 @@ def nvfp4(
 ) -> Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]:
     def function(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         groups = o.float().view(-1, COLUMNS // 16, 16)
-        scales = clamped(block(groups.abs().amax(-1), s))
+        scales = rounded(block(groups.abs().amax(-1), s))
         step = zero(scales.float() * s).unsqueeze(-1)
         return pack(round_((groups / step).flatten(1))), laid(scales)
 
@@ -91,11 +83,6 @@ NVFP4: dict[str, Callable[..., Any]] = {
 }
 
 
-def per_token(x: Tensor) -> tuple[Tensor, Tensor]:
-    scale = x.float().abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
-    return clamped(x.float() / scale), scale
-
-
 class Quantiser(nn.Module):
     def __init__(self, group: int) -> None:
         super().__init__()
@@ -109,7 +96,7 @@ class Quantiser(nn.Module):
 class Rounding(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return clamped(x)
+        return rounded(x)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -121,15 +108,15 @@ def escaping(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def twice(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-    return static(o, s), clamped(o.float() * 3.0)
+    return static(o, s), rounded(o.float() * 3.0)
 
 
 def per_row_scale(o: Tensor, s: Tensor) -> Tensor:
-    return clamped(o.float() / (s + torch.arange(o.shape[0]).unsqueeze(1)))
+    return rounded(o.float() / (s + torch.arange(o.shape[0]).unsqueeze(1)))
 
 
 def equal_twice(o: Tensor, s: Tensor) -> Tensor:
-    return torch.maximum(static(o, s).float(), clamped(o.float() / s.view(())).float())
+    return torch.maximum(static(o, s).float(), rounded(o.float() / s.view(())).float())
 
 
 def head_by_head(o: Tensor, s: Tensor) -> Tensor:
@@ -143,10 +130,6 @@ def halves_apart(o: Tensor, s: Tensor) -> Tensor:
 
 def clamped_before(o: Tensor, s: Tensor) -> Tensor:
     return (o.float().clamp(min=-448 * s, max=448 * s) / s).to(E4M3)
-
-
-def dequantised(o: Tensor, s: Tensor) -> Tensor:
-    return static(o, s).float() * s
 
 
 def into_a_gemm(o: Tensor, s: Tensor) -> Tensor:
@@ -189,7 +172,7 @@ def powers_of_two(ceil: Callable[[Tensor], Tensor]) -> Callable[[Tensor, Tensor]
     def function(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         groups = o.float().unflatten(-1, (-1, 64))
         scales = ceil(groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448)
-        return clamped(groups / scales).flatten(-2), scales.squeeze(-1)
+        return rounded(groups / scales).flatten(-2), scales.squeeze(-1)
 
     return function
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from forms import E4M3
 from harness import COLUMNS, HEADS, WIDTH
 from torch import Tensor
 
-E4M3 = torch.float8_e4m3fn
 Part = Callable[..., Any]
 HALF = COLUMNS // 2
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from forms import E4M3
 from harness import COLUMNS, HEADS, WIDTH
 from torch import Tensor, nn
 
@@ -13,7 +14,6 @@ import vattn
 from vattn.layers.functional import new_output
 from vattn.passes.probe import NO_CLAMP
 
-E4M3 = torch.float8_e4m3fn
 KV_HEADS = 2
 GROUP = HEADS // KV_HEADS
 

@@ -8,7 +8,7 @@ from typing import Any
 import library_forms
 import pytest
 import torch
-from forms import E4M3, static
+from forms import E4M3, rounded, static
 from harness import captured_bundle
 from torch import Tensor
 
@@ -18,10 +18,6 @@ from vattn.passes.region import Match
 Form = Callable[[Tensor, Tensor], Any]
 Seen = dict[Form, tuple[Match, Any, Any]]
 CUDA = torch.device("cuda")
-
-
-def rounded(x: Tensor) -> Tensor:
-    return x.clamp(-448, 448).to(E4M3)
 
 
 def largest(o: Tensor) -> Tensor:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from forms import per_token, static
+from forms import group, per_token, static
 from harness import Capture
 from torch import Tensor, nn
 
@@ -15,12 +16,7 @@ import vattn
 
 HEADS, SIZE = 4, 64
 
-
-def group(out: Tensor, scale: Tensor) -> Any:
-    return torch.ops.vattn.quant_fp8_group(out, 128, False, False)
-
-
-FORMS = {"fp8_static": static, "fp8_per_token": per_token, "fp8_group128": group}
+FORMS = {"fp8_static": static, "fp8_per_token": per_token, "fp8_group128": partial(group, size=128)}
 
 
 class EncoderOnly(nn.Module):

@@ -6,16 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from forms import per_token, static
+from forms import group, per_token, static
 from torch import Tensor, nn
 
 import vattn
 
 N, P, R, V, L = 4, 16, 8, 32, 32
-
-
-def group(x: Tensor, scale: Tensor) -> Any:
-    return torch.ops.vattn.quant_fp8_group(x, 64, False, False)
 
 
 class Quantised(nn.Module):

@@ -7,22 +7,17 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from forms import E4M3, rounded
 from harness import COLUMNS, WIDTH, Bundle, Capture, captured_bundle
 from torch import Tensor
 
 from vattn.ops.fusion_notes import FUSED
 from vattn.passes.report import NEAR_MISS
 
-E4M3 = torch.float8_e4m3fn
-
-
-def cast(x: Tensor) -> Tensor:
-    return x.clamp(-448, 448).to(E4M3)
-
 
 def static(change: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Any]:
     """Return static quantisation of something that differs from the output in places."""
-    return lambda o, s: cast(change(o.float(), s) / s)
+    return lambda o, s: rounded(change(o.float(), s) / s)
 
 
 def token(change: Callable[[Tensor], Tensor], floor: float = 1e-10) -> Callable[..., Any]:
@@ -31,7 +26,7 @@ def token(change: Callable[[Tensor], Tensor], floor: float = 1e-10) -> Callable[
     def function(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         x = o.float()
         scale = change(x.abs().amax(-1, keepdim=True).clamp(min=floor) / 448)
-        return cast(x / scale), scale
+        return rounded(x / scale), scale
 
     return function
 
@@ -49,21 +44,21 @@ ODD: dict[str, Callable[..., Any]] = {
     "subnormals": static(lambda x, s: torch.where((x.abs() < 2.0**-126) & (x != 0), 1.0, x)),
     "under a large scale": static(lambda x, s: torch.where(s > 1000, x * 2, x)),
     "under a small scale": static(lambda x, s: torch.where(s < 1e-6, x * 2, x)),
-    "rounding midpoints": lambda o, s: cast((o.float() / s) * 1.0000001),
-    "the first token": lambda o, s: cast(torch.cat((o[:1] * 2, o[1:])).float() / s),
-    "the last column": lambda o, s: cast(torch.cat((o[:, :-1], o[:, -1:] * 2), -1).float() / s),
+    "rounding midpoints": lambda o, s: rounded((o.float() / s) * 1.0000001),
+    "the first token": lambda o, s: rounded(torch.cat((o[:1] * 2, o[1:])).float() / s),
+    "the last column": lambda o, s: rounded(torch.cat((o[:, :-1], o[:, -1:] * 2), -1).float() / s),
     "rows of zeros": token(lambda scale: torch.where(scale == scale.clamp(max=2.3e-13), 1.0, scale)),
     "maxima at powers of two": token(lambda scale: torch.where(scale == 1.0, 1.0009765625, scale)),
     "great maxima": token(lambda scale: scale.clamp(max=60.0)),
     "one scale for a step of few tokens": lambda o, s: per_tensor_if_few(o),
-    "fp16, times its reciprocal": lambda o, s: cast(o.half() * (1 / s)),
+    "fp16, times its reciprocal": lambda o, s: rounded(o.half() * (1 / s)),
     "a scale that is never rounded": lambda o, s: unrounded(o),
     "beyond fp16": static(lambda x, s: x.clamp(-65504, 65504)),
     "below fp16": static(lambda x, s: torch.where(x.abs() < 2.0**-24, 0.0, x)),
-    "beyond fp16, times the scale": lambda o, s: cast(o.float().clamp(-65504, 65504) * s),
-    "below fp16, times the scale": lambda o, s: cast(torch.where(o.abs() < 2.0**-24, 0.0, o.float()) * s),
-    "the smaller of two quotients": lambda o, s: cast(torch.minimum(o.float() / s, o.float() / OTHER)),
-    "by a scale and a ratio": lambda o, s: cast(o.float() / s * OTHER / s),
+    "beyond fp16, times the scale": lambda o, s: rounded(o.float().clamp(-65504, 65504) * s),
+    "below fp16, times the scale": lambda o, s: rounded(torch.where(o.abs() < 2.0**-24, 0.0, o.float()) * s),
+    "the smaller of two quotients": lambda o, s: rounded(torch.minimum(o.float() / s, o.float() / OTHER)),
+    "by a scale and a ratio": lambda o, s: rounded(o.float() / s * OTHER / s),
     "clamped under another scale": static(lambda x, s: x.clamp(-448 * OTHER, 448 * OTHER)),
 }
 
@@ -71,13 +66,13 @@ ODD: dict[str, Callable[..., Any]] = {
 def unrounded(o: Tensor) -> tuple[Tensor, Tensor]:
     x = o.double()
     scale = x.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
-    return cast(x / scale), scale.float()
+    return rounded(x / scale), scale.float()
 
 
 def in_two_layouts(o: Tensor, s: Tensor) -> tuple[Tensor, ...]:
     groups = o.float().unflatten(-1, (-1, 64))
     scales = groups.abs().amax(-1).clamp(min=1e-10) / 448
-    return cast(groups / scales.unsqueeze(-1)).flatten(-2), scales, scales.t().contiguous()
+    return rounded(groups / scales.unsqueeze(-1)).flatten(-2), scales, scales.t().contiguous()
 
 
 PLAIN: dict[str, Callable[..., Any]] = {
@@ -85,9 +80,9 @@ PLAIN: dict[str, Callable[..., Any]] = {
     "static": static(lambda x, s: x),
     "token": token(lambda scale: scale),
     "floor": token(lambda scale: scale, 3e-5),
-    "scale in fp16": lambda o, s: cast(o.float() / s.half()),
+    "scale in fp16": lambda o, s: rounded(o.float() / s.half()),
     "clamped first": static(lambda x, s: x.clamp(-448 * s, 448 * s)),
-    "clamped first, times the scale": lambda o, s: cast(o.float().clamp(-448 / s, 448 / s) * s),
+    "clamped first, times the scale": lambda o, s: rounded(o.float().clamp(-448 / s, 448 / s) * s),
 }
 
 
@@ -97,7 +92,7 @@ def per_tensor_if_few(o: Tensor) -> tuple[Tensor, Tensor]:
     whole = rows.amax().expand(o.shape[0], 1)
     counted = torch.ones(o.shape[0], 1).sum()
     scale = torch.where(counted < 8, whole, rows)
-    return cast(x / scale), scale
+    return rounded(x / scale), scale
 
 
 def test_regions_that_differ_in_places() -> None:
@@ -137,7 +132,7 @@ def test_as_many_tokens_as_a_number_says() -> None:
 
 def test_divided_by_a_number_that_varies() -> None:
     """A step of one token says nothing about it."""
-    capture, run = with_a_number(lambda o, n: cast(o.float() / n))
+    capture, run = with_a_number(lambda o, n: rounded(o.float() / n))
     for n in (3, 5):
         run(n, [1])
     assert "size or a number that varies" in capture.report[-1].reason
@@ -147,7 +142,7 @@ def test_a_near_miss_names_the_first_node_that_differs() -> None:
     def gated(o: Tensor, s: Tensor) -> Tensor:
         widened = o.float()
         gate = torch.sigmoid(widened)
-        return cast(widened * gate / s)
+        return rounded(widened * gate / s)
 
     def narrow(o: Tensor, s: Tensor) -> Tensor:
         scaled = o.float() / s
@@ -157,7 +152,7 @@ def test_a_near_miss_names_the_first_node_that_differs() -> None:
     def small_groups(o: Tensor, s: Tensor) -> Tensor:
         groups = o.float().view(-1, COLUMNS // 32, 32)
         largest = groups.abs().amax(-1, keepdim=True)
-        return cast(groups / (largest / 448))
+        return rounded(groups / (largest / 448))
 
     capture, _ = captured_bundle([gated, narrow, small_groups])
     lines = [node.source.rpartition(": ")[2] for node in capture.report]

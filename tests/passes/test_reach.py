@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from forms import per_token, static
+from forms import E4M3, per_token, static
 from harness import Capture, captured, captured_bundle
 from queries import Written
 from queries import inputs as query_inputs
@@ -20,7 +20,6 @@ from vattn.passes import region_tokens as reach
 from vattn.passes.query_quant.find import IN_LOAD
 from vattn.passes.report import NEAR_MISS
 
-E4M3 = torch.float8_e4m3fn
 LENGTHS = [30, 25]
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from forms import E4M3
 
 from tests.support import make_config
 from vattn.backends import selector
@@ -13,8 +14,6 @@ from vattn.config.attention import AttentionConfig
 from vattn.errors import ConfigError
 from vattn.quantization.codecs import quantise_rows
 from vattn.quantization.formats import OUTPUT_FORMATS
-
-E4M3 = torch.float8_e4m3fn
 
 
 def rows() -> torch.Tensor:

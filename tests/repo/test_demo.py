@@ -13,7 +13,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
 import vattn
 from examples.demo import main as demo
@@ -24,13 +23,9 @@ from examples.demo.report import Progress, quoted
 from vattn.cache.allocation import KVCacheAllocation
 from vattn.calibration.plant_outliers import plant_outliers
 from vattn.errors import ConfigError
-from vattn.generation import Generator, Request, Sampling, model_inputs
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "demo_model"
-PROMPTS = [b"import ", b"class Stack:\n    def __init__(self", b"def f(x):\n" * 12, b"for i in"]
-
-
 @pytest.fixture(scope="module")
 def heldout() -> bytes:
     return (FOLDER / "heldout.txt").read_bytes()
@@ -86,50 +81,6 @@ def test_outliers_change_nothing_until_unit_scales_clip_them(heldout: bytes) -> 
     calibrated, clipped = bits(text, "fp8, calibrated", planted=True)
     assert calibrated / auto - 1 < 0.006
     assert all(max(layer.values()) < 1e-3 for layer in clipped.values())
-
-
-@pytest.fixture(scope="module")
-def eager_and_compiled() -> list[tuple[Llama, KVCacheAllocation, Callable[..., Tensor]]]:
-    torch._dynamo.reset()
-    model, storage = build(100)
-    regions, regions_storage = build(100)
-    vattn.compile_regions(regions)
-    return [(model, storage, model), (regions, regions_storage, regions)]
-
-
-def assert_same_text(model: Llama, storage: KVCacheAllocation, got: Request, expected: Request) -> None:
-    """Two greedy texts agree up to a step whose two best logits are closer than rounding can move them."""
-    if got.output == expected.output:
-        return
-    length = next(i for i, (a, b) in enumerate(zip(got.output, expected.output, strict=True)) if a != b)
-    ids = expected.tokens(0, len(expected.prompt) + length)
-    builder = vattn.AttentionMetadataBuilder(1, len(ids), len(ids), storage.block_size, layers=model)
-    step = builder.build([len(ids)], [len(ids)], [list(range(1, storage.num_blocks))])
-    with vattn.forward_context(step), torch.no_grad():
-        best = model(*model_inputs(ids, step))[0].topk(2).values
-    assert best[0] - best[1] < 1e-3, f"texts part at token {length}, which is no near tie"
-
-
-@pytest.mark.slow
-def test_greedy_texts_do_not_depend_on_batching_or_compilation(
-    eager_and_compiled: list[tuple[Llama, KVCacheAllocation, Callable[..., Tensor]]],
-) -> None:
-    model, storage, _ = eager_and_compiled[0]
-    alone = []
-    for prompt in PROMPTS:
-        generator = Generator(model, cache=storage, max_num_reqs=1, token_budget=512, reuse_prefixes=False)
-        alone += generator.generate([[0, *prompt]], Sampling(24))
-    for owner, owned, forward in eager_and_compiled:
-        # 40 tokens a step cut the third prompt into chunks; three at once keep the fourth waiting.
-        generator = Generator(
-            forward, cache=owned, max_num_reqs=3, token_budget=40, graph_sizes=[3, 2] if owner is model else []
-        )
-        together = generator.generate([[0, *prompt] for prompt in PROMPTS], Sampling(24))
-        assert generator.statistics().steps < sum(map(len, (r.output for r in together))), "steps were shared"
-        assert generator.scheduler.pool.num_used == 0
-        for got, expected in zip(together, alone, strict=True):
-            assert len(got.output) == 24
-            assert_same_text(model, storage, got, expected)
 
 
 @pytest.fixture(scope="module")
