@@ -26,6 +26,8 @@ from vattn.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "examples" / "demo_model"
+
+
 @pytest.fixture(scope="module")
 def heldout() -> bytes:
     return (FOLDER / "heldout.txt").read_bytes()
