@@ -53,27 +53,27 @@ def relative_l2(got: Tensor, expected: Tensor) -> float:
     return float(difference.norm() / size.clamp(min=1e-30)) if bool(difference.any()) or bool(size.isnan()) else 0.0
 
 
+def contents(owner: Any) -> dict[str, Tensor]:
+    """Copy the bytes of a layer's buffers, its cache included, of a step, of an op's arguments or of a tensor."""
+    if isinstance(owner, tuple):
+        named = owner._asdict()
+    elif isinstance(owner, Tensor):
+        named = {"tensor": owner}
+    else:
+        named = owner._buffers if isinstance(owner, torch.nn.Module) else owner.tensors()
+    tensors = {name: t.detach() for name, t in named.items() if isinstance(t, Tensor) and not t.is_meta}
+    whole = torch.contiguous_format
+    return {name: t.clone(memory_format=whole).view(-1).view(torch.uint8) for name, t in tensors.items()}
+
+
 @contextmanager
-def unchanged(*owners: Any) -> Iterator[None]:
-    """Check that a block changes no byte of layers' buffers, caches included, of steps, ops' arguments or tensors."""
-
-    def tensors_of(owner: Any) -> dict[str, Any]:
-        if isinstance(owner, tuple):
-            return owner._asdict()
-        if isinstance(owner, Tensor):
-            return {"tensor": owner}
-        return owner._buffers if isinstance(owner, torch.nn.Module) else owner.tensors()
-
-    def contents() -> list[tuple[str, Tensor]]:
-        named = [pair for owner in owners for pair in tensors_of(owner).items()]
-        tensors = [(name, t.detach()) for name, t in named if isinstance(t, Tensor) and not t.is_meta]
-        return [(name, t.clone().flatten().view(torch.uint8)) for name, t in tensors]
-
-    before = contents()
+def unchanged(owner: Any) -> Iterator[None]:
+    """Check that a block changes nothing of `contents`."""
+    before = contents(owner)
     yield
-    pairs = zip(before, contents(), strict=True)
-    changed = [name for (name, old), (now, new) in pairs if name != now or not torch.equal(old, new)]
-    assert not changed, f"changed {changed}"
+    now = contents(owner)
+    changed = [name for name, old in before.items() if name not in now or not torch.equal(old, now[name])]
+    assert now.keys() == before.keys() and not changed, f"changed {changed}"
 
 
 def poisoned_empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> Tensor:

@@ -278,11 +278,9 @@ def test_a_layer_that_shares_a_cache_takes_queries_only(compiled) -> None:
 
 
 @pytest.mark.slow
-def test_compiled_in_one_graph_for_all_lengths() -> None:
+def test_compiled_in_one_graph_for_all_lengths(fresh_dynamo: None) -> None:
     text = Text(make_layer())
-    torch._dynamo.reset()
     attend = vattn.compile(text.layer, fullgraph=True)
-    torch._dynamo.utils.counters.clear()
     got = torch.cat([text.run(count, attend) for count in (19, 3, 5, 2, 7)])
     assert error(got, text.expected()) < 1e-5
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 import vattn.ops.schemas  # noqa: F401  registers the ops
-from tests.support import Batch
+from tests.support import Batch, unchanged
 from vattn.backends import selector
 from vattn.cache.stored_rows import stored_views
 from vattn.config.attention import AttentionConfig
@@ -51,25 +51,6 @@ class Mismatch(AssertionError):
     """A backend's result differs from the reference's."""
 
 
-def _raw(tensor: Tensor) -> Tensor:
-    """Copy a tensor's elements as bytes."""
-    return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.detach().reshape(-1)).view(torch.uint8)
-
-
-def snapshot(args: tuple, names: tuple[str, ...] | None = None) -> dict[str, Tensor]:
-    """Copy the bytes of an op's tensor arguments by name."""
-    fields = args._asdict()
-    return {n: _raw(t) for n, t in fields.items() if isinstance(t, Tensor) and not t.is_meta and n in (names or fields)}
-
-
-def check_unchanged(before: dict[str, Tensor], args: tuple) -> None:
-    """Raise Mismatch if a tensor's bytes differ from a snapshot."""
-    now = snapshot(args, tuple(before))
-    changed = [name for name, data in before.items() if not torch.equal(data, now[name])]
-    if changed:
-        raise Mismatch(f"the op wrote into {', '.join(changed)}")
-
-
 def call(args: tuple) -> None:
     """Call the op that takes these arguments."""
     if isinstance(args, CacheUpdateArgs):
@@ -87,13 +68,11 @@ def refusal(config: AttentionConfig, device: torch.device | str) -> list[str]:
 
 def check_refused(args: tuple, reasons: list[str]) -> None:
     """Require the error of our own class that gives every reason, and nothing written."""
-    before = snapshot(args)
-    with pytest.raises(UnsupportedRequestError) as caught:
+    with unchanged(args), pytest.raises(UnsupportedRequestError) as caught:
         call(args)
     missing = [reason for reason in reasons if reason not in str(caught.value)]
     if missing:
         raise Mismatch(f"the error does not name {missing}: {caught.value}")
-    check_unchanged(before, args)
 
 
 def on_cpu(batch: Batch) -> Batch:
@@ -114,7 +93,7 @@ def run_and_compare(batch: Batch, expected: tuple[Tensor, Tensor] | None = None)
         Whether the backend accepted it; a refusal is checked to be one.
 
     Raises:
-        Mismatch: the result differs from the reference, or an input was written to.
+        AssertionError: the result differs from the reference (`Mismatch`), or an input was written to.
     """
     result = run_on_backend(batch)
     if result is None:
@@ -127,16 +106,14 @@ def run_on_backend(batch: Batch) -> Batch | None:
     """Run a batch and return it on the CPU, `None` if the backend refuses it as it should.
 
     Raises:
-        Mismatch: an input was written to.
+        AssertionError: an input was written to.
     """
     reasons = refusal(batch.config, batch.args.query.device)
     if reasons:
         check_refused(batch.args, reasons)
         return None
-    inputs = tuple(name for name in batch.args._fields if name not in OUTPUTS)
-    before = snapshot(batch.args, inputs)
-    call(batch.args)
-    check_unchanged(before, batch.args)
+    with unchanged(batch.args._replace(**dict.fromkeys(OUTPUTS))):
+        call(batch.args)
     return on_cpu(batch)
 
 
@@ -336,7 +313,7 @@ def compare_cache_update(args: CacheUpdateArgs, config: AttentionConfig) -> bool
         Whether the backend accepted it; a refusal is checked to be one.
 
     Raises:
-        Mismatch: a byte differs, or an input was written to.
+        AssertionError: a byte differs (`Mismatch`), or an input was written to.
     """
     reasons = refusal(config, args.key.device)
     if reasons:
@@ -345,9 +322,8 @@ def compare_cache_update(args: CacheUpdateArgs, config: AttentionConfig) -> bool
     expected = CacheUpdateArgs(
         *(t.detach().cpu().clone() if isinstance(t, Tensor) and not t.is_meta else t for t in args)
     )
-    before = snapshot(args, tuple(name for name in args._fields if name != "kv_cache"))
-    call(args)
-    check_unchanged(before, args)
+    with unchanged(args._replace(kv_cache=None)):
+        call(args)
     reference.kv_cache_update(expected, config)
     caches = zip(stored_views(args.kv_cache.cpu(), config), stored_views(expected.kv_cache, config), strict=True)
     for name, rows in zip(("keys", "values"), caches, strict=True):

@@ -19,7 +19,7 @@ import vattn
 from tests.distributed.context_parallel_support import combined_parts, ranks
 from tests.layers.mla_support import exact, make_mla_config, random_mla_batch
 from tests.support import capture, make_config, random_paged_batch, relative_l2
-from vattn.distributed import ContextParallel, DCPShard
+from vattn.distributed import ContextParallel
 from vattn.ops.reference import attention as reference
 
 pytestmark = pytest.mark.gpu
@@ -68,28 +68,6 @@ def test_parts_of_latent_attention(queries: list[int], latent: int, sparse: bool
     expected, _ = exact(full, config)
     got, _ = combined_parts(full, config, ranks(2, 16), exact, "TRITON_MLA", (2 * ROUNDED, 1e-2), "cuda")
     assert relative_l2(got, expected) < 2 * ROUNDED
-
-
-def test_rows_as_requests_are_what_torch_says() -> None:
-    from vattn.kernels.triton.attention.dcp_rows import write_rows
-
-    starts = torch.tensor([0, *SEVERAL]).cumsum(0).int()
-    lengths, table = torch.tensor(LENGTHS).int(), torch.arange(8 * 70).int().view(8, 70)
-    rows = int(starts[-1]) + 3
-    for shard in (DCPShard(0, 2, 1), DCPShard(2, 3, 16), DCPShard(1, 4, 5)):
-        held = shard.count(lengths)
-        moved = [tensor.cuda() for tensor in (starts, lengths, held, table)]
-        got_starts, got_lengths, got_table = write_rows(rows, *moved, shard, 16)
-        assert got_starts.tolist() == list(range(rows + 1))
-        for row in range(rows):
-            request = int((starts[1:] <= row).sum())
-            if request == 8:
-                assert got_lengths[row] == 0
-                continue
-            count = shard.count(int(lengths[request]) - (int(starts[request + 1]) - 1 - row))
-            used = -(-count // 16)
-            assert got_lengths[row] == count
-            assert torch.equal(got_table[row, :used].cpu(), table[request, :used])
 
 
 def nccl_rank(rank: int, folder: str) -> None:

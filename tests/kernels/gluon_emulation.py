@@ -23,18 +23,18 @@ PATIENCE = 20.0
 
 
 class Barrier:
-    """An mbarrier of one arrival: a phase ends when that has come and all bytes that it announced."""
+    """An mbarrier: a phase ends when all arrivals have come, and all bytes that they announced."""
 
-    def __init__(self, changed: threading.Condition) -> None:
-        self.changed, self.phases, self.pending, self.bytes = changed, 0, 1, 0
+    def __init__(self, changed: threading.Condition, arrivals: int = 1) -> None:
+        self.changed, self.arrivals, self.pending, self.bytes, self.phases = changed, arrivals, arrivals, 0, 0
 
     def change(self, arrivals: int, announced: int) -> None:
         with self.changed:
             self.pending -= arrivals
             self.bytes += announced
-            assert self.pending >= 0, "more arrivals than one in a phase"
+            assert self.pending >= 0, "more arrivals than there are in a phase"
             if not self.pending and not self.bytes:
-                self.phases, self.pending = self.phases + 1, 1
+                self.phases, self.pending = self.phases + 1, self.arrivals
             self.changed.notify_all()
 
     def wait(self, parity: int) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.kernels.gluon_emulation import PATIENCE, Memory, Partition, Pointer, run_in_threads
+from tests.kernels.gluon_emulation import PATIENCE, Barrier, Memory, Partition, Pointer, run_in_threads
 from vattn.kernels.hopper.mla import decode_64, rows_64, work_items
 
 FUNCTIONS: dict[Any, tuple[str, ...]] = {
@@ -34,27 +34,17 @@ FUNCTIONS: dict[Any, tuple[str, ...]] = {
 """What runs as it is; what copies, converts or writes for the hardware is replaced below."""
 
 
-class Barrier:
-    """An mbarrier: a phase ends when all arrivals have come, and all bytes that they announced."""
+class LateBarrier(Barrier):
+    """A barrier at which whoever waits may be late, and gives up when another thread has failed."""
 
     def __init__(self, program: LatentProgram, arrivals: int) -> None:
-        self.program, self.arrivals, self.pending, self.bytes, self.phases = program, arrivals, arrivals, 0, 0
-
-    def change(self, arrivals: int, announced: int) -> None:
-        with self.program.changed:
-            self.pending -= arrivals
-            self.bytes += announced
-            assert self.pending >= 0, "more arrivals than there are in a phase"
-            if not self.pending and not self.bytes:
-                self.phases, self.pending = self.phases + 1, self.arrivals
-            self.program.changed.notify_all()
+        super().__init__(program.changed, arrivals)
+        self.program = program
 
     def wait(self, parity: int) -> None:
         self.program.pause()
-        with self.program.changed:
-            passed = self.program.changed.wait_for(
-                lambda: self.program.failed or self.phases % 2 != int(parity), PATIENCE
-            )
+        with self.changed:
+            passed = self.changed.wait_for(lambda: self.program.failed or self.phases % 2 != int(parity), PATIENCE)
             assert passed and not self.program.failed, "a deadlock"
 
 
@@ -147,7 +137,7 @@ class LatentProgram:
             time.sleep(late / 50)
 
     def _barriers(self, count: int, arrivals: int) -> Any:
-        made = [Barrier(self, arrivals) for _ in range(count)]
+        made = [LateBarrier(self, arrivals) for _ in range(count)]
         return types.SimpleNamespace(index=lambda place: made[int(place)])
 
     def _copy(self, target: Room, values: Tensor, barrier: Barrier, size: int) -> None:

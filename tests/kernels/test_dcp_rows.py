@@ -9,7 +9,7 @@ import torch
 
 from tests.distributed.context_parallel_support import sharded, share
 from tests.layers.mla_support import exact, make_mla_config, random_mla_batch
-from tests.support import make_config, random_paged_batch, relative_l2
+from tests.support import make_config, moved, random_paged_batch, relative_l2
 from vattn.backends import hopper_routes
 from vattn.config.dcp import DCPShard, without_dcp
 from vattn.kernels.hopper.decode import launch as decode_fast
@@ -22,14 +22,14 @@ SHARDS = (DCPShard(0, 1, 1), DCPShard(0, 2, 1), DCPShard(1, 3, 4), DCPShard(3, 4
 
 
 @pytest.mark.parametrize("shard", SHARDS, ids=str)
-def test_rows_as_requests_attend_what_the_shard_shows(shard: DCPShard) -> None:
+def test_rows_as_requests_attend_what_the_shard_shows(shard: DCPShard, device: str) -> None:
     """The reference of the rows as decodes against the reference by true positions, with and without padding."""
     config = make_config(block_size=8, lse=True)
     for padding in (0, 2):
         full = random_paged_batch(config, QUERIES, LENGTHS, num_padding_tokens=padding, num_padding_reqs=padding)
         own, args = sharded(config, shard), share(full.args, config, shard)
         expected, expected_lse = reference.paged_attention(args, own)
-        rows = attention_rows(args, own)
+        rows = moved(attention_rows(moved(args, device), own), "cpu")
         assert rows.query_start_loc.tolist() == list(range(len(args.query) + 1))
         out, lse = reference.paged_attention(rows, without_dcp(own))
         assert relative_l2(out, expected) < 1e-6 and torch.allclose(lse, expected_lse, atol=1e-6)

@@ -148,44 +148,17 @@ def test_one_short_request_uses_a_tile_per_cta() -> None:
 
 
 @pytest.mark.parametrize("window", [0, 50])
-@pytest.mark.parametrize("tokens", [2, 4])
-def test_several_rows_at_a_time(tokens: int, window: int) -> None:
+@pytest.mark.parametrize(("tokens", "longest"), [(2, 0), (4, 0), (1, 1), (4, 4), (2, 4), (1, 3)])
+def test_several_rows_at_a_time(tokens: int, longest: int, window: int) -> None:
+    """Chunks of requests have each tile once; requests of more than `longest` rows, if it is given, and padding do not
+    occur."""
     rng = random.Random(tokens + window)
     for trial in range(2):
         count = rng.randrange(1, 40)
-        query_lens = [tokens] * count if trial < 1 else rng.choices((0, 1, tokens, 3 * tokens + 1), k=count)
-        while sum(query_lens) > tokens * count:
+        kinds = (0, 1, tokens, longest, longest + 1, 300) if longest else (0, 1, tokens, 3 * tokens + 1)
+        query_lens = rng.choices(kinds, k=count) if longest or trial else [tokens] * count
+        while not longest and sum(query_lens) > tokens * count:
             query_lens[rng.randrange(count)] = 0
-        seq_lens = [n + rng.randrange(3000) if n else rng.randrange(50) for n in query_lens]
-        items, splits = make_plan(query_lens, seq_lens, rng.choice((3, 33)), window, rng.choice((1, 4)), tokens=tokens)
-        starts = torch.tensor([0, *query_lens]).cumsum(0).tolist()
-        found: dict[int, list[list[int]]] = {}
-        for request, first_row, rows, seq_len, begin, end, slot, _ in items:
-            before = first_row - starts[request]
-            assert 0 < rows <= tokens and before % tokens == 0 and before + rows <= query_lens[request]
-            assert seq_len == seq_lens[request] - query_lens[request] + before + rows
-            found.setdefault(first_row, []).append([begin, end, slot, rows, seq_len])
-        assert sum(parts[0][3] for parts in found.values()) == sum(query_lens)
-        split_of = {row: (list(range(first, first + parts)), rows) for row, first, parts, rows in splits}
-        for row, parts in found.items():
-            parts.sort()
-            rows, seq_len = parts[0][3:]
-            assert parts[0][0] == (max(0, seq_len - rows + 1 - window) // TILE if window else 0)
-            assert parts[-1][1] == -(-seq_len // TILE)
-            assert all(a[1] == b[0] for a, b in itertools.pairwise(parts)), "chunks meet"
-            slots = sorted(part[2] for part in parts)
-            assert (slots, rows) == split_of.pop(row) if len(parts) > 1 else slots == [-1]
-        assert not split_of
-
-
-@pytest.mark.parametrize("window", [0, 50])
-@pytest.mark.parametrize(("tokens", "longest"), [(1, 1), (4, 4), (2, 4), (1, 3)])
-def test_long_requests_are_left_to_another_kernel(tokens: int, longest: int, window: int) -> None:
-    """Chunks of requests of up to `longest` rows have each tile once; the others and padding do not occur."""
-    rng = random.Random(tokens + window)
-    for _ in range(2):
-        count = rng.randrange(1, 40)
-        query_lens = rng.choices((0, 1, tokens, longest, longest + 1, 300), k=count)
         seq_lens = [n + rng.randrange(3000) if n else rng.randrange(50) for n in query_lens]
         items, splits = make_plan(
             query_lens, seq_lens, rng.choice((3, 33)), window, rng.choice((1, 4)), tokens=tokens, longest=longest
@@ -194,7 +167,7 @@ def test_long_requests_are_left_to_another_kernel(tokens: int, longest: int, win
         chunks = {
             (request, before): min(tokens, n - before)
             for request, n in enumerate(query_lens)
-            if n <= longest
+            if n <= longest or not longest
             for before in range(0, n, tokens)
         }
         tiles: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
@@ -204,16 +177,16 @@ def test_long_requests_are_left_to_another_kernel(tokens: int, longest: int, win
             assert seq_len == seq_lens[request] - query_lens[request] + before + rows
             tiles.setdefault((request, before), []).append((begin, end, slot))
         assert sorted(tiles) == sorted(chunks)
-        split_of = {row: list(range(first, first + parts)) for row, first, parts, _ in splits}
+        split_of = {row: (list(range(first, first + parts)), rows) for row, first, parts, rows in splits}
         for (request, before), parts in tiles.items():
             parts.sort()
+            rows = chunks[request, before]
             first_sees = seq_lens[request] - query_lens[request] + before + 1
-            last_sees = first_sees + chunks[request, before] - 1
             assert parts[0][0] == (max(0, first_sees - window) // TILE if window else 0)
-            assert parts[-1][1] == -(-last_sees // TILE)
+            assert parts[-1][1] == -(-(first_sees + rows - 1) // TILE)
             assert all(a[1] == b[0] for a, b in itertools.pairwise(parts)), "chunks meet"
             slots = sorted(part[2] for part in parts)
-            assert slots == split_of.pop(starts[request] + before) if len(parts) > 1 else slots == [-1]
+            assert (slots, rows) == split_of.pop(starts[request] + before) if len(parts) > 1 else slots == [-1]
         assert not split_of
 
 

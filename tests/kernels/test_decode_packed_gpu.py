@@ -13,6 +13,7 @@ from tests.kernels.test_decode_packed_codes import unpack_kernel
 from tests.quantization.test_kv_formats import SCALE, hard_rows
 from tests.support import capture, make_config, moved, random_paged_batch, relative_l2
 from vattn.cache.layout import kv_cache_shape
+from vattn.config.attention import AttentionConfig
 from vattn.kernels.hopper.decode import launch as decode_fast
 from vattn.kernels.hopper.decode_packed import launch as decode_packed
 from vattn.kernels.triton.cache import packed_update
@@ -26,10 +27,14 @@ TOLERANCE = {"bfloat16": 2.5e-3, "float16": 1.5e-3}
 """Relative L2: results are rounded to the model dtype, 1.7e-3 in bf16; the rest as in the interpreted tests."""
 
 
-def check(fmt: str, lengths: list[int], padding: int = 0, planned: bool = True, **changes: Any) -> None:
+def config_of(fmt: str, **changes: Any) -> AttentionConfig:
     values = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16", "lse": True, "block_size": 16}
     kind = "tensor" if KV_FORMATS[fmt].quantised else "none"
-    config = make_config(**{**values, "kv_cache_dtype": fmt, "kv_scale": kind, "backend": "TRITON_ATTN", **changes})
+    return make_config(**{**values, "kv_cache_dtype": fmt, "kv_scale": kind, "backend": "TRITON_ATTN", **changes})
+
+
+def check(fmt: str, lengths: list[int], padding: int = 0, planned: bool = True, **changes: Any) -> None:
+    config = config_of(fmt, **changes)
     batch = random_paged_batch(
         config, [1] * len(lengths), lengths, num_padding_reqs=padding, num_padding_tokens=padding, device="cuda"
     )
@@ -73,10 +78,7 @@ def test_codes_of_three_bits(fmt: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_small_and_large_queries_keep_their_digits() -> None:
     for factor in (2.0**-20, 2.0**14):
-        config = make_config(
-            num_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16", block_size=16, scale=0.09 / factor,
-            kv_cache_dtype="int4_per_token_head", backend="TRITON_ATTN",
-        )  # fmt: skip
+        config = config_of("int4_per_token_head", scale=0.09 / factor, lse=False)
         batch = random_paged_batch(config, [1, 1], [70, 300], device="cuda")
         batch.args.query.mul_(factor)
         batch.run()
@@ -116,11 +118,7 @@ def test_masks_in_ctas_of_one_warp(fmt: str, monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [40, 1, 7]])
 @pytest.mark.parametrize("fmt", [name for name, fmt in KV_FORMATS.items() if fmt.packed])
 def test_heads_of_512_in_the_general_kernel(fmt: str, query_lens: list[int]) -> None:
-    kind = "tensor" if KV_FORMATS[fmt].quantised else "none"
-    config = make_config(
-        num_heads=4, num_kv_heads=2, head_size=512, dtype="bfloat16", block_size=16, kv_cache_dtype=fmt, kv_scale=kind,
-        backend="TRITON_ATTN",
-    )  # fmt: skip
+    config = config_of(fmt, num_heads=4, num_kv_heads=2, head_size=512, lse=False)
     batch = random_paged_batch(config, query_lens, [40, 300, 19], device="cuda")
     batch.run()
     assert relative_l2(batch.output(), batch.expected()[0]) < 4e-3
@@ -133,11 +131,7 @@ def test_one_long_request_is_split(fmt: str) -> None:
 
 @pytest.mark.parametrize("fmt", ["fp8_per_token_head", "turboquant_4bit_nc", *SHORT])
 def test_a_replayed_graph_reads_new_lengths(fmt: str) -> None:
-    config = make_config(
-        num_heads=32, num_kv_heads=8, head_size=128, dtype="bfloat16", block_size=16, kv_cache_dtype=fmt,
-        backend="TRITON_ATTN", lse=True,
-    )  # fmt: skip
-    batch = random_paged_batch(config, [1, 1, 1], [700, 90, 33], device="cuda", poison=False)
+    batch = random_paged_batch(config_of(fmt), [1, 1, 1], [700, 90, 33], device="cuda", poison=False)
     batch.run()
     graph, _ = capture(lambda: torch.ops.vattn.attention(*batch.args))
     batch.args.seq_lens.copy_(torch.tensor([301, 17, 1], dtype=torch.int32))
@@ -157,17 +151,13 @@ def test_stores_give_the_bytes_of_the_reference(
         monkeypatch.setattr(packed_update, "has_words", lambda *given: False)
     if cut is not None:
         monkeypatch.setitem(packed_update.UPDATE_CUTS, fmt, cut)
-    kind = "tensor" if KV_FORMATS[fmt].quantised else "none"
     for size in (64, 128):
-        config = make_config(
-            head_size=size, num_kv_heads=4, num_heads=4, block_size=16, kv_cache_dtype=fmt, kv_scale=kind, dtype=dtype,
-            backend="TRITON_ATTN",
-        )  # fmt: skip
+        config = config_of(fmt, head_size=size, num_kv_heads=4, num_heads=4, dtype=dtype, lse=False)
         hard = hard_rows(size).repeat(1, 2, 1)
         normal = torch.randn(300, 4, size, generator=torch.Generator().manual_seed(size))
         rows = torch.cat((hard, normal)).to(getattr(torch, dtype))
         slots = torch.randperm(24 * 16, generator=torch.Generator().manual_seed(1))[: len(rows)]
-        scale = SCALE if kind != "none" else None
+        scale = SCALE if config.kv_scale != "none" else None
         expected = torch.full(kv_cache_shape(config, 24), 0xA5, dtype=torch.uint8)
         args = CacheUpdateArgs(rows, rows.flip(0), expected, slots, scale, scale, config.encode())
         on_gpu = moved(args, "cuda")

@@ -227,3 +227,18 @@ def quantised(values: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> MLAA
         values, config.output_format, out, scales, args.output_scale, config.output_arithmetic, config.output_min_scale
     )
     return args._replace(output=out, output_block_scale=scales)
+
+
+def check_layer(layer: Any, out: Tensor, query: Tensor, step: Any, topk: Tensor | None = None) -> None:
+    """Compare a layer's output with the formula over its cache: at most twice as wrong as in the model dtype."""
+    config = layer.config.replace(lse=False)
+    nothing: dict[str, Any] = dict.fromkeys(MLAAttentionArgs._fields)
+    given = {
+        "query": query, "kv_cache": layer.kv_cache, "query_start_loc": step.query_start_loc, "seq_lens": step.seq_lens,
+        "block_table": step.block_table, "kv_b_weight": layer.kv_b_weight, "topk_indices": topk, "plan": [],
+        "config": config.encode(),
+    }  # fmt: skip
+    args = MLAAttentionArgs(**{**nothing, **given})
+    expected, _ = exact(args, config)
+    allowed = 2 * relative_l2(rounded_formula(args, config), expected)
+    assert relative_l2(out.view(expected.shape), expected) <= allowed

@@ -407,21 +407,18 @@ def decoder_steps(builder):
         yield step, (torch.randn(sum(lens), 32), *(() if states is None else (states,)))
 
 
-def test_compiles_into_one_graph_for_first_and_one_for_later_steps():
-    torch._dynamo.reset()
+def test_compiles_into_one_graph_for_first_and_one_for_later_steps(fresh_dynamo):
     model = Decoder().eval()
     bind(model)
     builder = make_builder(layers=model)
     compiled = vattn.compile(model, backend="eager")
     counters = torch._dynamo.utils.counters
-    counters.clear()
     with torch.no_grad():
         for step, inputs in decoder_steps(builder):
             with vattn.forward_context(step):
                 want = model(*inputs)
                 torch.testing.assert_close(compiled(*inputs), want, **CLOSE)
     assert counters["stats"]["unique_graphs"] == 2
-    torch._dynamo.reset()
 
 
 def test_exports_with_the_cache_and_the_encoder_side_as_inputs():
@@ -456,8 +453,7 @@ def test_aot_inductor_equals_eager(tmp_path):
                 torch.testing.assert_close(run(*exported.inputs(arguments, other)), want, **CLOSE)
 
 
-def test_output_quantisation_fuses_after_cross_attention():
-    torch._dynamo.reset()
+def test_output_quantisation_fuses_after_cross_attention(fresh_dynamo):
     clear_fusion_report()
     model = Decoder(quantise=True).eval()
     bind(model)
@@ -469,4 +465,3 @@ def test_output_quantisation_fuses_after_cross_attention():
     assert [node.outcome for node in vattn.fusion_report().nodes] == ["fused"]
     # Inductor's projections may round differently: codes one step apart, 1/8 of a value.
     assert ((got.float() - want.float()).abs() <= want.float().abs() / 8 + 1e-2).all()
-    torch._dynamo.reset()

@@ -21,6 +21,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "passes"))
+
+from test_entry import ENTRIES
+
 import vattn
 from vattn.backends import dispatch
 from vattn.passes.probe_inputs import probe_values
@@ -231,25 +235,6 @@ def generated(target: Any, model: nn.Module) -> str:
 def kernels(code: str) -> list[str]:
     """Return the calls of generated kernels."""
     return re.findall(r"^\s+((?:cpp|triton)_\w*fused\w*?)(?:\.run)?\(", code, re.MULTILINE)
-
-
-def by_enable(mode: str | None) -> Callable[[Any], Any]:
-    def compiled(model: Any) -> Any:
-        vattn.enable()
-        return torch.compile(model, mode=mode, fullgraph=True)
-
-    return compiled
-
-
-ENTRIES: dict[str, Callable[[Any], Any]] = {
-    "enable": by_enable(None),
-    "enable, reduce-overhead": by_enable("reduce-overhead"),
-    "enable, max-autotune": by_enable("max-autotune"),
-    "backend": lambda m: torch.compile(m, backend=vattn.backend, fullgraph=True),
-    "backend, mode": lambda m: torch.compile(m, backend=vattn.backend, mode="reduce-overhead"),
-    "backend, options": lambda m: torch.compile(m, backend=vattn.backend, options={"vattn.strict": True}),
-    "options, mode": lambda m: torch.compile(m, options=vattn.options(mode="max-autotune-no-cudagraphs")),
-}
 
 
 @pytest.mark.parametrize("name", ENTRIES)

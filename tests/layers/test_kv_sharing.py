@@ -352,15 +352,13 @@ class Model(nn.Module):
         return x + self.o(self.second(self.qkv(x)[:, : HEADS * SIZE], None, None))
 
 
-def test_compiles_into_one_graph_for_prefill_and_one_for_decode():
-    torch._dynamo.reset()
+def test_compiles_into_one_graph_for_prefill_and_one_for_decode(fresh_dynamo):
     torch.manual_seed(3)
     fast, whole = Model(True).eval(), Model(False).eval()
     whole.load_state_dict(fast.state_dict())
     for model in (fast, whole):
         vattn.allocate_kv_cache(model, num_blocks=NUM_BLOCKS, dtype=torch.float32)
     compiled = vattn.compile(fast, backend="eager")
-    torch._dynamo.utils.counters.clear()
     builder = make_builder(layers=fast)
     lens = [0, 0, 0]
     for queries, kept in (
@@ -378,7 +376,6 @@ def test_compiles_into_one_graph_for_prefill_and_one_for_decode():
                 got = compiled(x)
         torch.testing.assert_close(got, want, **CLOSE)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
-    torch._dynamo.reset()
 
 
 def test_exports_with_the_kept_rows_as_an_input():

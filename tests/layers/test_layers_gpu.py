@@ -105,21 +105,28 @@ def close(got: Tensor, want: Tensor, tolerance: float = TOLERANCE) -> None:
     assert (got.double().cpu() - want.double().cpu()).norm() <= tolerance * want.double().norm()
 
 
+def compare_steps(
+    host: Model, device: Model, tolerance: float, size: int = SIZE, dtype: torch.dtype = DTYPE, compiled: bool = False
+) -> None:
+    """Compare every step on the GPU with the same in fp32 on the CPU, over inputs of a dtype."""
+    builders, run = (make_builder(host), make_builder(device)), vattn.compile(device) if compiled else device
+    for index in range(len(STEPS)):
+        step, inputs = step_of(builders[0], index, size)
+        inputs = [t.to(dtype) for t in inputs]
+        with vattn.forward_context(step):
+            want = host(*(t.float() for t in inputs))
+        step, _ = step_of(builders[1], index, size)
+        with vattn.forward_context(step):
+            got = run(*(t.cuda() for t in inputs))
+        close(got, want, tolerance)
+
+
 @pytest.mark.parametrize("how", ["eager", "compiled"])
 @pytest.mark.parametrize("cache", [{}, {"cache_dtype": "fp8"}], ids=["fp16", "fp8"])
 def test_steps_equal_the_cpu(cache: dict[str, Any], how: str) -> None:
     host, device = make_models(**cache)
-    builders = make_builder(host), make_builder(device)
-    run = device if how == "eager" else vattn.compile(device)
-    for index in range(len(STEPS)):
-        step, inputs = step_of(builders[0], index)
-        with vattn.forward_context(step):
-            want = host(*inputs)
-        step, _ = step_of(builders[1], index)
-        with vattn.forward_context(step):
-            got = run(*(t.to("cuda", DTYPE) for t in inputs))
-        # Keys that are rounded to fp16 first may move to the next FP8 code, 6 % away.
-        close(got, want, TOLERANCE if not cache else 2e-2)
+    # Keys that are rounded to fp16 first may move to the next FP8 code, 6 % away.
+    compare_steps(host, device, TOLERANCE if not cache else 2e-2, compiled=how == "compiled")
 
 
 @pytest.mark.parametrize("backend", ["TORCH_SDPA", "FLASH_ATTN", "FLASHINFER"])
@@ -137,17 +144,8 @@ def test_steps_on_named_backends_equal_the_cpu(backend: str) -> None:
     vattn.allocate_kv_cache(host, num_blocks=NUM_BLOCKS, dtype=torch.float32)
     vattn.allocate_kv_cache(device, num_blocks=NUM_BLOCKS, dtype=dtype)
     assert {layer.config.backend for layer in (device.own, device.cross, device.last)} == {backend}
-    builders = make_builder(host), make_builder(device)
-    for index in range(len(STEPS)):
-        step, inputs = step_of(builders[0], index, size)
-        inputs = [t.to(dtype) for t in inputs]
-        with vattn.forward_context(step):
-            want = host(*(t.float() for t in inputs))
-        step, _ = step_of(builders[1], index, size)
-        with vattn.forward_context(step):
-            got = device(*(t.cuda() for t in inputs))
-        # Roundings of bf16 are eight times those of fp16.
-        close(got, want, 8 * TOLERANCE)
+    # Roundings of bf16 are eight times those of fp16.
+    compare_steps(host, device, 8 * TOLERANCE, size, dtype)
 
 
 def test_no_step_waits_for_the_device() -> None:

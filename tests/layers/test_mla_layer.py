@@ -75,12 +75,12 @@ STEPS = (
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("workspace_tokens", [None, 8])
-def test_steps_of_every_mixture_equal_the_formula(compiled: bool, workspace_tokens: int | None) -> None:
+def test_steps_of_every_mixture_equal_the_formula(
+    compiled: bool, workspace_tokens: int | None, fresh_dynamo: None
+) -> None:
     layer = make_layer(workspace_tokens=workspace_tokens)
     weight = layer._kv_b_proj[0].weight
     builder, sequences = make_builder(layer), [inputs(40) for _ in range(3)]
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     run = vattn.compile(layer, fullgraph=True) if compiled else layer
     for query_lens, seq_lens in STEPS:
         step = builder.build(query_lens, seq_lens, TABLES)

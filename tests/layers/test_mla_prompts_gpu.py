@@ -11,7 +11,15 @@ import torch
 from torch import Tensor, nn
 
 import vattn
-from tests.layers.mla_support import error_of, exact, quantised, random_mla_batch, rounded_formula, run_mla
+from tests.layers.mla_support import (
+    check_layer,
+    error_of,
+    exact,
+    quantised,
+    random_mla_batch,
+    rounded_formula,
+    run_mla,
+)
 from tests.layers.test_mla_gpu import deepseek as small_deepseek
 from tests.layers.test_mla_gpu import hopper
 from tests.ops.test_mla_indexer import rope_args, update_config
@@ -317,12 +325,4 @@ def test_a_sparse_layer_compiled_with_its_indexer_in_a_graph() -> None:
         step = builder.build([1, 1], [200, 17], tables)
         graph.replay()
         torch.cuda.synchronize()
-        config = layer.config.replace(lse=False)
-        args = MLAAttentionArgs(
-            q, layer.kv_cache, step.query_start_loc, step.seq_lens, step.block_table, layer.kv_b_weight, None,
-            torch.empty(2, 16, 32), None, None, None, None, None, indexer.topk_indices[:2], None, [], None,
-            config.encode(),
-        )  # fmt: skip
-        expected, _ = exact(args, config)
-        allowed = 2 * relative_l2(rounded_formula(args, config), expected)
-        assert relative_l2(out.view(2, 16, 32), expected) <= allowed
+        check_layer(layer, out, q, step, indexer.topk_indices[:2])

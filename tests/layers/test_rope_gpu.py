@@ -13,7 +13,6 @@ import vattn
 from tests.ops.rope_cases import MAX_POSITIONS, expected, make_call, steps_apart
 from tests.support import capture, make_config
 from vattn.config.rope import RopeConfig
-from vattn.ops.arguments import RopeUpdateArgs
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "passes"))
 
@@ -147,8 +146,7 @@ def test_many_tokens() -> None:
     positions = torch.zeros(tokens, device="cuda", dtype=torch.int64)
     positions[-5:] = args.positions
     out = torch.empty_like(query)
-    big = RopeUpdateArgs(*{**args._asdict(), "query": query, "key": rows[0], "value": rows[1], "query_out": out,
-                           "slot_mapping": slots, "positions": positions}.values())  # fmt: skip
+    big = args._replace(query=query, key=rows[0], value=rows[1], query_out=out, slot_mapping=slots, positions=positions)
     torch.ops.vattn.rope_kv_cache_update(*big)
     torch.ops.vattn.rope_kv_cache_update(*last)
     assert torch.equal(out[-5:], last.query_out)

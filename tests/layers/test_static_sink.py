@@ -302,13 +302,11 @@ def test_a_changed_scale_is_a_change():
     assert (stored_sinks(layer)[0] * 0.01 - layer.sink_key).abs().max() < 0.2
 
 
-def test_compiled_code_sees_what_the_builder_writes():
+def test_compiled_code_sees_what_the_builder_writes(fresh_dynamo):
     """Nothing of when sinks are written is compiled in: neither "written" nor "not written yet"."""
-    torch._dynamo.reset()
     layer = make_layer()
     compiled = vattn.compile(layer, backend="aot_eager")
     inputs = make_inputs(8)
-    torch._dynamo.utils.counters.clear()
 
     def both(builder):
         step = make_step(builder=builder)
@@ -329,7 +327,6 @@ def test_compiled_code_sees_what_the_builder_writes():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     bind(layer)
     both(make_builder())
-    torch._dynamo.reset()
 
 
 def test_modules_made_on_meta_get_their_sinks_from_a_state_dict():
@@ -525,8 +522,7 @@ class Block(nn.Module):
 
 
 @pytest.mark.slow
-def test_exports_and_fuses():
-    torch._dynamo.reset()
+def test_exports_and_fuses(fresh_dynamo):
     clear_fusion_report()
     model = Block().eval()
     bind(model)
@@ -543,4 +539,3 @@ def test_exports_and_fuses():
             # Inductor's projections may round differently: codes one step apart, 1/8 of a value.
             assert ((fused - want).abs() <= want.abs() / 8 + 1e-2).all()
     assert {node.outcome for node in vattn.fusion_report().nodes} == {"fused"}
-    torch._dynamo.reset()

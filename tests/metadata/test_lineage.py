@@ -169,11 +169,9 @@ def layer_kinds() -> dict[str, tuple[Any, Callable[[int], Any], tuple[Tensor, ..
 @pytest.mark.parametrize(
     "kind", ["Attention", "DifferentialAttention", "EncoderOnlyAttention", "MLAAttention", "CrossAttention"]
 )
-def test_compiled_layers_refuse_older_steps_and_compile_once(kind: str) -> None:
+def test_compiled_layers_refuse_older_steps_and_compile_once(kind: str, fresh_dynamo: None) -> None:
     """Ten steps of other numbers make one graph; an older one is refused with our own error, and breaks nothing."""
     layer, build, inputs = layer_kinds()[kind]
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     run = vattn.compile(layer, fullgraph=True, backend="eager")
     with torch.no_grad():
         for cached in range(2, 12):
@@ -194,11 +192,9 @@ def test_compiled_layers_refuse_older_steps_and_compile_once(kind: str) -> None:
     assert not torch._dynamo.utils.counters["graph_break"]
 
 
-def test_compiled_functions_refuse_older_steps_that_are_arguments() -> None:
+def test_compiled_functions_refuse_older_steps_that_are_arguments(fresh_dynamo: None) -> None:
     """No context is entered, so that compiled code alone can tell; `torch.compile` hides our error in its own."""
     layer, builder = zeroed(make_layer()), make_builder()
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     for compiled, error in (
         (vattn.compile(layer, backend="eager"), MetadataError),
         (torch.compile(layer, fullgraph=True, backend="eager"), torch._dynamo.exc.Unsupported),

@@ -201,11 +201,9 @@ def test_layers_of_other_kinds_are_refused() -> None:
         attend(layer, step)
 
 
-def test_steps_with_other_prefixes_share_one_compiled_graph() -> None:
+def test_steps_with_other_prefixes_share_one_compiled_graph(fresh_dynamo: None) -> None:
     from torch._dynamo.utils import counters
 
-    torch._dynamo.reset()
-    counters.clear()
     layer = make_layer()
     fill(layer)
     builder, compiled = make_builder(), torch.compile(layer, backend="eager", fullgraph=True)

@@ -140,7 +140,7 @@ def test_fp8_cache() -> None:
 
 
 @pytest.mark.slow
-def test_the_fusion_pass_fuses_behind_a_tree() -> None:
+def test_the_fusion_pass_fuses_behind_a_tree(fresh_dynamo: None) -> None:
     case = TreeBatch([(20, SIX), (9, 1)], "TORCH_SDPA")
     scale = torch.tensor([0.02])
 
@@ -148,7 +148,6 @@ def test_the_fusion_pass_fuses_behind_a_tree() -> None:
         out = case.layer(query, key, value)
         return (out / scale).clamp(-448, 448).to(torch.float8_e4m3fn)
 
-    torch._dynamo.reset()
     step = case.step()
     with torch.no_grad(), vattn.forward_context(step):
         want = attend(*case.inputs())
@@ -157,11 +156,9 @@ def test_the_fusion_pass_fuses_behind_a_tree() -> None:
     assert "fp8_static" in str(vattn.fusion_report())
 
 
-def test_steps_with_other_trees_and_lengths_share_one_compiled_graph() -> None:
+def test_steps_with_other_trees_and_lengths_share_one_compiled_graph(fresh_dynamo: None) -> None:
     from torch._dynamo.utils import counters
 
-    torch._dynamo.reset()
-    counters.clear()
     case = TreeBatch([(20, SIX), (9, 1)], "TORCH_SDPA")
     builder = case.builder(max_tree_nodes=20)
     attend = torch.compile(case.layer, backend="eager", fullgraph=True)
