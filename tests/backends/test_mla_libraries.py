@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,14 +11,14 @@ import torch
 from torch import Tensor
 
 from tests.backends import fake_mla_libraries
-from tests.layers.mla_support import exact, make_mla_config, random_mla_batch, rounded_formula
+from tests.layers import mla_support
+from tests.layers.mla_support import exact, random_mla_batch, rounded_formula
 from tests.support import relative_l2
 from vattn.backends import selector
 from vattn.backends.mla import flash_mla as mla_flash_mla
 from vattn.backends.mla import flashinfer_mla as mla_flashinfer
 from vattn.backends.mla.registry import MLA_PRIORITY, mla_backends
 from vattn.config.device import DeviceInfo
-from vattn.config.mla import MLAConfig
 from vattn.errors import ConfigError
 
 NAMES = ("FLASHINFER_MLA", "FLASHMLA")
@@ -29,12 +30,7 @@ def libraries(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_mla_libraries.install(monkeypatch)
 
 
-def deepseek(**changes: Any) -> MLAConfig:
-    values = {
-        "num_heads": 2, "qk_nope_head_dim": 8, "qk_rope_head_dim": 64, "v_head_dim": 12, "kv_lora_rank": 512,
-        "dtype": "bfloat16", "block_size": 64, "lse": True, **changes,
-    }  # fmt: skip
-    return make_mla_config(**values)
+deepseek = partial(mla_support.deepseek, num_heads=2, qk_nope_head_dim=8, v_head_dim=12, lse=True)
 
 
 def finite(args: Any) -> Any:

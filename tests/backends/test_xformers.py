@@ -16,13 +16,16 @@ import pytest
 import torch
 from torch import Tensor
 
+import vattn
 from tests.conformance.cases import batch_of_row
 from tests.conformance.compare import call, compare, on_cpu
 from tests.conformance.rows import CAP, DECODES, FP8, LSE, MIXED, SINKS, Row
+from tests.layers.layer_support import make_inputs, make_layer
 from tests.support import Batch, capture, make_config
 from vattn.backends import selector, xformers
 from vattn.backends.triton_attn import TritonAttentionBackend
 from vattn.config.device import DeviceInfo
+from vattn.errors import MetadataError, MissingPackageError
 
 BASE = {"dtype": "bfloat16", "kv_cache_dtype": "bfloat16", "head_size": 64, "head_size_v": 64, "block_size": 64}
 FAR = ((1, 1), (1, 700), (1, 64), (1, 65), (0, 9), (1, 1500), (1, 0))
@@ -241,6 +244,8 @@ def test_a_missing_package_is_named_with_its_extra(monkeypatch) -> None:
 
     monkeypatch.setattr("importlib.metadata.version", absent)
     assert "vattn[xformers]" in selector.get_backend("XFORMERS").problem()
+    with pytest.raises(MissingPackageError, match=r"vattn\[xformers\]"):
+        vattn.XFormersMetadataBuilder(4, 24, 64)
 
 
 def test_an_old_package_is_refused_by_its_version(monkeypatch) -> None:
@@ -275,3 +280,61 @@ def test_explain_says_which_kernel_runs(changes: dict[str, Any], says: str, monk
     explanation = selector.explain(PLAIN.replace(**changes), HOPPER)
     selector.forget_decisions()
     assert says in str(explanation)
+
+
+# `XFormersMetadata`: layers take it, and its mask is that of the leading decodes.
+
+
+@pytest.fixture
+def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Put a stand-in where xFormers would be."""
+    install_stand_in(monkeypatch)
+    real = importlib.metadata.version
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0.35" if name == "xformers" else real(name))
+    xformers._bias_template.cache_clear()
+    yield
+    xformers._bias_template.cache_clear()
+
+
+@pytest.fixture
+def builder(package: None) -> vattn.XFormersMetadataBuilder:
+    return vattn.XFormersMetadataBuilder(4, 24, 64, 64)
+
+
+def test_the_mask_holds_the_leading_decodes(builder: vattn.XFormersMetadataBuilder) -> None:
+    step = builder.build([1, 1, 5], [9, 64, 12], [[3], [1], [4]])
+    bias = step.attn_bias
+    assert isinstance(bias, Mask)
+    assert (bias.k_seqinfo.seqlen.tolist(), bias.block_tables.tolist()) == ([9, 64], [[3], [1]])
+    assert (bias.page_size, bias.q_seqinfo.seqstart.tolist()) == (64, [0, 1, 2])
+    assert step.attn_bias is bias
+    assert bias.k_seqinfo.seqlen.data_ptr() == step.seq_lens.data_ptr(), "no copy, so a graph may hold it"
+    assert (step.num_decodes, step.num_prefills, step.max_query_len) == (2, 1, 5)
+
+
+@pytest.mark.parametrize(("query_lens", "seq_lens"), [([3, 1], [3, 9]), ([1, 2], [1, 7]), ([], [])])
+def test_no_mask_without_leading_decodes(
+    query_lens: list[int], seq_lens: list[int], builder: vattn.XFormersMetadataBuilder
+) -> None:
+    assert builder.build(query_lens, seq_lens, [[1], [2]][: len(query_lens)]).attn_bias is None
+
+
+def test_all_requests_are_leading_decodes_after_an_advance(builder: vattn.XFormersMetadataBuilder) -> None:
+    """The first request of the built step has no cached tokens yet, so that step has no mask."""
+    first = builder.build([1, 1], [1, 9], [[3], [1]])
+    assert first.attn_bias is None
+    step = builder.advance(first, [])
+    assert isinstance(step, vattn.XFormersMetadata) and isinstance(step.attn_bias, Mask)
+    assert step.attn_bias.k_seqinfo.seqlen.tolist() == [2, 10]
+    with pytest.raises(MetadataError, match="over which its step"):
+        builder.advance(first, [])
+
+
+def test_layers_take_it_like_any_other(package: None) -> None:
+    outputs = []
+    for kind in (vattn.AttentionMetadataBuilder, vattn.XFormersMetadataBuilder):
+        layer = make_layer()
+        step = kind(3, 24, 32, 8, layers=layer).build([3, 2], [3, 2], [[3], [1]])
+        with torch.no_grad(), vattn.forward_context(step):
+            outputs.append(layer(*make_inputs(5)))
+    assert torch.equal(*outputs)

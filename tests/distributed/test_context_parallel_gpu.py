@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import vattn
 from tests.distributed.context_parallel_support import combined_parts, ranks
-from tests.layers.mla_support import exact, make_mla_config, random_mla_batch
+from tests.layers.mla_support import deepseek, exact, random_mla_batch
 from tests.support import capture, make_config, random_paged_batch, relative_l2
 from vattn.distributed import ContextParallel
 from vattn.ops.reference import attention as reference
@@ -60,10 +60,7 @@ def test_parts_of_attention(queries: list[int], mask: str, world: int, interleav
 @pytest.mark.parametrize("queries", [DECODE, SEVERAL, PROMPTS], ids=["decode", "several", "prompts"])
 @pytest.mark.parametrize(("latent", "sparse"), [(512, False), (512, True), (40, False)])
 def test_parts_of_latent_attention(queries: list[int], latent: int, sparse: bool) -> None:
-    config = make_mla_config(
-        num_heads=16, qk_nope_head_dim=32, qk_rope_head_dim=64, v_head_dim=32, kv_lora_rank=latent, dtype="bfloat16",
-        block_size=64, lse=True, sparse=sparse,
-    )  # fmt: skip
+    config = deepseek(qk_nope_head_dim=32, v_head_dim=32, kv_lora_rank=latent, lse=True, sparse=sparse)
     full = random_mla_batch(config, queries, LENGTHS, topk=48)
     expected, _ = exact(full, config)
     got, _ = combined_parts(full, config, ranks(2, 16), exact, "TRITON_MLA", (2 * ROUNDED, 1e-2), "cuda")

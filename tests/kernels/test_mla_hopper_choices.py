@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from tests.kernels.ptx_emulation import run_ptx
-from tests.layers.mla_support import make_mla_config, random_mla_batch
+from tests.layers.mla_support import deepseek, random_mla_batch
 from vattn.config.device import DeviceInfo
 from vattn.quantization.codecs import encode_e2m1
 
@@ -24,12 +25,7 @@ from vattn.kernels.hopper.mla.prefill_store import LIMITED_QUOTIENT, NUMBER
 HOPPER = DeviceInfo("cuda", (9, 0))
 
 
-def layer(**changes: Any) -> Any:
-    values: dict[str, Any] = {
-        "num_heads": 16, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512,
-        "dtype": "bfloat16", "block_size": 64, "backend": "TRITON_MLA", **changes,
-    }  # fmt: skip
-    return make_mla_config(**values)
+layer = partial(deepseek, backend="TRITON_MLA")
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import vattn
-from tests.layers.mla_support import make_mla_config, random_mla_batch
+from tests.layers.mla_support import deepseek, make_mla_config, random_mla_batch
 from vattn.errors import ShapeError
 from vattn.kernels import mla_route
 from vattn.ops.arguments import PlanArgs
@@ -133,11 +133,8 @@ def test_plans_of_hopper_have_room_for_row_tiles(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(mla_prefill_launch, "_can_run", lambda c, d: not mla_prefill_launch.refusals(c, hopper))
     monkeypatch.setattr(mla_launch, "_can_run", lambda c, d: not mla_launch.refusals(c, hopper))
     monkeypatch.setattr("vattn.config.device.multiprocessors", lambda d: 132)
-    deepseek = make_mla_config(
-        num_heads=16, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, kv_lora_rank=512, dtype="bfloat16",
-        block_size=64, backend="TRITON_MLA",
-    )  # fmt: skip
-    for config in (deepseek, deepseek.replace(num_heads=12)):
+    large = deepseek(backend="TRITON_MLA")
+    for config in (large, large.replace(num_heads=12)):
         sizes = {}
         for reqs in (2, 7):
             for tokens in (reqs, reqs + 1, 8 * reqs + 1, 42 * reqs + 1, 5000):
@@ -155,6 +152,6 @@ def test_plans_of_hopper_have_room_for_row_tiles(monkeypatch: pytest.MonkeyPatch
         assert mla_route.plan_key(config.replace(qk_nope_head_dim=96)).endswith("align=128")
     starts = torch.tensor([0, 300, 301]).int()
     for room in (8, 16, 16 * 4 + 8):
-        assert mla_prefill_launch.planned_tokens(room, 3, deepseek, device) < 0
+        assert mla_prefill_launch.planned_tokens(room, 3, large, device) < 0
     with pytest.raises(ShapeError, match="elements"):
-        mla_launch.plan(starts, starts[1:], torch.zeros(mla_plan.MIXED, 700, dtype=torch.int32), deepseek)
+        mla_launch.plan(starts, starts[1:], torch.zeros(mla_plan.MIXED, 700, dtype=torch.int32), large)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from tests.layers.mla_support import (
     compare_with_formula,
+    deepseek,
     exact,
     make_mla_config,
     quantised,
@@ -130,12 +131,9 @@ def test_no_more_room_is_used_than_there_is() -> None:
 
 
 def test_the_rule_of_short_requests() -> None:
-    deepseek = make_mla_config(
-        num_heads=16, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, kv_lora_rank=512
-    )
-    assert mla_rule.longest_absorbed(deepseek) == 42
-    assert mla_rule.longest_absorbed(deepseek.replace(decode_threshold=100)) == 100
-    assert mla_rule.longest_absorbed(deepseek.replace(kv_lora_rank=128)) > 1 << 20
+    assert mla_rule.longest_absorbed(deepseek()) == 42
+    assert mla_rule.longest_absorbed(deepseek(decode_threshold=100)) == 100
+    assert mla_rule.longest_absorbed(deepseek(kv_lora_rank=128)) > 1 << 20
 
 
 FORMATS = (

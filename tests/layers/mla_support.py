@@ -39,6 +39,15 @@ def make_mla_config(**changes: Any) -> MLAConfig:
     return MLAConfig(**values)
 
 
+def deepseek(**changes: Any) -> MLAConfig:
+    """Return a config of DeepSeek's sizes in bf16, with some fields changed."""
+    values: dict[str, Any] = {
+        "num_heads": 16, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128, "kv_lora_rank": 512,
+        "dtype": "bfloat16", "block_size": 64, **changes,
+    }  # fmt: skip
+    return make_mla_config(**values)
+
+
 def random_mla_batch(
     config: MLAConfig,
     query_lens: Sequence[int],

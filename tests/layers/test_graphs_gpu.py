@@ -45,7 +45,8 @@ def close(got: Sequence[Tensor], want: Sequence[Tensor], tolerance: float = TOLE
 
 
 def eager(model: Model, query_lens: list[int], seq_lens: list[int], tables: list[list[int]], ids: Tensor) -> Tensor:
-    """Run a step with a builder of its own, unpadded."""
+    """Run a step with a builder of its own, unpadded, over caches as they were."""
+    fill_caches(model)
     step = make_builder(model).build(query_lens, seq_lens, tables)
     with vattn.forward_context(step):
         return model(ids)
@@ -81,7 +82,6 @@ def test_replay_equals_eager_when_lengths_and_tables_change(name: str, how: str)
         fill_caches(model)
         step = runner.build([1] * len(seq_lens), seq_lens, tables)
         got = [runner(ids, metadata=step).clone(), *written(model, seq_lens, tables)]
-        fill_caches(model)
         want = [eager(model, [1] * len(seq_lens), seq_lens, tables, ids), *written(model, seq_lens, tables)]
         if name == "fp8":
             close(got[:1], want[:1], FP8_TOLERANCE)  # the cache holds codes, whose distance says nothing
@@ -108,7 +108,6 @@ def test_scales_change_between_replays(how: str) -> None:
             layer.attn.v_scale.fill_(v_scale)
         fill_caches(model)
         outputs.append(runner(ids, metadata=runner.build([1] * 3, seq_lens, tables)).clone())
-        fill_caches(model)
         close(outputs[-1:], [eager(model, [1] * 3, seq_lens, tables, ids)], FP8_TOLERANCE)
     assert not torch.equal(outputs[0], outputs[1])
 
@@ -205,14 +204,12 @@ def test_replays_take_the_newest_step_and_refuse_older_ones(how: str) -> None:
         with pytest.raises(MetadataError, match="over which its step"):
             runner(ids, metadata=older)
         got = runner(ids, metadata=step).clone()
-        fill_caches(model)
         close([got], [eager(model, [1, 1], [length, length + 4], tables, ids)])
     fill_caches(model)
     later = runner.builder.advance(step, [])
     with pytest.raises(MetadataError, match="over which its step"):
         runner(ids, metadata=step)
     got = runner(ids, metadata=later).clone()
-    fill_caches(model)
     close([got], [eager(model, [1, 1], [4, 8], tables, ids)])
 
 

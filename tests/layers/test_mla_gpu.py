@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from typing import Any
 from unittest import mock
@@ -12,7 +13,8 @@ import torch
 from torch import nn
 
 import vattn
-from tests.layers.mla_support import check_layer, error_of, exact, make_mla_config, random_mla_batch, run_mla
+from tests.layers import mla_support
+from tests.layers.mla_support import check_layer, error_of, exact, random_mla_batch, run_mla
 from tests.support import capture, relative_l2
 from vattn.config.mla import MLAConfig
 from vattn.kernels import mla_route
@@ -30,16 +32,8 @@ def hopper() -> None:
         pytest.skip("this path needs an sm_90 GPU")
 
 
-def deepseek(**changes: Any) -> MLAConfig:
-    values: dict[str, Any] = {
-        "num_heads": 16, "qk_nope_head_dim": 32, "qk_rope_head_dim": 64, "v_head_dim": 32, "kv_lora_rank": 512,
-        "dtype": "bfloat16", "block_size": 64, "lse": True, "backend": "TRITON_MLA", **changes,
-    }  # fmt: skip
-    return make_mla_config(**values)
-
-
-def codes(**changes: Any) -> MLAConfig:
-    return deepseek(kv_cache_dtype="fp8_e4m3", **changes)
+deepseek = partial(mla_support.deepseek, qk_nope_head_dim=32, v_head_dim=32, lse=True, backend="TRITON_MLA")
+codes = partial(deepseek, kv_cache_dtype="fp8_e4m3")
 
 
 _attend = mla_route.attend

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -11,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 import vattn
+from tests.layers import mla_support
 from tests.layers.mla_support import (
     check_layer,
     error_of,
@@ -20,13 +22,11 @@ from tests.layers.mla_support import (
     rounded_formula,
     run_mla,
 )
-from tests.layers.test_mla_gpu import deepseek as small_deepseek
 from tests.layers.test_mla_gpu import hopper
 from tests.ops.test_mla_indexer import rope_args, update_config
 from tests.support import capture, moved, no_sync, relative_l2
 from vattn.backends.mla.registry import mla_backends
 from vattn.config.device import DeviceInfo
-from vattn.config.mla import MLAConfig
 from vattn.kernels import mla_route
 from vattn.kernels.triton.common.tiles import Limits
 from vattn.ops.arguments_mla import MLAAttentionArgs
@@ -42,8 +42,7 @@ MIX = ([1, 200, 0, 60, 9, 2], [900, 330, 0, 60, 700, 2])
 """Query and sequence lengths: short requests and prompts with and without context."""
 
 
-def deepseek(**changes: Any) -> MLAConfig:
-    return small_deepseek(**{"num_heads": 4, "qk_nope_head_dim": 128, "v_head_dim": 128, **changes})
+deepseek = partial(mla_support.deepseek, num_heads=4, lse=True, backend="TRITON_MLA")
 
 
 CASES: dict[str, dict[str, Any]] = {

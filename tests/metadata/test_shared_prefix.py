@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import vattn
 from tests.layers.layer_support import BLOCK, CLOSE, HEADS, KV_HEADS, SIZE, backends, make_layer
-from tests.support import unchanged, with_cache
+from tests.support import capture, unchanged, with_cache
+from vattn.backends import selector
 from vattn.errors import GraphContractError, MetadataError, UnsupportedRequestError
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.quantization.codecs import dequantise_output
@@ -236,3 +237,60 @@ def test_the_benchmark_runs_on_a_cpu() -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert '"shared": 64' in done.stdout
+
+
+FOUR = [[1, 3, 2, 9], [1, 3, 5, 6], [1, 3, 7, 8], [1, 3, 4, 10]]
+# Each of the two partial results is rounded to the model dtype before they are merged, values and their difference:
+# 2^-11 in fp16, 2^-8 in bf16.
+CLOSE_ON_GPU = {torch.float16: {"rtol": 2e-3, "atol": 2e-3}, torch.bfloat16: {"rtol": 1.6e-2, "atol": 1.6e-2}}
+
+
+def layer_on_gpu(backend: str, size: int = 64, dtype: torch.dtype = torch.float16) -> vattn.Attention:
+    layer = vattn.Attention(8, size, size**-0.5, 2, attn_backend=backend, cache_config=vattn.CacheConfig(16)).cuda()
+    for storage in vattn.allocate_kv_cache(layer, num_blocks=12, dtype=dtype, device="cuda").kv_caches:
+        storage.copy_(torch.randn(storage.shape, generator=torch.Generator().manual_seed(0)))
+    return layer
+
+
+def inputs_on_gpu(rows: int, size: int = 64, dtype: torch.dtype = torch.float16) -> list[torch.Tensor]:
+    made = torch.Generator().manual_seed(9)
+    return [torch.randn(rows, n * size, generator=made).to(dtype).cuda() for n in (8, 2, 2)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("queries", [[1, 1, 1, 1], [3, 1, 5, 9]])
+@pytest.mark.parametrize("backend", ["TRITON_ATTN", "TORCH_SDPA", "FLASHINFER", "FLASH_ATTN"])
+def test_equals_attending_per_request_on_a_gpu(backend: str, queries: list[int]) -> None:
+    problem = selector.get_backend(backend).problem()
+    if problem:
+        pytest.skip(problem)
+    # The kernel that every build of FlashInfer comes with.
+    kind = (128, torch.bfloat16) if backend == "FLASHINFER" else (64, torch.float16)
+    layer = layer_on_gpu(backend, *kind)
+    lengths = [40 + count for count in queries]
+    results = []
+    for options in ({}, {"shared_prefix_len": 0}, {"shared_prefix_len": 32}):
+        builder = vattn.AttentionMetadataBuilder(4, 24, 64, 16, "cuda", layers=[layer])
+        step = builder.build(queries, lengths, FOUR, **options)
+        with torch.no_grad():
+            results.append(layer(*inputs_on_gpu(sum(queries), *kind), metadata=step))
+    torch.testing.assert_close(results[1], results[0], **CLOSE_ON_GPU[kind[1]])
+    torch.testing.assert_close(results[2], results[0], **CLOSE_ON_GPU[kind[1]])
+
+
+@pytest.mark.gpu
+def test_a_graph_replays_other_prefixes() -> None:
+    layer = layer_on_gpu("TRITON_ATTN")
+    builder = vattn.AttentionMetadataBuilder(4, 24, 64, 16, "cuda", layers=[layer])
+    rows = inputs_on_gpu(4)
+    step = builder.build([1] * 4, [41, 43, 45, 50], FOUR, shared_prefix_len=16)
+    with torch.no_grad():
+        for _ in range(2):
+            layer(*rows, metadata=step)
+        graph, captured = capture(lambda: layer(*rows, metadata=step))
+        for shared, lengths in ((32, [41, 43, 45, 50]), (0, [41, 60, 45, 50]), (16, [33, 43, 64, 50])):
+            builder.build([1] * 4, lengths, FOUR, shared_prefix_len=shared)
+            graph.replay()
+            other = vattn.AttentionMetadataBuilder(4, 24, 64, 16, "cuda", layers=[layer])
+            expected = layer(*rows, metadata=other.build([1] * 4, lengths, FOUR))
+            torch.testing.assert_close(captured, expected, **CLOSE_ON_GPU[torch.float16])
