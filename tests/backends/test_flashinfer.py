@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import hypothesis
@@ -23,6 +24,8 @@ from vattn.config.device import DeviceInfo
 from vattn.errors import GraphContractError, MetadataError, MissingPackageError, UnsupportedRequestError
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.ops.arguments import HostPlanArgs
+
+pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs Triton's interpreter")
 
 HOPPER = DeviceInfo("cuda", (9, 0), "H")
 PLAIN = make_config(

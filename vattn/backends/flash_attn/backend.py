@@ -219,7 +219,7 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
         found = run_flash(library, call, args.output).transpose(0, 1)
         # Without a visible key a library gives an infinity of either sign, or with a sink the sink with zeros.
         all_ask = config.causality == "causal" or config.attn_type == "encoder_decoder"
-        if all_ask and args.output.is_cuda:
+        if all_ask:
             from vattn.kernels.triton.attention.external_rows import finish_rows
 
             finish_rows(args.output, args.lse, found, args.query_start_loc)

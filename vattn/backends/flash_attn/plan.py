@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vattn.backends.external_rows import Rows, rows_as_requests
+from vattn.backends.external_rows import Rows
 from vattn.backends.flash_attn.calls import make_schedule
 from vattn.backends.flash_attn.libraries import FlashCall
 from vattn.config.attention import AttentionConfig
@@ -45,16 +45,11 @@ def takes_rows(config: AttentionConfig, num_tokens: int, num_reqs: int) -> bool:
 
 
 def write_rows(query_start_loc: Tensor, seq_lens: Tensor, config: AttentionConfig, to: Rows) -> None:
-    """Fill the rows of a step as requests, without a sync; on a GPU by one kernel."""
-    causal = config.causality == "causal" and config.attn_type != "encoder_decoder"
-    if seq_lens.is_cuda:
-        from vattn.kernels.triton.attention import external_rows as kernels
+    """Fill the rows of a step as requests, by one kernel, without a sync."""
+    from vattn.kernels.triton.attention import external_rows as kernels
 
-        kernels.write_rows(query_start_loc, seq_lens, *to, causal)
-        return
-    rows = rows_as_requests(query_start_loc, seq_lens, to.request.shape[0], causal)
-    for target, value in zip(to, rows, strict=True):
-        target.copy_(value)
+    causal = config.causality == "causal" and config.attn_type != "encoder_decoder"
+    kernels.write_rows(query_start_loc, seq_lens, *to, causal)
 
 
 def paged_call(call: FlashCall, args: AttentionArgs, config: AttentionConfig, scheduled: bool) -> FlashCall:
@@ -64,6 +59,8 @@ def paged_call(call: FlashCall, args: AttentionArgs, config: AttentionConfig, sc
         call: without them.
         scheduled: whether the library takes a schedule; `args.plan` may hold one.
     """
+    from vattn.kernels.triton.attention.external_rows import table_of_rows
+
     num_tokens, (num_reqs, width) = args.query.shape[0], args.block_table.shape
     capacity = width * config.block_size
     schedule = next((plan for plan in args.plan if tuple(plan.shape) == plan_shape(config, num_tokens)), None)
@@ -77,7 +74,7 @@ def paged_call(call: FlashCall, args: AttentionArgs, config: AttentionConfig, sc
         else:
             rows = _stored_rows(flat, num_tokens)
         request, seq_lens, starts = rows
-    table, seq_lens = _table_of_rows(args.block_table, request, seq_lens, call.key.shape[0], config.block_size)
+    table, seq_lens = table_of_rows(args.block_table, request, seq_lens, call.key.shape[0], config.block_size)
     call = call._replace(
         block_table=table,
         seq_lens=seq_lens,
@@ -91,21 +88,6 @@ def paged_call(call: FlashCall, args: AttentionArgs, config: AttentionConfig, sc
         size = _schedule_sizes.get(_size_key(call))
         return call if size is None else call._replace(schedule=flat[:size])
     return call
-
-
-def _table_of_rows(
-    table: Tensor, request: Tensor | None, lengths: Tensor, num_blocks: int, block_size: int
-) -> tuple[Tensor, Tensor]:
-    """Return the table of the rows, and their lengths that it has room for.
-
-    An id that names no block would be read outside the cache: it becomes the nearest one.
-    """
-    if table.is_cuda:
-        from vattn.kernels.triton.attention import external_rows as library_rows
-
-        return library_rows.table_of_rows(table, request, lengths, num_blocks, block_size)
-    table = table if request is None else table.index_select(0, request)
-    return table.clamp(0, max(num_blocks - 1, 0)), lengths.clamp(max=table.shape[1] * block_size)
 
 
 def plan_shape(config: AttentionConfig, num_tokens: int) -> tuple[int, ...]:

@@ -309,13 +309,15 @@ def _attend(
         logs = run(_scaled_query(query, args, config), output) * math.log(2)
     else:
         logs = torch.full((num_tokens, config.num_heads), float("-inf"), device=output.device)
-    _finish(args, config, output, logs, torch.ones_like(valid), valid)
+    _finish(args, config, output, logs, valid)
 
 
 def _attend_planned(
     args: AttentionArgs, config: AttentionConfig, plan: flashinfer_plan.Plan, cache: tuple[Tensor, Tensor]
 ) -> None:
     """Run a call on all rows, padding included, with nothing of the host in it."""
+    from vattn.kernels.triton.attention.planned_rows import finish_planned
+
     if torch.cuda.is_current_stream_capturing():
         plan.captured = plan.launch()
     if plan.family == "xqa":
@@ -326,33 +328,19 @@ def _attend_planned(
     else:
         query, scales, v_scale = _scaled_query(args.query, args, config), None, args.v_scale
     found = plan.run(query, cache, args.output, scales)
-    if args.output.is_cuda:
-        from vattn.kernels.triton.attention.planned_rows import finish_planned
-
-        kind = plan.kind(args.plan[0])
-        finish_planned(args.output, args.lse, found, kind, v_scale, args.sinks, config.group_size)
-        return
-    real, valid = plan.rows(args.plan[0])
-    if found is None:
-        zero_invalid_rows(args.output, None, torch.empty(0), valid)
-    else:
-        _finish(args, config, args.output, found * math.log(2), real, valid)
+    kind = plan.kind(args.plan[0])
+    finish_planned(args.output, args.lse, found, kind, v_scale, args.sinks, config.group_size)
 
 
 def _finish(
-    args: AttentionArgs | VarlenAttentionArgs,
-    config: AttentionConfig,
-    output: Tensor,
-    logs: Tensor,
-    real: Tensor,
-    valid: Tensor,
+    args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, output: Tensor, logs: Tensor, valid: Tensor
 ) -> None:
     """Apply the value scale and the sinks, and zero rows that see no key.
 
     Args:
-        output: the first rows of the output, or all of them.
+        output: the rows of requests.
         logs: fp32, one row per row of the output.
-        real, valid: bool `[rows, 1]`: rows of requests, and the rows among them that lie in their sequence.
+        valid: bool `[rows, 1]`: rows that lie in their sequence.
     """
     if args.v_scale is not None:
         output.copy_(_scaled(output, args.v_scale, config, output.dtype))
@@ -366,7 +354,7 @@ def _finish(
     # The sink is only in the denominator: exp(log) / (exp(log) + exp(sink)).
     output.mul_(torch.sigmoid(logs - sinks).unsqueeze(2))
     if lse is not None:
-        lse.copy_(torch.logaddexp(logs, sinks.expand_as(logs)).masked_fill(~real, float("-inf")))
+        lse.copy_(torch.logaddexp(logs, sinks.expand_as(logs)))
 
 
 def _scaled_query(query: Tensor, args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig) -> Tensor:

@@ -184,11 +184,6 @@ class Plan:
         wrapper.reset_workspace_buffer(workspace(self.device, float_bytes), integers.view(torch.uint8))
         return wrapper
 
-    def rows(self, schedule: Tensor) -> tuple[Tensor, Tensor]:
-        """Return bool `[T, 1]` twice: rows of requests, and the valid rows among them."""
-        kind = self.kind(schedule).unsqueeze(1)
-        return kind > 0, kind > 1
-
     def kind(self, schedule: Tensor) -> Tensor:
         """Return int32 `[T]`, what every row is."""
         return schedule[self._sections.kind :][: self.num_tokens]

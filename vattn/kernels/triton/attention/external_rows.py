@@ -1,6 +1,6 @@
 """What surrounds a call of another library's paged kernel, one launch each: rows as requests, their tables, their end.
 
-The same in torch operators: `vattn.backends.flash_attn.plan` and `vattn.backends.external_rows`.
+`vattn.backends.external_rows` does some of it in torch operators.
 """
 
 from __future__ import annotations
