@@ -89,7 +89,7 @@ def test_a_prefix_is_reused_as_far_as_every_group_has_it() -> None:
     assert short.reused == 64
     keys = first.keys(6, BLOCK)
     # Only what the window needs at 96 tokens is left of its group: blocks 4 and 5.
-    names = [f"{key}/1" for key in keys[:4]]
+    names = [f"0/1/{key}" for key in keys[:4]]
     blocks = pool.take(names)
     assert len(blocks) == 4
     pool.forget(blocks)

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from vattn.cache.allocation import KVCacheAllocation
 from vattn.cache.block_pool import BlockPool, BlockTable
 from vattn.cache.hybrid_block_table import HybridBlockTable
+from vattn.cache.model_identity import ModelIdentity
 from vattn.cache.specs import KVCacheSpec
 from vattn.generation.request import Request
 from vattn.generation.sampler import on_host
-from vattn.layers.mla.kv_b_proj import TensorState, tensor_state, weights_version
 
 
 class CacheBlocks:
@@ -28,9 +28,7 @@ class CacheBlocks:
         max_num_reqs: requests that run at once; each has a row in the tables.
         max_seq_len: longest request.
         reuse: whether whole blocks get a name by their content.
-        model: its weights and cache scales decide the content. If they have changed when a request is opened and none
-            runs, earlier blocks are not found any more; changes that torch does not count (`weight.data.copy_`) are
-            not noticed.
+        model: decides the content; after a change that `look` sees, earlier blocks are not found any more.
 
     Attributes:
         pool: where blocks come from.
@@ -46,7 +44,9 @@ class CacheBlocks:
         model: nn.Module | None = None,
     ) -> None:
         self.cache, self.reuse = cache, reuse
-        self._model = ModelState(model) if reuse and model is not None else None
+        self._identity = ModelIdentity(model) if reuse and model is not None else None
+        self._calculated = [] if model is None else _calculating_layers(model)
+        self._scales, self._scale_changes, self._epoch = _scale_values(self._calculated), 0, 0
         self.block_size = cache.block_size
         self._specs: list[KVCacheSpec | None] = [group.spec for group in cache.groups] or [None]
         width = -(-max_seq_len // cache.block_size)
@@ -67,10 +67,21 @@ class CacheBlocks:
         """Requests that can still be opened."""
         return len(self._rows)
 
+    def look(self) -> None:
+        """Notice changes of the model: what was computed before is not found again, nor what running requests compute.
+
+        Scales that layers calculate are written in every step, so their values are compared, which waits for the
+        device: only while no request runs. The first calculation is no change.
+        """
+        if self._identity is None:
+            return
+        if self._calculated and len(self._rows) == self._max_num_reqs:
+            before, self._scales = self._scales, _scale_values(self._calculated)
+            self._scale_changes += any(old not in (None, new) for old, new in zip(before, self._scales, strict=True))
+        self._epoch = self._identity.look() + self._scale_changes
+
     def open(self, request: Request) -> None:
         """Give a request a row, and the blocks that already hold the beginning of its tokens."""
-        if self._model is not None and len(self._rows) == self._max_num_reqs:
-            self._model.look()
         grouped = bool(self.cache.groups)
         request.table = HybridBlockTable(self.pool, self.cache) if grouped else BlockTable(self.pool, self.block_size)
         request.row = self._rows.pop()
@@ -80,6 +91,7 @@ class CacheBlocks:
             self._take(request.table, request.keys(count, self.block_size)[:count])
         found = request.table.num_tokens
         request.cached = request.room = found
+        request.epoch = self._epoch
         request.published = found // self.block_size
         request.freed = [0] * len(self._specs)
         self._note(request, 0)
@@ -123,7 +135,7 @@ class CacheBlocks:
     def publish(self, request: Request, num_tokens: int) -> None:
         """Make the whole blocks of a request's first tokens, which a running step fills, known by their content."""
         first, last = request.published, num_tokens // self.block_size
-        if not self.reuse or request.table is None:
+        if not self.reuse or request.table is None or request.epoch != self._epoch:
             return
         keys = request.keys(last, self.block_size)
         for index, row in enumerate(_rows(request.table)):
@@ -174,10 +186,7 @@ class CacheBlocks:
             self._write_fresh()
 
     def _name(self, key: str, group: int) -> str:
-        name = f"{key}/{group}" if self.cache.groups else key
-        # Every change of the model changes the names.
-        changes = 0 if self._model is None else self._model.changes
-        return f"{changes}/{name}" if changes else name
+        return f"{self._epoch}/{group}/{key}"
 
     def _take(self, table: BlockTable | HybridBlockTable, keys: Sequence[str]) -> None:
         """Put blocks that hold the first tokens into an empty table, as many as every group has."""
@@ -241,55 +250,19 @@ def _run_lengths(present: Sequence[int]) -> list[int]:
     return lengths
 
 
-_OF_LAYERS = ("k_scale", "v_scale", "q_scale", "output_scale", "sinks", "alibi_slopes")
-"""Buffers of a layer with a cache that decide what it stores, or the inputs of the layers after it."""
-
-_OF_LINEARS = ("input_scale",)
+def _scales_of(layer: nn.Module) -> list[Tensor]:
+    return [scale for name in ("k_scale", "v_scale", "q_scale") if (scale := layer._buffers.get(name)) is not None]
 
 
-class ModelState:
-    """Count the changes of a model's weights and cache scales.
-
-    Weights and scales are compared by identity and by torch's version counter, not by value. Scales that layers
-    calculate themselves (`CacheConfig.calculate_kv_scales`) are written in every step, so their values are read, which
-    waits for the device.
-    """
-
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
-        self._state = (*self._now(), 0)
-
-    @property
-    def changes(self) -> int:
-        """How many changes were seen."""
-        return self._state[2]
-
-    def look(self) -> None:
-        """Count a change since the last look; the first calculation of a scale is none."""
-        (versions, values), (before, known, changes) = self._now(), self._state
-        changed = versions != before
-        changed |= any(old is not None and old != new for old, new in zip(known, values, strict=False))
-        self._state = (versions, values, changes + changed)
-
-    def _now(self) -> tuple[tuple[TensorState, ...], list[tuple[float, ...] | None]]:
-        parts: list[Any] = [part for part in self._model.modules() if part._buffers]
-        layers = [part for part in parts if "kv_cache" in part._buffers]
-        calculated = [layer for layer in layers if getattr(layer, "calculate_kv_scales", False)]
-        # Layers that share a cache hold the scales of its owner too.
-        written = {id(buffer) for layer in calculated for buffer in _present(layer, _OF_LAYERS[:3])}
-        watched = [buffer for layer in layers for buffer in _present(layer, _OF_LAYERS) if id(buffer) not in written]
-        watched += [buffer for part in parts for buffer in _present(part, _OF_LINEARS)]
-        versions = (*weights_version(self._model), *(tensor_state(buffer) for buffer in watched))
-        return versions, _values(calculated)
+def _calculating_layers(model: nn.Module) -> list[Any]:
+    """Return the layers that calculate their scales."""
+    parts: list[Any] = list(model.modules())
+    return [part for part in parts if "kv_cache" in part._buffers and getattr(part, "calculate_kv_scales", False)]
 
 
-def _present(module: nn.Module, names: tuple[str, ...]) -> list[Tensor]:
-    return [buffer for name in names if (buffer := module._buffers.get(name)) is not None]
-
-
-def _values(layers: list[Any]) -> list[tuple[float, ...] | None]:
+def _scale_values(layers: list[Any]) -> list[tuple[float, ...] | None]:
     """Return the scales of each layer, `None` for those that are not calculated yet; one copy from each device."""
-    tensors = [[layer.scales_ready, *_present(layer, _OF_LAYERS[:3])] for layer in layers]
+    tensors = [[layer.scales_ready, *_scales_of(layer)] for layer in layers]
     pieces = [tensor.detach().reshape(-1).float() for each in tensors for tensor in each if not tensor.is_meta]
     if not pieces or len(pieces) != sum(map(len, tensors)):
         return [None] * len(layers)

@@ -24,7 +24,7 @@ from vattn.generation.detokenizer import TextStream
 from vattn.generation.model_runner import Launched, ModelRunner
 from vattn.generation.outputs import take_tokens
 from vattn.generation.prompt_lookup import PromptLookup
-from vattn.generation.prompts import Prompt, check_sampling, pair, read_prompt
+from vattn.generation.prompts import Prompt, Submission, check_sampling, read_prompt, read_prompts
 from vattn.generation.request import FAILED, Progress, Request
 from vattn.generation.sampler import processors
 from vattn.generation.sampling import Sampling
@@ -42,6 +42,7 @@ from vattn.generation.setup import (
     mixed_sizes,
 )
 from vattn.generation.statistics import Statistics
+from vattn.kv_transfer.connector import Salt, salt_digest
 
 
 class Generator:
@@ -60,8 +61,8 @@ class Generator:
             model was trained for.
         stop_token_ids: end tokens; default: from the model's generation config, if it has one.
         max_queue: most requests that wait; `None` for any number.
-        reuse_prefixes: reuse cached blocks of equal content. After a change of the weights, blocks are not found once a
-            request starts while none runs (changes through `.data` are not noticed).
+        reuse_prefixes: reuse cached blocks of equal content. After a change of the model (weights, adapters, hooks,
+            attributes), blocks from before are not found; changes through `.data` are not noticed.
         speculation: draft tokens by prompt lookup and verify them together: fewer steps, the same tokens. Requests with
             a repetition penalty or logits processors get no drafts.
         compile: `"layers"` compiles each kind of layer once, `"model"` the whole model, `"none"` nothing; default
@@ -155,12 +156,14 @@ class Generator:
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError("a copy of a generator", "one generator for a cache", "make a new one with Generator(model)")
 
-    def add(self, prompt: Prompt, sampling: Sampling | None = None) -> Request:
+    def add(self, prompt: Prompt, sampling: Sampling | None = None, *, cache_salt: Salt = "") -> Request:
         """Queue a prompt.
 
         Args:
             prompt: text, for a generator with a tokenizer, or token ids.
             sampling: default greedy, 64 tokens.
+            cache_salt: text, bytes or an integer. Requests share cached blocks with those of the same salt alone: give
+                it to keep tenants apart, and for all that makes equal ids mean something else, such as images.
 
         Raises:
             RequestError: empty, longer than `max_seq_len` together with its output, token ids outside of the
@@ -168,15 +171,16 @@ class Generator:
             OutOfBlocksError: even the empty cache could not hold it.
             QueueFullError: too many are waiting.
             MissingPackageError: settings that need transformers.
-            ConfigError: the model, or a part of it, is in training mode.
+            ConfigError: the model, or a part of it, is in training mode; a salt of another type.
         """
         self._mode.check()
+        salt_digest(self._blocks.block_size, cache_salt, "cache_salt")
         vocab_size = getattr(self.model, "vocab_size", None)
         sampling = check_sampling(sampling, self.tokenizer, vocab_size)
         ids = read_prompt(prompt, self.tokenizer, vocab_size)
         processors(sampling)
         ends = self.stop_token_ids if sampling.stop_token_ids is None else frozenset(sampling.stop_token_ids)
-        request = Request(ids, sampling, ends)
+        request = Request(ids, sampling, ends, cache_salt)
         if self.tokenizer is not None:
             request.stream = TextStream(self.tokenizer, sampling.stop_strings)
         with self._lock:
@@ -360,7 +364,11 @@ class Generator:
                 self._blocks.publish(request, end)
 
     def stream(
-        self, prompts: Iterable[Prompt], sampling: Sampling | Sequence[Sampling] | None = None
+        self,
+        prompts: Iterable[Prompt],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        cache_salt: Salt | Sequence[Salt] = "",
     ) -> Iterator[Progress]:
         """Run prompts to their end and yield the progress of each step.
 
@@ -371,10 +379,10 @@ class Generator:
             ConfigError: see `generate`.
         """
         self._mode.check()
-        pairs = pair(prompts, sampling, self.tokenizer)
+        submissions = read_prompts(prompts, sampling, cache_salt, self.tokenizer)
 
         def run() -> Iterator[Progress]:
-            yield from self._run_to_end(pairs, [])
+            yield from self._run_to_end(submissions, [])
 
         return run()
 
@@ -383,6 +391,7 @@ class Generator:
         prompts: Iterable[Prompt],
         sampling: Sampling | Sequence[Sampling] | None = None,
         *,
+        cache_salt: Salt | Sequence[Salt] = "",
         progress: bool = False,
     ) -> list[Request]:
         """Run prompts to their end and return their requests, in the order of the prompts.
@@ -390,6 +399,7 @@ class Generator:
         Args:
             prompts: texts or lists of token ids.
             sampling: one for all, or one each.
+            cache_salt: one for all, or one each; see `add`.
             progress: show a bar (needs tqdm).
 
         Returns:
@@ -397,14 +407,15 @@ class Generator:
 
         Raises:
             ConfigError: no list of prompts, one that is neither a text nor a sequence, a text without a tokenizer, or
-                neither one sampling nor one each; a model, or a part of it, in training mode. Nothing has run then.
+                neither one sampling nor one each, or salts likewise; a model, or a part of it, in training mode.
+                Nothing has run then.
         """
         check_switches(progress=progress)
         self._mode.check()
-        pairs = pair(prompts, sampling, self.tokenizer)
+        submissions = read_prompts(prompts, sampling, cache_salt, self.tokenizer)
         requests: list[Request] = []
-        bar = _bar(len(pairs)) if progress else None
-        for one in self._run_to_end(pairs, requests):
+        bar = _bar(len(submissions)) if progress else None
+        for one in self._run_to_end(submissions, requests):
             if bar is not None and one.request.done:
                 bar.update()
         if bar is not None:
@@ -420,9 +431,9 @@ class Generator:
         now.first_token_seconds = tuple(self._first)
         return now
 
-    def _add_or_fail(self, prompt: Prompt, sampling: Sampling | None) -> Request:
+    def _add_or_fail(self, prompt: Prompt, sampling: Sampling | None, cache_salt: Salt) -> Request:
         try:
-            return self.add(prompt, sampling)
+            return self.add(prompt, sampling, cache_salt=cache_salt)
         except VattnError as error:
             request = Request(self._readable(prompt), sampling if isinstance(sampling, Sampling) else Sampling())
             request.holder = self.scheduler.mark
@@ -436,15 +447,13 @@ class Generator:
         except VattnError:
             return []
 
-    def _run_to_end(
-        self, pairs: Sequence[tuple[Prompt, Sampling | None]], requests: list[Request]
-    ) -> Iterator[Progress]:
+    def _run_to_end(self, submissions: Sequence[Submission], requests: list[Request]) -> Iterator[Progress]:
         """Queue prompts, append their requests to a list, and yield their progress until all have ended."""
         self._mode.check()
         self._streams += 1
         try:
-            for prompt, sampling in pairs:
-                requests.append(self._add_or_fail(prompt, sampling))
+            for submission in submissions:
+                requests.append(self._add_or_fail(*submission))
             queue = deque(Progress(request, "", ()) for request in requests if request.done)
             for request in requests:
                 request.watcher = queue

@@ -159,6 +159,8 @@ class ModelRunner:
         inputs = model_inputs(ids, metadata, rows)
         if graphs is not None:
             return graphs(*inputs, metadata=metadata), metadata, graphs
+        # Graphs compute what they captured, whatever has changed; this step does not.
+        self.blocks.look()
         with torch.inference_mode(False):
             # Not inference tensors, as in captures: those would compile a whole model once more.
             inputs = [tensor.clone() if tensor.is_inference() else tensor for tensor in inputs]

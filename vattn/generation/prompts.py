@@ -8,6 +8,7 @@ from typing import Any
 
 from vattn.errors import ConfigError, RequestError, VattnError
 from vattn.generation.sampling import Sampling
+from vattn.kv_transfer.connector import Salt, salt_digest
 
 Prompt = str | Sequence[int]
 
@@ -82,11 +83,16 @@ def check_stop_ids(stop_token_ids: Iterable[int], vocab_size: int | None, error:
         )
 
 
-def pair(prompts: Any, sampling: Any, tokenizer: Any) -> list[tuple[Prompt, Sampling | None]]:
-    """Return each prompt with its sampling.
+Submission = tuple[Prompt, Sampling | None, Salt]
+"""A prompt, its sampling and its salt."""
+
+
+def read_prompts(prompts: Any, sampling: Any, cache_salt: Any, tokenizer: Any) -> list[Submission]:
+    """Return each prompt with its sampling and its salt.
 
     Raises:
-        ConfigError: no list of prompts, texts without a tokenizer, or as many samplings as neither one nor the prompts.
+        ConfigError: no list of prompts, texts without a tokenizer, or samplings or salts that are neither one nor as
+            many as the prompts.
     """
     if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
         raise ConfigError(
@@ -97,13 +103,22 @@ def pair(prompts: Any, sampling: Any, tokenizer: Any) -> list[tuple[Prompt, Samp
     prompts = list(prompts)
     for index, prompt in enumerate(prompts):
         _check_kind(index, prompt, tokenizer)
-    if sampling is None or isinstance(sampling, Sampling):
-        return [(prompt, sampling) for prompt in prompts]
-    if not isinstance(sampling, Sequence) or isinstance(sampling, str):
-        raise ConfigError(f"sampling of type {type(sampling).__name__}", "one vattn.Sampling, or one each", "pass one")
-    if len(sampling) != len(prompts):
-        raise ConfigError(f"{len(sampling)} samplings for {len(prompts)} prompts", "one, or one each", "check the list")
-    return list(zip(prompts, sampling, strict=True))
+    samplings = _each("sampling", sampling, len(prompts), (Sampling, type(None)))
+    salts = _each("cache_salt", cache_salt, len(prompts), (str, bytes, int))
+    for salt in salts:
+        salt_digest(1, salt, "cache_salt")
+    return list(zip(prompts, samplings, salts, strict=True))
+
+
+def _each(name: str, given: Any, count: int, kinds: tuple[type, ...]) -> list[Any]:
+    """Return a value of some types for each prompt: the same, or one each."""
+    if isinstance(given, kinds):
+        return [given] * count
+    if not isinstance(given, Sequence) or isinstance(given, (str, bytes, bytearray)):
+        raise ConfigError(f"{name} of type {type(given).__name__}", f"one {name}, or a list of one each", "pass one")
+    if len(given) != count:
+        raise ConfigError(f"{len(given)} {name}s for {count} prompts", "one, or one each", "check the list")
+    return list(given)
 
 
 def _check_kind(index: int, prompt: Any, tokenizer: Any) -> None:

@@ -15,6 +15,7 @@ from vattn.errors import RequestError, VattnError
 from vattn.generation.detokenizer import TextStream
 from vattn.generation.prompt_lookup import LookupIndex
 from vattn.generation.sampling import Sampling
+from vattn.kv_transfer.connector import Salt, salt_digest
 
 WAITING, RUNNING, FINISHED, FAILED, CANCELLED = "waiting", "running", "finished", "failed", "cancelled"
 
@@ -25,6 +26,7 @@ class Request:
     Attributes:
         prompt: token ids.
         sampling: how its tokens are chosen.
+        cache_salt: it shares blocks with requests of the same salt alone.
         output: ids generated so far.
         text: their text, if the generator has a tokenizer; it ends before a stop string.
         state: "waiting", "running", "finished", "failed" or "cancelled".
@@ -38,8 +40,14 @@ class Request:
         uncached: tokens whose keys and values are not in the cache, and not written by a running step.
     """
 
-    def __init__(self, prompt: Sequence[int], sampling: Sampling, stop_token_ids: frozenset[int] = frozenset()) -> None:
-        self.prompt, self.sampling = list(prompt), sampling
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        stop_token_ids: frozenset[int] = frozenset(),
+        cache_salt: Salt = "",
+    ) -> None:
+        self.prompt, self.sampling, self.cache_salt = list(prompt), sampling, cache_salt
         self.stop_token_ids = stop_token_ids
         self.limit = len(self.prompt) + sampling.max_new_tokens
         self.output: list[int] = []
@@ -67,6 +75,8 @@ class Request:
         self.stream: TextStream | None = None
         # The queue of the stream that reads its progress.
         self.watcher: deque[Progress] | None = None
+        # The changes of the model that were seen before it got its blocks.
+        self.epoch = 0
         self._keys: list[str] = []
 
     def __repr__(self) -> str:
@@ -108,7 +118,7 @@ class Request:
         have = len(self._keys)
         if num_blocks > have:
             fresh = array("q", self.tokens(have * block_size, num_blocks * block_size))
-            key = self._keys[-1] if have else ""
+            key = self._keys[-1] if have else salt_digest(block_size, self.cache_salt).hex()
             for end in range(block_size, len(fresh) + 1, block_size):
                 key = hashlib.sha256(key.encode() + fresh[end - block_size : end].tobytes()).hexdigest()
                 self._keys.append(key)

@@ -189,6 +189,8 @@ class Scheduler:
             count = min(request.uncached, budget)
             if count and (start + count <= request.room or self._grow(request, count)):
                 budget -= self._put(request, count, budget, ready, rest)
+        if self.waiting:
+            self.blocks.look()
         while self.waiting and budget and len(self.running) < self.max_num_reqs and self.preemptions == preemptions:
             request = self.waiting[0]
             count = self._admit(request, budget)

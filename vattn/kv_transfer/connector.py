@@ -114,9 +114,11 @@ def attached_already(connector: object) -> ConfigError:
     )
 
 
-def block_keys(
-    tokens: Sequence[int], block_size: int, salt: str | bytes | int = "", *, parent: str | None = None
-) -> list[str]:
+Salt: TypeAlias = str | bytes | int
+"""What tells contents of equal tokens apart: a tenant, an image's hash, an adapter of one request."""
+
+
+def block_keys(tokens: Sequence[int], block_size: int, salt: Salt = "", *, parent: str | None = None) -> list[str]:
     """Return a content key for every whole block of a token sequence.
 
     A key depends on the block's tokens and on all tokens before them, so equal keys mean equal prefixes.
@@ -144,7 +146,7 @@ def block_keys(
     """
     block_size = read_count("block_size", block_size, 1, "pass the block size of the cache")
     tokens = _token_ids(tokens)
-    before = _salt_digest(block_size, salt) if parent is None else _parent_digest(parent, salt)
+    before = salt_digest(block_size, salt) if parent is None else _parent_digest(parent, salt)
     keys = []
     for start in range(0, len(tokens) - block_size + 1, block_size):
         text = ",".join(map(str, tokens[start : start + block_size]))
@@ -153,13 +155,26 @@ def block_keys(
     return keys
 
 
-def _salt_digest(block_size: int, salt: str | bytes | int) -> bytes:
+def salt_digest(block_size: int, salt: Salt, name: str = "salt") -> bytes:
+    """Return what the first key of a request is made from.
+
+    Raises:
+        ConfigError: a salt of another type; the text calls it `name`.
+    """
     if isinstance(salt, bool) or not isinstance(salt, (str, bytes, int)):
-        raise ConfigError(f"salt={salt!r:.60}", "text, bytes or an integer", "hash an image or a tensor to bytes first")
-    return hashlib.sha256(f"vattn {block_size} {salt!r}".encode(errors="surrogatepass")).digest()
+        raise ConfigError(
+            f"{name}={salt!r:.60}", "text, bytes or an integer", "hash an image or a tensor to bytes first"
+        )
+    # Subclasses, such as enumerations, may print themselves in another way.
+    text = (
+        int.__format__(salt, "#x")
+        if isinstance(salt, int)
+        else (str.__repr__(salt) if isinstance(salt, str) else bytes.__repr__(salt))
+    )
+    return hashlib.sha256(f"vattn {block_size} {text}".encode()).digest()
 
 
-def _parent_digest(parent: str, salt: str | bytes | int) -> bytes:
+def _parent_digest(parent: str, salt: Salt) -> bytes:
     if not isinstance(parent, str) or re.fullmatch("[0-9a-f]{64}", parent) is None:
         raise ConfigError(f"parent={parent!r:.60}", "a key of block_keys, or None", "pass the last key")
     if salt != "":
