@@ -4,29 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from vattn.cache.allocation import KVCacheAllocation
 from vattn.cache.layout import CacheGeometry, kv_cache_dtype, shape_of_storage
 from vattn.cache.stored_rows import stored_views
 from vattn.config.attention import AttentionConfig
 from vattn.errors import CacheError, CacheNotBoundError, ConfigError, DeviceError, ShapeError, UnsupportedRequestError
 from vattn.quantization.formats import dtype_name
 
-
-class HasStorages(Protocol):
-    """What `allocate_kv_cache` returns."""
-
-    @property
-    def kv_caches(self) -> list[Tensor]:
-        """Every storage once."""
-
-
 BlockMapping: TypeAlias = Tensor | Sequence[tuple[int, int]]
-
-_NO_PAIRS = torch.empty((0, 2), dtype=torch.int64, device="cpu")
 
 
 def swap_blocks(source: Tensor, destination: Tensor, block_mapping: BlockMapping, geometry: CacheGeometry) -> None:
@@ -63,7 +53,9 @@ def swap_blocks(source: Tensor, destination: Tensor, block_mapping: BlockMapping
     _copy_pairs(source, destination, pairs)
 
 
-def copy_blocks(kv_caches: Sequence[Tensor] | Mapping[str, Tensor] | HasStorages, block_mapping: BlockMapping) -> None:
+def copy_blocks(
+    kv_caches: Sequence[Tensor] | Mapping[str, Tensor] | KVCacheAllocation, block_mapping: BlockMapping
+) -> None:
     """Copy whole blocks, keys and values, inside every layer's storage: what copy on write needs.
 
     All sources are read before any destination is written. A storage that several layers share is copied once.
@@ -105,7 +97,13 @@ def _block_axis(storage: Tensor) -> int:
 def _check_mapping(mapping: BlockMapping, num_sources: int, num_destinations: int) -> Tensor:
     """Return the mapping on the CPU, checked."""
     if not isinstance(mapping, Tensor):
-        mapping = _as_tensor(mapping)
+        try:
+            rows = [tuple(pair) for pair in mapping]
+            mapping = torch.tensor(rows or [(0, 0)], device="cpu")[: len(rows)]
+        except (TypeError, ValueError) as error:
+            raise CacheError(
+                f"block_mapping {mapping!r}", "pairs (source block, destination block)", "pass [(3, 7)]"
+            ) from error
     if mapping.dtype != torch.int64 or mapping.dim() != 2 or mapping.shape[1] != 2:
         raise CacheError(
             f"block_mapping of shape {tuple(mapping.shape)} and {dtype_name(mapping.dtype)}",
@@ -128,15 +126,6 @@ def _check_mapping(mapping: BlockMapping, num_sources: int, num_destinations: in
             f"destination block(s) {twice} named twice in block_mapping", "each once", "drop one of the rows"
         )
     return pairs
-
-
-def _as_tensor(pairs: Sequence[tuple[int, int]]) -> Tensor:
-    try:
-        return torch.tensor([tuple(pair) for pair in pairs], device="cpu") if len(pairs) else _NO_PAIRS
-    except (TypeError, ValueError) as error:
-        raise CacheError(
-            f"block_mapping {pairs!r}", "pairs (source block, destination block)", "pass [(3, 7)]"
-        ) from error
 
 
 def _copy_pairs(source: Tensor, destination: Tensor, pairs: Tensor) -> None:

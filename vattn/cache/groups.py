@@ -224,7 +224,7 @@ def _with_storages(specs: Mapping[str, KVCacheSpec], groups: Sequence[tuple[str,
             places.append(storages[kind][taken[kind]])
             taken[kind] += 1
         placed.append(KVCacheGroup(names, tuple(specs[name] for name in names), tuple(places)))
-    per_block = sum(_type_bytes(kind) for kind in page_types)
+    per_block = sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape, _ in page_types)
     blocks = [group.spec.max_blocks(max_seq_len, 1, max_seq_len) for group in placed]
     return Grouping(
         groups=tuple(placed),
@@ -238,8 +238,3 @@ def _with_storages(specs: Mapping[str, KVCacheSpec], groups: Sequence[tuple[str,
 def _page_type(name: str, spec: KVCacheSpec) -> PageType:
     # Sinks are in blocks that belong to no request, so two layers with sinks would write the same ones.
     return spec.storage_dtype, spec.storage_shape(1), name if isinstance(spec, SinkFullAttentionSpec) else ""
-
-
-def _type_bytes(kind: PageType) -> int:
-    dtype, shape, _ = kind
-    return torch.Size(shape).numel() * dtype.itemsize

@@ -18,7 +18,7 @@ from vattn.cache.bindings import CacheBindings, cache_address
 from vattn.compilation.graph_edges import start_early
 from vattn.config.arguments import integer, read_count
 from vattn.errors import ConfigError, GraphContractError, UnsupportedRequestError
-from vattn.metadata.attention_metadata import AttentionMetadata, CaptureKey, step_of
+from vattn.metadata.attention_metadata import AttentionMetadata, CaptureKey, refuse_contradiction, step_of
 from vattn.metadata.builder import AttentionMetadataBuilder, Lengths
 from vattn.metadata.forward_context import forward_context
 from vattn.metadata.inputs import read_integers
@@ -340,17 +340,12 @@ class CUDAGraphRunner:
 
     def _entry(self, metadata: AttentionMetadata) -> _Entry:
         key = metadata.capture_key()
-        entry = self._entries.get(key)
-        if entry is None:
+        if key not in self._entries:
             nearest = min(
                 self._entries, key=lambda entry: (len(entry.differences(key)), abs(entry.num_reqs - key.num_reqs))
             )
-            raise GraphContractError(
-                "the step contradicts every capture, the nearest: " + "; ".join(nearest.differences(key)),
-                "steps from this runner's build()",
-                "use runner.build, or capture this kind of step with step_options",
-            )
-        return entry
+            refuse_contradiction(nearest, key)
+        return self._entries[key]
 
     def _real_rows(self, tensor: Tensor, metadata: AttentionMetadata) -> Tensor:
         rows = tensor.shape[0] if tensor.dim() else -1

@@ -114,9 +114,8 @@ class DifferentialAttention(Attention):
         half_of(self._request_config(torch.bfloat16), "even")
 
     def _register_lambdas(self, vectors: dict[str, Any], lambda_init: float | None) -> None:
-        missing = [name for name, vector in vectors.items() if vector is None]
-        missing += ["lambda_init"] if lambda_init is None else []
-        if missing or lambda_init is None:
+        missing = [name for name, given in {**vectors, "lambda_init": lambda_init}.items() if given is None]
+        if missing:
             raise ConfigError(
                 f"layer {self.prefix!r} without {', '.join(missing)}",
                 "four vectors of head_size entries and lambda_init",

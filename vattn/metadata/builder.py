@@ -301,14 +301,7 @@ class AttentionMetadataBuilder:
         self._built = metadata, step
         return metadata
 
-    def _read(
-        self,
-        query_lens: Lengths,
-        seq_lens: Lengths | None,
-        block_tables: Any,
-        slot_mapping: Lengths | None,
-        masks: Masks,
-    ) -> Step:
+    def _read(self, query_lens: Any, seq_lens: Any, block_tables: Any, slot_mapping: Any, masks: Masks) -> Step:
         """Return what `read_step` makes of the arguments of `build`."""
         return read_step(self._limits, self._conflicts, query_lens, seq_lens, block_tables, slot_mapping, masks)
 

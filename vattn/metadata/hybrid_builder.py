@@ -106,14 +106,7 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         metadata.mark_dynamic()
         return metadata
 
-    def _read(
-        self,
-        query_lens: Lengths,
-        seq_lens: Lengths | None,
-        block_tables: Any,
-        slot_mapping: Lengths | None,
-        masks: Masks,
-    ) -> Step:
+    def _read(self, query_lens: Any, seq_lens: Any, block_tables: Any, slot_mapping: Any, masks: Masks) -> Step:
         """Return the first group's step, and keep the others for when its buffers are written."""
         steps = []
         for table in block_tables or [None]:

@@ -65,7 +65,7 @@ def all_layers(layers: nn.Module | Iterable[nn.Module | AttentionConfig]) -> lis
                 "pass the model itself",
             )
     found = [part for layer in given for part in (layer.modules() if isinstance(layer, nn.Module) else [layer])]
-    if given and not any(not isinstance(part, nn.Module) or _is_layer(part) for part in found):
+    if given and all(isinstance(part, nn.Module) and not hasattr(part, "get_kv_cache_spec") for part in found):
         kinds = ", ".join(sorted({type(layer).__name__ for layer in given}))
         raise ConfigError(
             f"layers of type {kinds:.80}, without any attention layer of vattn",
@@ -73,10 +73,6 @@ def all_layers(layers: nn.Module | Iterable[nn.Module | AttentionConfig]) -> lis
             "leave layers out for a builder that knows none",
         )
     return list({id(part): part for part in found}.values())
-
-
-def _is_layer(module: nn.Module) -> bool:
-    return hasattr(module, "bind_kv_cache") or hasattr(module, "get_kv_cache_spec")
 
 
 def block_size_of(layers: Iterable[nn.Module | AttentionConfig]) -> int:

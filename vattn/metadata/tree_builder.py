@@ -21,7 +21,8 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder):
     """Make `AttentionMetadata` for steps that may verify trees of drafts.
 
     Args:
-        max_num_reqs, max_num_tokens, max_seq_len, block_size, device: as for `AttentionMetadataBuilder`.
+        max_num_reqs, max_num_tokens, *capacity: with `max_seq_len`, `block_size` and `device` as for
+            `AttentionMetadataBuilder`.
         tree_choices: the tree that `tree_attn_bias` and `build_for_drafting` are about; a `TokenTree`, sorted
             root-relative paths, a string that spells them, or `None`: a chain of one draft.
         max_tree_nodes: nodes of the largest tree of any step; default: as many as in `tree_choices`.
@@ -54,10 +55,7 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder):
         self,
         max_num_reqs: int,
         max_num_tokens: int,
-        max_seq_len: int,
-        block_size: int | None = None,
-        device: torch.device | str | None = None,
-        *,
+        *capacity: Any,
         tree_choices: TreeChoices | TokenTree = None,
         max_tree_nodes: int | None = None,
         max_trees: int | None = None,
@@ -80,14 +78,7 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder):
         max_trees = max_num_reqs if max_trees is None else read_count("max_trees", max_trees, 1, fix)
         options.setdefault("decode_threshold", self.tree.size)
         super().__init__(
-            max_num_reqs,
-            max_num_tokens,
-            max_seq_len,
-            block_size,
-            device,
-            max_trees=max_trees,
-            max_tree_size=nodes + 1,
-            **options,
+            max_num_reqs, max_num_tokens, *capacity, max_trees=max_trees, max_tree_size=nodes + 1, **options
         )
         with torch.inference_mode(False):
             self.tree_attn_bias = self.tree.bias().to(self.device)
