@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
 from torch.fx import Node
 
+from vattn.passes.probe import Inputs
 from vattn.passes.region import Refusal, expression, value
 
 T = TypeVar("T")
-
 
 _known: dict[str, Any] = {}
 
@@ -64,13 +63,21 @@ def numbered(nodes: Iterable[Node], kind: str = "%") -> dict[Node, str]:
     return {node: f"{kind}{index}" for index, node in enumerate(nodes)}
 
 
-def names_of_known(sizes: Iterable[Node], constants: Mapping[Node, Tensor]) -> dict[Node, str]:
-    """Return names of nodes by the size or the constant that they hold."""
-    names = {node: f"size {expression(value(node))}" for node in sizes}
-    names.update((node, f"constant {tensor.dtype} {tensor.tolist()}") for node, tensor in constants.items())
-    return names
+def region_fingerprint(
+    start: Node, ends: Iterable[Node], nodes: Sequence[Node], inputs: Inputs, facts: Iterable[str]
+) -> str:
+    """Return a hash of what a region computes from `start` and its inputs up to `ends`, and of further facts."""
+    names = {
+        start: "start",
+        **{node: f"size {expression(value(node))}" for node in inputs.sizes},
+        **{node: f"constant {tensor.dtype} {tensor.tolist()}" for node, tensor in inputs.constants.items()},
+        **{node: f"root {index} {_typed(node)}" for index, node in enumerate(inputs.roots)},
+        **numbered(inputs.derived, "derived "),
+        **numbered(nodes),
+    }
+    facts = [*facts, _typed(start), *(f"{names[end]} {_typed(end)}" for end in ends)]
+    return fingerprint((*inputs.derived, *nodes), names.__getitem__, facts)
 
 
-def typed(node: Node) -> str:
-    """Return the dtype and the shape of a node's value."""
+def _typed(node: Node) -> str:
     return f"{value(node).dtype} {tuple(map(expression, value(node).shape))}"

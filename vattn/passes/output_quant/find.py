@@ -31,7 +31,7 @@ from vattn.passes.region import (
     value,
 )
 from vattn.passes.region_tokens import token_counts
-from vattn.passes.verdicts import fingerprint, judged, names_of_known, numbered, typed
+from vattn.passes.verdicts import judged, region_fingerprint
 from vattn.quantization.formats import OUTPUT_FORMATS, OutputFormat
 
 _HELD = operator.attrgetter("container", "group_size", "power_of_two", "static_scale")
@@ -164,28 +164,10 @@ def _classified(
     inputs: probe.Inputs,
 ) -> Match:
     counts = token_counts((*inputs.derived, *inputs.sizes, *nodes), region.output)
-    facts = [
-        "output",
-        attention.config.dtype,
-        f"rounds each {rounds_every_operation()}",
-        f"tokens {counts}",
-    ]
-    key = _fingerprint(region, quantised, nodes, inputs, facts)
+    facts = ["output", attention.config.dtype, f"rounds each {rounds_every_operation()}", f"tokens {counts}"]
+    key = region_fingerprint(region.output, (quantised, *inputs.scales), nodes, inputs, facts)
     classifier = match.Classifier(region, quantised, nodes, inputs, attention.config.dtype)
     return judged(key, nodes, quantised, classifier.classify)
-
-
-def _fingerprint(region: Region, quantised: Node, nodes: list[Node], inputs: probe.Inputs, facts: Sequence[str]) -> str:
-    """Return a hash of everything that a probe's verdict depends on."""
-    names = {
-        region.output: "output",
-        **names_of_known(inputs.sizes, inputs.constants),
-        **{node: f"scale {index} {typed(node)}" for index, node in enumerate(inputs.roots)},
-        **numbered(inputs.derived, "derived "),
-        **numbered(nodes),
-    }
-    facts = [*facts, typed(region.output), names[quantised], *map(names.__getitem__, inputs.scales)]
-    return fingerprint((*inputs.derived, *nodes), names.__getitem__, facts)
 
 
 def _dead_nodes(region: Region, replaced: set[Node]) -> set[Node]:

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from vattn.passes import region_moves as moves
-from vattn.passes.output_quant.near_miss import dynamic_ways, first_difference, static_ways
+from vattn.passes.near_miss import dynamic_ways, first_difference, static_ways
 from vattn.passes.probe import Inputs, Sample, constant_scales, samples
 from vattn.passes.region import Match, Refusal, Region, op_name, value
 from vattn.passes.region_precision import LOW, roundings

@@ -34,7 +34,7 @@ from vattn.passes.region import (
 from vattn.passes.region_division import query_arithmetic
 from vattn.passes.region_moves import RESHAPES
 from vattn.passes.region_precision import CASTS
-from vattn.passes.verdicts import judged
+from vattn.passes.verdicts import judged, region_fingerprint
 from vattn.quantization.formats import MODEL_DTYPES
 
 IN_PRODUCER = "FP8, quantised in the kernel of its pointwise producer"
@@ -175,7 +175,7 @@ def _taken_over(attention: AttentionNode, query: Node, source: Node) -> FoundQue
     """
     region, arithmetic = _classified(attention, query, source)
     check_readers(region, attention.node)
-    arithmetic = query_arithmetic(arithmetic, region.nodes, region.root is None, query)
+    arithmetic = query_arithmetic(arithmetic, region.nodes, not region.inputs.roots, query)
     config = attention.config.replace(query_load=arithmetic)
     check_backend(config, query, "rounds it while loading")
     return FoundQuery(config, source, _name(before_moves(source)))
@@ -290,5 +290,6 @@ def _classified(attention: AttentionNode, query: Node, source: Node) -> tuple[Qu
             region = find_query_region(source, query, scale)
         except Refusal as refusal:
             raise Refusal(refusal.reason, end, near=True) from None
-        key = region.fingerprint(config)
+        facts = [f"query {config.num_heads} {config.num_kv_heads} {config.head_size}"]
+        key = region_fingerprint(source, (region.codes, region.scale), region.nodes, region.inputs, facts)
         return region, judged(key, region.nodes, end, lambda: classify_query(region, config))

@@ -6,7 +6,7 @@ side of the scale, at the node that the call's `q_scale` is computed from too.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,8 @@ from torch.fx import Node
 
 from vattn.config.attention import AttentionConfig
 from vattn.passes import probe
+from vattn.passes.near_miss import first_difference
+from vattn.passes.probe import Sample
 from vattn.passes.probe_inputs import probe_scales, probe_values
 from vattn.passes.region import (
     FP8_DTYPES,
@@ -30,7 +32,6 @@ from vattn.passes.region import (
 )
 from vattn.passes.region_run import constant, run_nodes, same_bits, unsaturated_cast
 from vattn.passes.region_tokens import beyond, reach
-from vattn.passes.verdicts import fingerprint, names_of_known, numbered, typed
 from vattn.quantization.formats import FP8_E4M3_MAX
 
 _MOST_SCALES = 4096
@@ -44,29 +45,15 @@ class QueryRegion:
     Attributes:
         source, codes, scale: the unquantised query, its codes as the op reads them, and the call's `q_scale`.
         nodes: what to run, in graph order.
-        sizes, constants: nodes read from outside that hold a size, or a value known at compile time.
-        root: the one node of unknown value that `scale`, and usually `codes`, are computed from; or `None`.
+        inputs: what they read from outside; its only root, if any, is what `scale`, and usually `codes`, are computed
+            from.
     """
 
     source: Node
     codes: Node
     scale: Node
     nodes: tuple[Node, ...]
-    sizes: tuple[Node, ...]
-    constants: dict[Node, Tensor]
-    root: Node | None
-
-    def fingerprint(self, config: AttentionConfig) -> str:
-        """Return a hash of everything that a probe's verdict depends on."""
-        names = {
-            self.source: "source",
-            **({} if self.root is None else {self.root: f"root {typed(self.root)}"}),
-            **names_of_known(self.sizes, self.constants),
-            **numbered(self.nodes),
-        }
-        heads = f"query {config.num_heads} {config.num_kv_heads} {config.head_size}"
-        facts = [heads, names[self.codes], names[self.scale], typed(self.source), typed(self.codes)]
-        return fingerprint(self.nodes, names.__getitem__, facts)
+    inputs: probe.Inputs
 
 
 def find_query_region(source: Node, codes: Node, scale: Node) -> QueryRegion:
@@ -103,7 +90,8 @@ def find_query_region(source: Node, codes: Node, scale: Node) -> QueryRegion:
     if len(roots) > 1:
         raise Refusal("its scale, or the op's q_scale, is made of more than one unknown value", codes, near=True)
     probe.check_sizes(inner, sizes)
-    return QueryRegion(source, codes, scale, tuple(inner), tuple(sizes), constants, next(iter(roots), None))
+    inputs = probe.Inputs(tuple(sizes), constants, roots=tuple(roots), derived=(), scales=())
+    return QueryRegion(source, codes, scale, tuple(inner), inputs)
 
 
 def _ancestors(ends: Iterable[Node], stops: set[Node]) -> set[Node]:
@@ -141,54 +129,41 @@ def check_readers(region: QueryRegion, call: Node) -> None:
                     raise Refusal(f"{reader} quantised too", user if user.op != "output" else region.codes, near=True)
 
 
-@dataclass(frozen=True)
-class _Run:
-    """One run of a region: the query `[T, H, D]`, the scale of every query head `[H, 1]`, and the nodes' values."""
-
-    x: Tensor
-    scale: Tensor
-    values: dict[Node, Any]
-
-    def scaled(self, arithmetic: str) -> Tensor:
-        wide = self.x.float()
-        return wide * self.scale.reciprocal() if arithmetic == "multiply" else wide / self.scale
-
-
 def classify_query(region: QueryRegion, config: AttentionConfig) -> str:
     """Run a region on chosen queries and scales; return which arithmetic, `"divide"` or `"multiply"`, gives its codes.
 
     Raises:
         Refusal: neither does, or the region cannot be run.
     """
-    trials = 1
-    if region.root is not None:
-        _check_root(region.root)
-        trials += len(_chosen_scales(region, region.root))
-    runs = [run for trial in range(trials) for run in _runs(region, config, trial)]
+    runs = [run for known in _known_values(region) for run in _runs(region, config, known)]
 
-    def codes_are(quantise: Any) -> bool:
-        return all(same_bits(run.values[region.codes], quantise(run)) for run in runs)
+    def codes_are(arithmetic: str, cast: Callable[[Tensor], Tensor]) -> bool:
+        return all(same_bits(run.values[region.codes], cast(_scaled(region, config, run, arithmetic))) for run in runs)
 
     for arithmetic in _ARITHMETICS:
-        if codes_are(lambda run, way=arithmetic: _clamped(run.scaled(way)).to(torch.float8_e4m3fn)):
+        if codes_are(arithmetic, lambda x: x.clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX).to(torch.float8_e4m3fn)):
             return arithmetic
     for arithmetic in _ARITHMETICS:
-        if codes_are(lambda run, way=arithmetic: unsaturated_cast(run.scaled(way), torch.float8_e4m3fn)):
+        if codes_are(arithmetic, lambda x: unsaturated_cast(x, torch.float8_e4m3fn)):
             raise Refusal(probe.NO_CLAMP, near=True)
     per_token = _value_per_token(region, runs[0], config)
     if per_token is not None:
         raise Refusal("it has a scale for every token; the op takes one, or one per KV head", per_token, near=True)
     reason = "its codes are not those of the query divided by the op's q_scale and clamped to +-448"
-    raise Refusal(reason, _first_difference(region, runs), near=True)
+    raise Refusal(reason, first_difference(region.nodes, region.source, region.codes, runs), near=True)
 
 
-def _clamped(x: Tensor) -> Tensor:
-    return x.clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX)
+def _scaled(region: QueryRegion, config: AttentionConfig, run: Sample, arithmetic: str) -> Tensor:
+    """Return the query of a run, fp32 `[T, H, D]`, scaled as the op does."""
+    query = run.rows.view(-1, config.num_heads, config.head_size).float()
+    scale = run.values[region.scale].float().reshape(-1).expand(config.num_kv_heads)
+    scale = scale.repeat_interleave(config.group_size)[:, None]
+    return query * scale.reciprocal() if arithmetic == "multiply" else query / scale
 
 
-def _value_per_token(region: QueryRegion, run: _Run, config: AttentionConfig) -> Node | None:
+def _value_per_token(region: QueryRegion, run: Sample, config: AttentionConfig) -> Node | None:
     """Return the first node with one value, or one per head, for every token; `None`: there is none."""
-    counts = [len(run.x) * heads for heads in (1, config.num_kv_heads, config.num_heads)]
+    counts = [len(run.rows) * heads for heads in (1, config.num_kv_heads, config.num_heads)]
     found = _ancestors([region.codes], {region.source}) - _ancestors([region.scale], {region.source})
     for node in region.nodes:
         made = run.values[node]
@@ -197,74 +172,45 @@ def _value_per_token(region: QueryRegion, run: _Run, config: AttentionConfig) ->
     return None
 
 
-def _first_difference(region: QueryRegion, runs: Sequence[_Run]) -> Node | None:
-    """Return the first node with values that are no step of a query's quantisation."""
-    for node in region.nodes:
-        values = [run.values[node] for run in runs]
-        if isinstance(values[0], Tensor) and values[0].numel() == runs[0].x.numel():
-            steps = [_steps(run) for run in runs]
-            if not any(all(map(same_bits, [v.float() for v in values], step)) for step in zip(*steps, strict=True)):
-                return node
-    return None
-
-
-def _steps(run: _Run) -> list[Tensor]:
-    """Return the steps of a query's quantisation in fp32: rounded, divided, clamped, cast."""
-    made = [run.x.float(), _clamped(run.x.float())]
-    for arithmetic in _ARITHMETICS:
-        scaled = run.scaled(arithmetic)
-        made += [scaled, _clamped(scaled), _clamped(scaled).to(torch.float8_e4m3fn).float()]
-    return made
-
-
-def _runs(region: QueryRegion, config: AttentionConfig, trial: int) -> Iterator[_Run]:
-    """Yield runs of a region on all probe values, under the scales of one trial."""
-    known: dict[Node, Any] = dict(region.constants)
-    if region.root is not None:
-        known[region.root] = _scales_of_trial(region, region.root, trial)
+def _runs(region: QueryRegion, config: AttentionConfig, known: dict[Node, Any]) -> Iterator[Sample]:
+    """Yield runs of a region on all probe values, given the values of its root and constants."""
+    known, sizes, tokens = dict(known), region.inputs.sizes, value(region.codes).shape[0]
     of_scale = _ancestors([region.scale], {region.source, *known})
     run_nodes([node for node in region.nodes if node in of_scale], known)
     scale = known[region.scale].float().reshape(-1)
     if scale.numel() not in (1, config.num_kv_heads):
         raise Refusal(f"its scale has {scale.numel()} values; the op takes one, or one per KV head", region.codes)
-    per_head = scale.expand(config.num_kv_heads)
     columns = config.group_size * config.head_size
-    rows = torch.cat([probe_values(columns, step) for step in per_head.tolist()], dim=1)
+    rows = torch.cat([probe_values(columns, step) for step in scale.expand(config.num_kv_heads).tolist()], dim=1)
     rows = rows.to(value(region.source).dtype)
-    tokens = value(region.codes).shape[0]
     count = tokens if isinstance(tokens, int) else len(rows)
-    if not isinstance(tokens, int) and reach((*region.sizes, *region.nodes), region.codes) >= count:
-        raise beyond(reach((*region.sizes, *region.nodes), region.codes), region.codes)
+    furthest = 0 if isinstance(tokens, int) else reach((*sizes, *region.nodes), region.codes)
+    if furthest >= count:
+        raise beyond(furthest, region.codes)
     rows = rows.repeat(-(-count // len(rows)), 1)
     for x in rows[: len(rows) // count * count].split(count):
-        env = {**known, **probe.set_sizes(region.sizes, region.codes, count)}
+        env = {**known, **probe.set_sizes(sizes, region.codes, count)}
         shape = [probe.size_at(size, region.codes, count) for size in value(region.source).shape]
         env[region.source] = x.reshape(shape)
         run_nodes([node for node in region.nodes if node not in env], env)
-        wide = per_head.repeat_interleave(config.group_size)[:, None]
-        yield _Run(x.view(-1, config.num_heads, config.head_size), wide, env)
+        yield Sample(x, env)
 
 
-def _check_root(root: Node) -> None:
+def _known_values(region: QueryRegion) -> Iterator[dict[Node, Any]]:
+    """Yield the constants with values of the root: the chosen scales one after another, then random different ones."""
+    constants = region.inputs.constants
+    if not region.inputs.roots:
+        yield dict(constants)
+        return
+    (root,) = region.inputs.roots
     val = value(root)
     is_float = isinstance(val, Tensor) and val.is_floating_point()
     if not is_float or not isinstance(val.numel(), int) or val.numel() > _MOST_SCALES:
         raise Refusal(f"its scale comes from {root.name}, which is no tensor of a few numbers", root, near=True)
-
-
-def _chosen_scales(region: QueryRegion, root: Node) -> list[float]:
-    """Return the scales to run a region under: values that its root can hold."""
     seen = [value(node) for node in (region.source, root, *region.nodes)]
-    chosen = probe_scales({val.dtype for val in seen if isinstance(val, Tensor)})
-    rounded = torch.tensor(chosen).to(value(root).dtype).float()
-    return rounded[(rounded > 0) & rounded.isfinite()].tolist()
-
-
-def _scales_of_trial(region: QueryRegion, root: Node, trial: int) -> Tensor:
-    """Return scales of the root's shape: the chosen ones one after another, then random ones that all differ."""
-    val, chosen = value(root), torch.tensor(_chosen_scales(region, root))
-    if trial == len(chosen):
-        scales = 0.005 + torch.rand(val.numel(), generator=torch.Generator().manual_seed(3))
-    else:
-        scales = chosen[(torch.arange(val.numel()) + trial) % len(chosen)]
-    return scales.to(val.dtype).reshape(tuple(val.shape))
+    chosen = torch.tensor(probe_scales({val.dtype for val in seen if isinstance(val, Tensor)})).to(val.dtype).float()
+    chosen = chosen[(chosen > 0) & chosen.isfinite()]
+    trials = [chosen[(torch.arange(val.numel()) + trial) % len(chosen)] for trial in range(len(chosen))]
+    trials.append(0.005 + torch.rand(val.numel(), generator=torch.Generator().manual_seed(3)))
+    for scales in trials:
+        yield {**constants, root: scales.to(val.dtype).reshape(tuple(val.shape))}
