@@ -79,7 +79,7 @@ def explain_fusion(make: Callable[[], Sequence[Any]]) -> tuple[Any, list[str]]:
         ConfigError: `make` returns something else than a model and its arguments.
     """
     import vattn
-    from vattn.passes.graphviz import GraphvizWriter
+    from vattn.passes.graphviz import drawing_options
     from vattn.passes.report import clear_fusion_report
 
     made = make()
@@ -95,9 +95,9 @@ def explain_fusion(make: Callable[[], Sequence[Any]]) -> tuple[Any, list[str]]:
         )
     model, args, metadata = made[0], tuple(made[1]), made[2] if len(made) == 3 else None
     clear_fusion_report()
-    writer = GraphvizWriter()
+    texts: list[str] = []
     # Plain functions as passes have no cache key, so that nothing comes from a cache.
-    options = vattn.options(writer.options())
+    options = vattn.options(drawing_options(texts))
     with torch.no_grad(), vattn.forward_context(metadata):
         torch.compile(model, options=options)(*args)
-    return vattn.fusion_report(), writer.texts
+    return vattn.fusion_report(), texts

@@ -43,16 +43,14 @@ def _new_pass(current: Any, strict: bool, output_formats: Sequence[str] | None, 
     from vattn.passes.pipeline import FusionPass
     from vattn.passes.rope_kv_cache.find import check_choice
 
-    is_listed = isinstance(output_formats, Collection) and not isinstance(output_formats, str)
-    names = tuple(output_formats) if output_formats is not None and is_listed else tuple(OUTPUT_FORMATS)
-    unknown = [name for name in names if name not in OUTPUT_FORMATS]
-    if unknown or not (is_listed or output_formats is None):
+    names = OUTPUT_FORMATS if output_formats is None else output_formats
+    if isinstance(names, str) or not isinstance(names, Collection) or not all(map(OUTPUT_FORMATS.__contains__, names)):
         raise ConfigError(
             f"output_formats={output_formats!r}", f"a sequence of {', '.join(OUTPUT_FORMATS)}", "check the spelling"
         )
     if not isinstance(strict, bool):
         raise ConfigError(f"strict={strict!r}", "True or False", "strict=True raises on what is not fused")
-    return FusionPass(strict, names, _inner(current), check_choice(rope))
+    return FusionPass(strict, tuple(names), _inner(current), check_choice(rope))
 
 
 def enable(

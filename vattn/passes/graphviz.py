@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from torch.fx import Graph, Node
@@ -9,7 +10,6 @@ from torch.fx import Graph, Node
 from vattn.passes.query_quant.find import quantising_nodes
 from vattn.passes.region import attention_calls, find_region
 
-_BEFORE, _AFTER = "post_grad_custom_pre_pass", "post_grad_custom_post_pass"
 _ATTENTION, _REGION, _FUSED = "#a6cee3", "#fdbf6f", "#b2df8a"
 _FUSED_IN = ("output_format=", "query_load=")
 
@@ -52,22 +52,10 @@ def _label(node: Node) -> str:
     return "\\n".join([f"{node.name}\\n{target}", *_fused_in(node)]).replace('"', "'")
 
 
-class GraphvizWriter:
-    """Draws every graph before and after the passes.
+def drawing_options(texts: list[str]) -> dict[str, Any]:
+    """Return Inductor options with a pass before vattn's and one after it, which append a graph's text to a list."""
 
-    Attributes:
-        texts: Graphviz texts in the order in which the passes ran.
-    """
+    def drawing(when: str) -> Callable[[Graph], None]:
+        return lambda graph: texts.append(draw(graph, f"{when} {len(texts) // 2}"))
 
-    def __init__(self) -> None:
-        self.texts: list[str] = []
-
-    def options(self) -> dict[str, Any]:
-        """Return Inductor options with a pass before vattn's and one after it, which draw."""
-        return {_BEFORE: self._before, _AFTER: self._after}
-
-    def _before(self, graph: Graph) -> None:
-        self.texts.append(draw(graph, f"before {len(self.texts) // 2}"))
-
-    def _after(self, graph: Graph) -> None:
-        self.texts.append(draw(graph, f"after {len(self.texts) // 2}"))
+    return {"post_grad_custom_pre_pass": drawing("before"), "post_grad_custom_post_pass": drawing("after")}

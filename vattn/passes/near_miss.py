@@ -100,8 +100,8 @@ _SIGNS = frozenset({"abs", "neg"})
 _SCALING = frozenset("div true_divide mul ldexp".split())
 
 
-def first_difference(nodes: Sequence[Node], output: Node, quantised: Node, seen: Sequence[Sample]) -> Node:
-    """Return the first node, of those that make the quantised tensor, that no quantiser has.
+def first_difference(nodes: Sequence[Node], output: Node, seen: Sequence[Sample]) -> Node | None:
+    """Return the first node that no quantiser has, or else the one that scales, `None` if there is neither.
 
     Values are followed from the output on: unchanged, then scaled once, then clamped, then cast; scales from a maximum
     on.
@@ -111,7 +111,7 @@ def first_difference(nodes: Sequence[Node], output: Node, quantised: Node, seen:
         seen: some runs of them.
     """
     scaled: dict[Node, bool] = {output: False}
-    scaling = quantised
+    scaling = None
     for node in nodes:
         made = seen[0].values[node]
         if not isinstance(made, Tensor):

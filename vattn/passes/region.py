@@ -206,15 +206,11 @@ def check_backend(config: AttentionConfig, node: Node, work: str) -> None:
         raise Refusal(f"no backend {work} ({reasons})", node, near=True)
 
 
-def find_region(output: Node, in_parts: bool = False) -> Region:
-    """Walk from an attention output to everything that can be run from it.
-
-    Args:
-        in_parts: continue after FP8 tensors that are written part by part, as far as the last part.
-    """
-    reached, ends = _reach(output, whole=True, in_parts=in_parts)
+def find_region(output: Node) -> Region:
+    """Walk from an attention output to everything that can be run from it."""
+    reached, ends = _reach(output, whole=True)
     if not ends:
-        part, ends_of_part = _reach(output, whole=False, in_parts=in_parts)
+        part, ends_of_part = _reach(output, whole=False)
         # Bytes that are reached through FP8 codes alone are those codes: of half the output, as many as packed ones.
         if not any(_covers(node, output, (torch.uint8,), 2) for node in part):
             reached, ends = part, ends_of_part
@@ -230,12 +226,11 @@ def find_region(output: Node, in_parts: bool = False) -> Region:
     return Region(output, tuple(nodes), tuple(quantised))
 
 
-def _reach(output: Node, whole: bool, in_parts: bool) -> tuple[set[Node], set[Node]]:
-    """Return what can be run from an output, and where the walk ends.
+def _reach(output: Node, whole: bool) -> tuple[set[Node], set[Node]]:
+    """Return what can be run from an output, and where the walk ends: at the last part of what is written in parts.
 
     Args:
         whole: end at FP8 tensors that cover the output; otherwise at every one, for a part of it may be quantised.
-        in_parts: see `find_region`.
     """
     reached, stack, ends = {output}, [output], set()
     while stack and len(reached) <= LARGEST_REGION:
@@ -245,14 +240,14 @@ def _reach(output: Node, whole: bool, in_parts: bool) -> tuple[set[Node], set[No
                 continue
             reached.add(user)
             is_end = _covers(user, output, FP8_DTYPES, 1) if whole else _holds(user, FP8_DTYPES)
-            if is_end and not (in_parts and lacks_parts(user)):
+            if is_end and not _lacks_parts(user):
                 ends.add(user)
             else:
                 stack.append(user)
     return reached, ends
 
 
-def lacks_parts(node: Node) -> bool:
+def _lacks_parts(node: Node) -> bool:
     """Return whether a node writes a part of a tensor that later nodes write more of."""
     return _is_scatter(node) and any(_is_scatter(user) and user.args[0] is node for user in node.users)
 
@@ -263,7 +258,7 @@ def _is_scatter(node: Node) -> bool:
 
 def unknown_readers(output: Node) -> list[str]:
     """Return names of unknown ops that read an output, or what is computed from it, and may quantise it."""
-    reached, _ = _reach(output, whole=True, in_parts=False)
+    reached, _ = _reach(output, whole=True)
     found: dict[str, None] = {}
     for node in sorted((output, *reached), key=lambda node: node.name):
         for user in node.users:

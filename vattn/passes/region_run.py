@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -40,13 +40,17 @@ def constant(node: Node, depth: int = 8) -> Tensor | None:
     return run_node(node, env)
 
 
-def run_node(node: Node, env: dict[Node, Any]) -> Any:
-    """Run one node on CPU."""
-    args: Any = torch.fx.map_arg(node.args, env.__getitem__)
-    kwargs = dict(torch.fx.map_arg(node.kwargs, env.__getitem__))
+def cpu_arguments(node: Node, value_of: Callable[[Node], Any]) -> tuple[Any, dict[str, Any]]:
+    """Return the arguments that a node is called with on CPU."""
+    args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), value_of)  # type: ignore[misc]
     if "device" in kwargs:
         kwargs["device"] = torch.device("cpu")
-    kwargs.pop("pin_memory", None)
+    return args, {name: given for name, given in kwargs.items() if name not in ("layout", "pin_memory")}
+
+
+def run_node(node: Node, env: dict[Node, Any]) -> Any:
+    """Run one node on CPU."""
+    args, kwargs = cpu_arguments(node, env.__getitem__)
     name = op_name(node.target)
     if name in CASTS or name == "copy":
         dtype: Any = args[0].dtype if name == "copy" else kwargs.get("dtype") or (args[1] if len(args) > 1 else None)

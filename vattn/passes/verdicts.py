@@ -71,13 +71,14 @@ def region_fingerprint(
         start: "start",
         **{node: f"size {expression(value(node))}" for node in inputs.sizes},
         **{node: f"constant {tensor.dtype} {tensor.tolist()}" for node, tensor in inputs.constants.items()},
-        **{node: f"root {index} {_typed(node)}" for index, node in enumerate(inputs.roots)},
+        **{node: f"root {index} {typed(node)}" for index, node in enumerate(inputs.roots)},
         **numbered(inputs.derived, "derived "),
         **numbered(nodes),
     }
-    facts = [*facts, _typed(start), *(f"{names[end]} {_typed(end)}" for end in ends)]
+    facts = [*facts, typed(start), *(f"{names[end]} {typed(end)}" for end in ends)]
     return fingerprint((*inputs.derived, *nodes), names.__getitem__, facts)
 
 
-def _typed(node: Node) -> str:
+def typed(node: Node) -> str:
+    """Return the dtype and the shape of a node's value."""
     return f"{value(node).dtype} {tuple(map(expression, value(node).shape))}"

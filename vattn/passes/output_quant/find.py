@@ -24,7 +24,6 @@ from vattn.passes.region import (
     find_region,
     is_check,
     is_computed_from,
-    lacks_parts,
     same_shape,
     same_size,
     unknown_readers,
@@ -71,8 +70,6 @@ def find(attention: AttentionNode, names: Sequence[str]) -> Found:
         Refusal: nothing.
     """
     region = find_region(attention.output)
-    if any(map(lacks_parts, region.quantised)):
-        region = find_region(attention.output, in_parts=True)
     if not region.quantised:
         readers = unknown_readers(attention.output)
         doubt = f", unless {' or '.join(readers)} does it, of which nothing is known here" if readers else ""

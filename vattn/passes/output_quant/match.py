@@ -88,7 +88,7 @@ class Classifier:
                 raise Refusal(ROUNDED, next(n for n in self.nodes if n in doubtful), near=True)
         if not left:
             needed = self.region.ancestors([self.quantised])
-            odd = first_difference(needed, self.region.output, self.quantised, seen)
+            odd = first_difference(needed, self.region.output, seen) or self.quantised
             raise Refusal(f"{self._why(seen)}; first differs at {op_name(odd.target) or odd.name}", odd, near=True)
         return self._match(next((c for c in left if c.block_scales), left[0]), seen[0])
 
@@ -146,11 +146,8 @@ class Classifier:
         at = int((sample.rows == 0).all(1).int().argmax())
         for node in self.nodes:
             val, place = sample.values[node], self.places(sample).get(node)
-            if (
-                not isinstance(val, Tensor)
-                or val.dtype not in (torch.float32, *LOW)
-                or val.numel() > tokens * columns / 8
-            ):
+            floats = isinstance(val, Tensor) and val.dtype in (torch.float32, *LOW)
+            if not floats or val.numel() > tokens * columns / 8:
                 continue
             zeros = val.reshape(tokens, -1)[at, :1] if val.numel() % tokens == 0 else val.flatten()[:1]
             if isinstance(place, Tensor) and place.shape == val.shape:

@@ -150,7 +150,7 @@ def classify_query(region: QueryRegion, config: AttentionConfig) -> str:
     if per_token is not None:
         raise Refusal("it has a scale for every token; the op takes one, or one per KV head", per_token, near=True)
     reason = "its codes are not those of the query divided by the op's q_scale and clamped to +-448"
-    raise Refusal(reason, first_difference(region.nodes, region.source, region.codes, runs), near=True)
+    raise Refusal(reason, first_difference(region.nodes, region.source, runs), near=True)
 
 
 def _scaled(region: QueryRegion, config: AttentionConfig, run: Sample, arithmetic: str) -> Tensor:

@@ -129,16 +129,16 @@ class _Trial:
 
     def _sort(self, leaf: Node) -> None:
         count, size = math.prod(self.run.shape(leaf)), self.config.head_size
+        varies = any(expression(n).free_symbols for n in value(leaf).shape)
         if _is_per_token(leaf, self.region.end) and 1 <= count // self.tokens <= size:
             self.tables.append(leaf)
-        elif any(expression(n).free_symbols for n in value(leaf).shape):
-            raise Refusal(f"it also depends on {leaf.name} of shape {_shape(leaf)}", self.region.end, near=True)
-        elif count == size:
+        elif count == size and not varies:
             self.weights.append(leaf)
-        elif count in (1, self.config.num_kv_heads):
+        elif count in (1, self.config.num_kv_heads) and not varies:
             self.scales.append(leaf)
         else:
-            raise Refusal(f"it also depends on {leaf.name} of shape {_shape(leaf)}", self.region.end, near=True)
+            shape = tuple(map(str, value(leaf).shape))
+            raise Refusal(f"it also depends on {leaf.name} of shape {shape}", self.region.end, near=True)
 
     def match(self) -> Rotation:
         """Return the rotation that the region computes.
@@ -253,10 +253,6 @@ class _Trial:
         if self.heads != self.num_heads and scale.numel() > 1:
             raise Refusal("heads with scales of their own are cut from more heads", self.region.end, near=True)
         return scale_query(x, scale, self.heads // group if scale.numel() > 1 else 1, rotation.rope.query_arithmetic)
-
-
-def _shape(node: Node) -> tuple[str, ...]:
-    return tuple(str(size) for size in value(node).shape)
 
 
 def _is_per_token(leaf: Node, end: Node) -> bool:

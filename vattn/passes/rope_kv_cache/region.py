@@ -7,7 +7,6 @@ of angles, weights and scales, before any copies, casts, broadcasts or repeats o
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +29,7 @@ from vattn.passes.region import (
 )
 from vattn.passes.region_moves import RESHAPES
 from vattn.passes.region_precision import CASTS
-from vattn.passes.region_run import UNWRITTEN
+from vattn.passes.region_run import UNWRITTEN, cpu_arguments
 
 _LARGEST_RUN = 1 << 23
 _MOVES = RESHAPES | frozenset("expand clone contiguous repeat lift_fresh_copy".split())
@@ -213,13 +212,8 @@ class Run:
         def look_up(source: Node) -> Any:
             return env[source] if source in env else self.size(value(source))
 
-        if node.target is operator.getitem:
-            return env[node.args[0]][node.args[1]]  # type: ignore[index]
         name = op_name(node.target)
-        args: Any = torch.fx.map_arg(node.args, look_up)
-        kwargs = {k: v for k, v in torch.fx.map_arg(dict(node.kwargs), look_up).items() if k not in _PLACES}
-        if "device" in kwargs:
-            kwargs["device"] = torch.device("cpu")  # type: ignore[assignment]
+        args, kwargs = cpu_arguments(node, look_up)
         if name in UNWRITTEN:
             return torch.full(self.shape(node), torch.nan, dtype=torch.float64)
         if name in CASTS:
@@ -227,18 +221,14 @@ class Run:
         if name == "quant_fp8_static":
             return (args[0] / args[1].reshape(())).clamp(-448.0, 448.0)
         if isinstance(kwargs.get("dtype"), torch.dtype):
-            kwargs["dtype"] = _widened(kwargs["dtype"])  # type: ignore[arg-type]
-        result = node.target(*args, **kwargs)  # type: ignore[operator]
-        return _as_wide(result)
+            kwargs["dtype"] = _widened(kwargs["dtype"])
+        return _as_wide(node.target(*args, **kwargs))  # type: ignore[operator]
 
     def _cast(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         if dtype in FP8_DTYPES:
             self.clamped = self.clamped and not bool((x.abs() > 448.0).any())
             return x
         return x.to(_widened(dtype))
-
-
-_PLACES = ("layout", "pin_memory")
 
 
 def _widened(dtype: torch.dtype) -> torch.dtype:
@@ -260,23 +250,12 @@ def _sizes(val: Any) -> list[Any]:
 
 
 def fingerprint(end: Node, past: Sequence[Node], extra: str) -> str:
-    """Return a hash of everything that a verdict about the history of a node depends on; symbols go by their order."""
+    """Return a hash of everything that a verdict about the history of a node depends on."""
     names = verdicts.numbered(past)
-    symbols: dict[Any, Any] = {}
-
-    def shown(size: Any) -> str:
-        text = expression(size)
-        for symbol in sorted(text.free_symbols - set(symbols), key=str):
-            symbols[symbol] = type(symbol)(f"n{len(symbols)}")
-        return str(text.xreplace(symbols))
-
-    def type_of(val: Any) -> str:
-        return f"{val.dtype} {[shown(size) for size in val.shape]}" if isinstance(val, Tensor) else str(type(val))
-
-    types = [type_of(value(node)) for node in past]
+    types = [verdicts.typed(node) if isinstance(value(node), Tensor) else str(type(value(node))) for node in past]
 
     def name(node: Node) -> str:
-        return names.get(node) or shown(value(node))
+        return names.get(node) or str(expression(value(node)))
 
     return verdicts.fingerprint(filter(can_run, past), name, [extra, names[end], *types])
 
