@@ -5,19 +5,19 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from vattn.calibration.calibrate import Calibration, as_calibration, removed_afterwards
+from vattn.calibration.calibrate import Calibration, as_calibration
 from vattn.calibration.result_files import check_output, check_picture, figures
 from vattn.calibration.step_runner import StepRunner, cached_layers, checked_text
 from vattn.errors import ConfigError
 from vattn.layers.base.paged_attention import CachedAttention
-from vattn.layers.base.scales import make_scale
+from vattn.layers.base.scales import QuantConfig, make_scale
 from vattn.quantization.codecs import decode_kv, encode_kv, quant_fp8_static
 from vattn.quantization.formats import FP8_E4M3_MAX, KV_FORMATS, resolve_kv_cache_dtype
 from vattn.quantization.packed import decode_rows, encode_rows
@@ -182,11 +182,11 @@ def audit(
         )
     roundings = {}
     for prefix, layer in layers.items():
-        device = layer.kv_cache.device if layer.kv_cache is not None else None
-        output = None
-        if found is not None and output_format != "none":
-            output = found.quant_config(prefix, output_format=output_format).output_scale.to(device)  # type: ignore[union-attr]
-        roundings[prefix] = _Rounding(layer, fmt, *_scales(prefix, fmt, found, per_head, layer), output)
+        if found is not None:
+            config = found.quant_config(prefix, cache_dtype=fmt, per_head=per_head, output_format=output_format)
+        else:
+            config = QuantConfig("unit", "unit") if scaled else QuantConfig()
+        roundings[prefix] = _Rounding(layer, fmt, config)
     differences = {name: _Difference() for name in (*layers, ALL)}
     for text in checked:
         expected = [logits.float().clone() for logits in runner.logits(text)]
@@ -195,38 +195,21 @@ def audit(
             with _rounded(chosen, count=name != ALL):
                 for want, got in zip(expected, runner.logits(text), strict=True):
                     difference.add(want, got.float())
-    rows = [_row(name, difference, roundings.get(name)) for name, difference in differences.items()]
+    rows = [difference.row(name, roundings.get(name)) for name, difference in differences.items()]
     return Audit(fmt, sum(map(len, checked)), tuple(rows), output_format)
-
-
-def _scales(
-    prefix: str, fmt: str, calibration: Calibration | None, per_head: bool, layer: CachedAttention
-) -> tuple[Tensor | None, Tensor | None]:
-    if not KV_FORMATS[fmt].quantised:
-        return None, None
-    if calibration is not None:
-        found = calibration.quant_config(prefix, cache_dtype=fmt, per_head=per_head)
-        sources: tuple[Any, Any] = (found.k_scale, found.v_scale)
-    else:
-        sources = ("unit", "unit")
-    device = layer.kv_cache.device if layer.kv_cache is not None else None
-    sizes = (1, layer.num_kv_heads)
-    key, value = (make_scale(name, source, sizes).to(device) for name, source in zip(("k", "v"), sources, strict=True))
-    return key, value
 
 
 class _Rounding:
     """Rounds the keys and values that a layer is called with, and its output where there is a scale for it."""
 
-    def __init__(
-        self,
-        layer: CachedAttention,
-        fmt: str,
-        k_scale: Tensor | None,
-        v_scale: Tensor | None,
-        output_scale: Tensor | None = None,
-    ) -> None:
-        self.layer, self.fmt, self.scales, self.output_scale = layer, fmt, (k_scale, v_scale), output_scale
+    def __init__(self, layer: CachedAttention, fmt: str, config: QuantConfig) -> None:
+        self.layer, self.fmt = layer, fmt
+        sources = {"k": config.k_scale, "v": config.v_scale, "output": config.output_scale}
+        sizes = (1, layer.num_kv_heads)
+        device = None if layer.kv_cache is None else layer.kv_cache.device
+        *self.scales, self.output_scale = (
+            None if source is None else make_scale(name, source, sizes).to(device) for name, source in sources.items()
+        )
         self.counting = False
         self.clipped, self.total = [0, 0, 0], [0, 0, 0]
 
@@ -264,11 +247,12 @@ class _Rounding:
 
 @contextmanager
 def _rounded(roundings: Any, count: bool) -> Iterator[None]:
-    handles = [rounding.layer.register_forward_pre_hook(rounding) for rounding in roundings]
-    handles += [r.layer.register_forward_hook(r.output) for r in roundings if r.output_scale is not None]
-    for rounding in roundings:
-        rounding.counting = count
-    with removed_afterwards(handles):
+    with ExitStack() as hooks:
+        for rounding in roundings:
+            rounding.counting = count
+            hooks.enter_context(rounding.layer.register_forward_pre_hook(rounding))
+            if rounding.output_scale is not None:
+                hooks.enter_context(rounding.layer.register_forward_hook(rounding.output))
         yield
 
 
@@ -287,12 +271,8 @@ class _Difference:
         self.same += int((want.argmax(-1) == got.argmax(-1)).sum())
         self.tokens += want.shape[0]
 
-
-def _row(name: str, difference: _Difference, rounding: _Rounding | None) -> AuditRow:
-    clipped = [float("nan")] * 3
-    if rounding is not None:
-        clipped = [c / t if t else float("nan") for c, t in zip(rounding.clipped, rounding.total, strict=True)]
-    drift = math.sqrt(difference.squares / difference.norm) if difference.norm else 0.0
-    return AuditRow(
-        name, clipped[0], clipped[1], clipped[2], drift, difference.worst, difference.same / max(1, difference.tokens)
-    )
+    def row(self, name: str, rounding: _Rounding | None) -> AuditRow:
+        counts = zip(rounding.clipped, rounding.total, strict=True) if rounding is not None else [(0, 0)] * 3
+        keys, values, outputs = (clipped / total if total else math.nan for clipped, total in counts)
+        drift = math.sqrt(self.squares / self.norm) if self.norm else 0.0
+        return AuditRow(name, keys, values, outputs, drift, self.worst, self.same / max(1, self.tokens))

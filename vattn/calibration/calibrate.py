@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
@@ -193,19 +193,9 @@ def as_calibration(source: Any) -> Calibration:
     return Calibration.load(source)
 
 
-@contextmanager
-def removed_afterwards(handles: Sequence[Any]) -> Iterator[None]:
-    """Remove hooks when the block ends."""
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def _note(seen: dict[str, Tensor], kind: str, values: Tensor, heads: int) -> None:
     """Keep the largest magnitudes of each head, on the device."""
-    now = values.detach().reshape(values.shape[0], heads, -1).abs().float().amax(dim=(0, 2))
+    now = values.detach().reshape(values.shape[0], heads, -1).abs().amax(dim=(0, 2)).float()
     seen[kind] = torch.maximum(seen[kind], now) if kind in seen else now
 
 
@@ -232,9 +222,10 @@ def observing(model: nn.Module) -> Iterator[dict[str, dict[str, Tensor]]]:
             _note(seen[prefix], "output", out, layer.num_heads) if isinstance(out, Tensor) else None
         )
 
-    handles = [layer.register_forward_pre_hook(before(prefix)) for prefix, layer in layers.items()]
-    handles += [layer.register_forward_hook(after(prefix)) for prefix, layer in layers.items()]
-    with removed_afterwards(handles):
+    with ExitStack() as hooks:
+        for prefix, layer in layers.items():
+            hooks.enter_context(layer.register_forward_pre_hook(before(prefix)))
+            hooks.enter_context(layer.register_forward_hook(after(prefix)))
         yield seen
 
 
@@ -265,14 +256,11 @@ def observing_inputs(linears: dict[str, nn.Linear]) -> Iterator[dict[str, Tensor
     seen: dict[str, Tensor] = {}
 
     def watch(name: str) -> Any:
-        def hook(layer: nn.Module, args: tuple[Any, ...]) -> None:
-            if args[0].numel():
-                now = args[0].detach().abs().amax().float()
-                seen[name] = torch.maximum(seen[name], now) if name in seen else now
+        return lambda layer, args: _note(seen, name, args[0], 1) if args[0].numel() else None
 
-        return hook
-
-    with removed_afterwards([layer.register_forward_pre_hook(watch(name)) for name, layer in linears.items()]):
+    with ExitStack() as hooks:
+        for name, layer in linears.items():
+            hooks.enter_context(layer.register_forward_pre_hook(watch(name)))
         yield seen
 
 

@@ -91,9 +91,9 @@ def checked_text(text: Any, where: str) -> list[int]:
         text = text.tolist()
     if not isinstance(text, Sequence):
         raise ConfigError(f"{where} is {type(text).__name__} {text!r:.60}", "a list of token ids", NESTING)
-    if not all(isinstance(token, int) and not isinstance(token, bool) and token >= 0 for token in text):
-        odd = next(token for token in text if not isinstance(token, int) or isinstance(token, bool) or token < 0)
-        raise ConfigError(f"{where} holds {type(odd).__name__} {odd!r:.60}", "token ids from 0", NESTING)
+    for token in text:
+        if not isinstance(token, int) or isinstance(token, bool) or token < 0:
+            raise ConfigError(f"{where} holds {type(token).__name__} {token!r:.60}", "token ids from 0", NESTING)
     return list(text)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,6 +36,9 @@ class Job:
         block_ids: int64 `[n]` on the caches' device.
         stream: for copies between host and device; `None` without CUDA.
         timeout: seconds that the model's thread waits for one layer.
+
+    Attributes:
+        layers_left: layers that the model has not reached yet.
     """
 
     saves = False
@@ -50,6 +54,7 @@ class Job:
     ) -> None:
         self.connector, self.request, self.points = connector, request, list(points)
         self.block_ids, self.stream, self.timeout = block_ids, stream, timeout
+        self.layers_left = {point.layer_name for point in points}
         self.error: BaseException | None = None
         self._ready: dict[str, Pages] = {}
         self._last: Pages | None = None
@@ -123,10 +128,7 @@ def _is_page_rows(piece: Tensor, width: int, device: torch.device) -> bool:
 class LoadJob(Job):
     """Copy pages to the device before the layers need them."""
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self._awaited: str | None = None
-        self.layers_left = {point.layer_name for point in self.points}
+    _awaited: str | None = None
 
     def _work(self) -> None:
         for point in self.points:
@@ -187,18 +189,17 @@ class SaveJob(Job):
 
     saves = True
 
-    def __init__(self, *args: object, **kwargs: object) -> None:
-        super().__init__(*args, **kwargs)  # type: ignore[arg-type]
-        self.collected: set[str] = set()
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self._issuing = threading.Lock()
         self._staging: list[Pages] = []
 
     def collect(self, point: TransferPoint) -> None:
         """Copy the pages of a layer out of its cache, on the current stream, once; they may change afterwards."""
         with self._issuing:
-            if point.layer_name in self.collected or self.error is not None:
+            if point.layer_name not in self.layers_left or self.error is not None:
                 return
-            self.collected.add(point.layer_name)
+            self.layers_left.discard(point.layer_name)
             try:
                 buffer = self.connector.page_buffer(point.layer_name, self.request)
                 pieces = None if buffer is None else self._check_pages(buffer, point)

@@ -209,7 +209,7 @@ class KVTransfer:
             raise
         finally:
             self._current = None
-            self._end(step)
+            self._end(step, jobs)
 
     def _add_save(self, step: TransferStep, request: TransferRequest) -> None:
         """Make a job that saves the blocks that the connector does not hold; none if it holds all."""
@@ -228,16 +228,21 @@ class KVTransfer:
         if error is not None:
             job.fail(error)
 
-    def _end(self, step: TransferStep) -> None:
+    def _end(self, step: TransferStep, jobs: Sequence[Job]) -> None:
+        for job in jobs:
+            if job.layers_left and job.error is None:
+                job.fail(
+                    TransferError(
+                        f"request {job.request.request_id!r}: the step ended without layer "
+                        + ", ".join(sorted(job.layers_left)),
+                        "a step that runs every layer of the model once",
+                        "run the model inside `with transfer.step(...)`",
+                    )
+                )
         for load in step.loads.values():
-            if load.layers_left and load.error is None:
-                load.fail(_not_reached(load, sorted(load.layers_left)))
             if load.error is None:
                 load.join(self.timeout)
         for save in step.saves.values():
-            missing = sorted({point.layer_name for point in save.points} - save.collected)
-            if missing and save.error is None:
-                save.fail(_not_reached(save, missing))
             save.release()
         step.failed = {name: job.error for name, job in step.loads.items() if job.error is not None}
 
@@ -359,14 +364,6 @@ class KVTransfer:
         shared = [block for block, count in Counter(b for r in loads for b in r.block_ids).items() if count > 1]
         if shared:
             raise BlockError(f"block {shared[0]} loaded for two requests", "each block once", "load it once, then fork")
-
-
-def _not_reached(job: Job, layers: list[str]) -> TransferError:
-    return TransferError(
-        f"request {job.request.request_id!r}: the step ended without layer {', '.join(layers)}",
-        "a step that runs every layer of the model once",
-        "run the model inside `with transfer.step(...)`",
-    )
 
 
 def _fingerprint(allocation: KVCacheAllocation, modules: dict[str, Any], namespace: str) -> str:
