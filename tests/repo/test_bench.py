@@ -264,7 +264,7 @@ def test_a_torn_result_and_a_missing_matplotlib_are_refused(tmp_path: Path, monk
             report.read_result(other)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install 'vattn\[bench\]"):
-        report.check_plotting(tmp_path / "out.png")
+        report.plot({}, tmp_path / "out.png")
 
 
 def test_a_flashinfer_wrapper_is_planned_for_the_cell(monkeypatch) -> None:

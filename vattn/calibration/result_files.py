@@ -33,18 +33,18 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
-def figures(got: str = "a plot without matplotlib", fix: str = "pip install matplotlib") -> Any:
-    """Return matplotlib's class of figures, or raise MissingPackageError with these texts."""
+def figures() -> Any:
+    """Return matplotlib's class of figures, or raise MissingPackageError."""
     try:
         import matplotlib  # noqa: F401  a missing package, though a module of it were imported
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise MissingPackageError(got, "matplotlib", fix) from error
+        raise MissingPackageError("a plot without matplotlib", "matplotlib", "pip install 'vattn[bench]'") from error
     return Figure
 
 
 def check_picture(path: str | os.PathLike[str], got: str, fix: str) -> None:
-    """Raise ConfigError with these texts unless matplotlib writes files with this suffix."""
+    """Raise ConfigError with these texts unless matplotlib, which must be there, writes files with this suffix."""
     kinds = sorted(figures()().canvas.get_supported_filetypes())
     if not isinstance(path, (str, os.PathLike)) or Path(path).suffix[1:].lower() not in kinds:
         raise ConfigError(got, f"a file that ends in one of {', '.join(kinds)}", fix)

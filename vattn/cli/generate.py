@@ -178,22 +178,19 @@ def load_model(folder: Path, device: str, dtype: str | None) -> tuple[Any, Any]:
 def _tokenizer(transformers: Any, folder: Path, vocabulary: int) -> Any:
     if vocabulary == 256 and not list(folder.glob("tokenizer*")):
         return ByteTokenizer()
+    missing = f"--model {folder} without a tokenizer"
+    fix = "copy its files into the folder, as save_pretrained writes them"
     try:
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(
-            f"--model {folder} without a tokenizer: {error}",
-            "tokenizer files beside the checkpoint, such as tokenizer.json",
-            "copy the tokenizer's files into the folder, or write them with tokenizer.save_pretrained(folder)",
+            f"{missing}: {error}", "its files with the checkpoint, such as tokenizer.json", fix
         ) from error
     # Without any file, some classes begin with a vocabulary of their special tokens, and every text is empty.
     files = sorted(set((getattr(tokenizer, "vocab_files_names", None) or {}).values()))
     if files and not any(next(folder.glob(pattern), None) for pattern in (*files, *_VOCABULARIES)):
-        raise ConfigError(
-            f"--model {folder} without a tokenizer: {type(tokenizer).__name__} finds none of its files there",
-            f"one of {', '.join(files)} beside the checkpoint",
-            "copy the tokenizer's files into the folder, or write them with tokenizer.save_pretrained(folder)",
-        )
+        what = f"{missing}: {type(tokenizer).__name__} finds none of its files there"
+        raise ConfigError(what, f"one of {', '.join(files)} with the checkpoint", fix)
     return tokenizer
 
 

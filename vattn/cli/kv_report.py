@@ -125,8 +125,6 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     check_output("--json", options.json)
     check_output("--plot", options.plot)
     if options.plot:
-        figures()
-    if options.plot and options.plot.suffix:
         check_picture(options.plot, f"--plot {options.plot}", "--plot out.png")
     memory = parse_bytes(options.memory)
     formats = _formats(options.formats)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -54,24 +55,25 @@ _SOURCES = (
 """Files that decide what the pass does."""
 
 
+@dataclass(unsafe_hash=True, repr=False)
 class FusionPass(CustomGraphPass):
-    """Inductor's `post_grad_custom_pre_pass` of vattn.
+    """Inductor's `post_grad_custom_pre_pass` of vattn; models compiled with equal ones share graphs.
 
-    Args:
+    Attributes:
         strict: raise `FusionError` on a graph with an attention node that is not fused.
         output_formats: output formats that may be used.
         inner: passes that ran in this slot before; they run first.
         rope: one of `ROPE_CHOICES`; with `"always"`, `strict` requires RoPE too.
-
-    Attributes:
         replaced: what `disable()` puts back if `enable()` put this pass into Inductor's configuration; else empty.
     """
 
-    def __init__(
-        self, strict: bool, output_formats: tuple[str, ...], inner: tuple[InnerPass, ...], rope: str = "auto"
-    ) -> None:
-        self.strict, self.output_formats, self.inner, self.rope = strict, output_formats, inner, rope
-        self.replaced: tuple[Any, ...] = ()
+    strict: bool
+    output_formats: tuple[str, ...]
+    inner: tuple[InnerPass, ...]
+    rope: str = "auto"
+    replaced: tuple[Any, ...] = field(default=(), compare=False)
+
+    def __post_init__(self) -> None:
         report.note_enabled()
 
     def __call__(self, graph: Graph) -> None:
@@ -106,16 +108,6 @@ class FusionPass(CustomGraphPass):
             inner.append(repr(key))
         parts = [_source_digest(), _environment(), str(self.strict), self.rope, *self.output_formats, "inner", *inner]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
-
-    def __eq__(self, other: object) -> bool:
-        """Passes that do the same are equal: models compiled with either share graphs."""
-        return isinstance(other, FusionPass) and self._key() == other._key()
-
-    def __hash__(self) -> int:
-        return hash(self._key())
-
-    def _key(self) -> tuple[object, ...]:
-        return self.strict, self.output_formats, self.inner, self.rope
 
 
 @lru_cache(maxsize=1)

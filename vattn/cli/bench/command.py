@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from vattn.calibration.result_files import check_output
+from vattn.calibration.result_files import check_output, check_picture
 from vattn.cli.doctor import aligned, version_of
 from vattn.errors import ConfigError, DeviceError
 
@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--list", action="store_true", help="print models, kinds of steps and peers, and measure nothing"
     )
     parser.add_argument("--from", dest="source", type=Path, metavar="FILE", help="show results of an earlier --json")
+    parser.set_defaults(defaults=parser.get_default)
 
 
 def main(options: argparse.Namespace) -> int:
@@ -63,7 +64,7 @@ def main(options: argparse.Namespace) -> int:
     for name in ("json", "markdown", "plot"):
         check_output(f"--{name}", getattr(options, name))
     if options.plot:
-        report.check_plotting(options.plot)
+        check_picture(options.plot, f"--plot {options.plot}", "--plot out.png")
     result = report.read_result(options.source) if options.source else _measure(options)
     report.print_table(result)
     if options.markdown:
@@ -75,10 +76,9 @@ def main(options: argparse.Namespace) -> int:
 
 def _refuse_ignored(options: argparse.Namespace) -> None:
     """Refuse options that only a measurement reads, given with `--from`."""
-    parser = argparse.ArgumentParser()
-    add_arguments(parser)
+    read = ("command", "defaults", "what", "source", "markdown", "plot")
     for name, value in vars(options).items():
-        if name not in ("command", "what", "source", "markdown", "plot") and value != parser.get_default(name):
+        if name not in read and value != options.defaults(name):
             option = "--" + name.replace("_", "-")
             raise ConfigError(f"{option} with --from", "--markdown and --plot", f"leave {option} out")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vattn.calibration.result_files import check_picture, figures, write_whole
+from vattn.calibration.result_files import figures, write_whole
 from vattn.cli.doctor import aligned
 from vattn.errors import ConfigError
 
@@ -160,31 +160,14 @@ def read_result(path: Path) -> dict[str, Any]:
     return result  # type: ignore[no-any-return]
 
 
-def check_plotting(path: Path) -> None:
-    """Refuse a picture that could not be drawn, before anything is measured.
-
-    Raises:
-        MissingPackageError: matplotlib is missing.
-        ConfigError: it does not write files of this kind.
-    """
-    figures("--plot without matplotlib", "pip install 'vattn[bench]', or draw later: --from out.json --plot")
-    check_picture(path, f"--plot {path}", "--plot out.png")
-
-
 def plot(result: dict[str, Any], path: Path) -> None:
     """Draw a roofline: what every kernel reached over how much it computes per byte."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, 2, figsize=(16, 7), gridspec_kw={"width_ratios": (3, 2)})
+    figure = figures()(figsize=(16, 7), layout="tight")
+    axes = figure.subplots(1, 2, width_ratios=(3, 2))
     _roofline(axes[0], result)
     _ratios(axes[1], result)
     figure.suptitle(f"vattn bench attention: {result['device']}, {result['date']}")
-    figure.tight_layout()
     figure.savefig(path, dpi=110)
-    pyplot.close(figure)
 
 
 def _roofline(axes: Any, result: dict[str, Any]) -> None:
