@@ -97,11 +97,7 @@ def quantise_linears(
 def check_untouched(found: dict[str, nn.Linear]) -> None:
     """Raise ConfigError for linear layers that `enable` has merged or replaced."""
     if any(hasattr(linear, "merged") for linear in found.values()):
-        raise ConfigError(
-            "a model with merged projections",
-            "separate projections",
-            "quantise before enable() merges them",
-        )
+        raise ConfigError("merged projections", "separate projections", "quantise before enable() merges them")
     if any(getattr(linear, "uses_vattn_linear", False) for linear in found.values()):
         raise ConfigError(
             "a model under enable(vattn_linears=True)",

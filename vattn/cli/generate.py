@@ -26,8 +26,6 @@ DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
 SCALES_FILE = "vattn_scales.json"
 _VOCABULARIES = ("tokenizer.*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken.json")
 """Files that some tokenizer, of whatever class, is made of."""
-UNUSED_SCALES = "the checkpoint has scales of an FP8 cache"
-"""How the warning of `enable` begins that names an option which this command calls otherwise."""
 
 
 class ByteTokenizer:
@@ -106,7 +104,6 @@ def make_generator(options: argparse.Namespace) -> Generator:
         load_fp8_linears(model, options.model)
     quant, calibration = _scales(options)
     with warnings.catch_warnings(record=True) as caught:
-        warnings.filterwarnings("always", UNUSED_SCALES)
         try:
             packed = enable(
                 model,
@@ -123,7 +120,9 @@ def make_generator(options: argparse.Namespace) -> Generator:
             raise ScaleError(
                 error.got, "--kv-scales with a file of vattn.calibrate, or 'unit'", "--kv-scales unit if 1.0 is meant"
             ) from error
-    _show_warnings(caught)
+    for warning in caught:
+        text = str(warning.message).replace("CacheConfig(cache_dtype='fp8')", "--kv-cache-dtype fp8")
+        print(f"warning: {text}", file=sys.stderr)
     packed.allocate(memory=options.memory or _free_memory(options.device), hybrid=options.hybrid)
     lookup = PromptLookup(num_drafts=options.drafts) if options.drafts else None
     how = options.compile or ("layers" if torch.device(options.device).type == "cuda" else "none")
@@ -136,17 +135,6 @@ def make_generator(options: argparse.Namespace) -> Generator:
         # Fuses what quantises the inputs of FP8 layers.
         compile_options={"options": fusing_options()} if quantised and how != "none" else None,
     )
-
-
-def _show_warnings(caught: list[warnings.WarningMessage]) -> None:
-    """Print the warning about scales in words of the command line, and others as they are."""
-    for warning in caught:
-        text = str(warning.message)
-        if text.startswith(UNUSED_SCALES):
-            text = text.replace("CacheConfig(cache_dtype='fp8')", "--kv-cache-dtype fp8")
-            print(f"warning: {text}", file=sys.stderr)
-        else:
-            warnings.showwarning(warning.message, warning.category, warning.filename, warning.lineno)
 
 
 def load_model(folder: Path, device: str, dtype: str | None) -> tuple[Any, Any]:

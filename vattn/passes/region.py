@@ -120,6 +120,11 @@ def value(node: Node) -> Any:
     return node.meta.get("val")
 
 
+def dtype_of(node: Node) -> torch.dtype | None:
+    """Return the dtype of the tensor that a node holds, `None` for anything else."""
+    return getattr(value(node), "dtype", None)
+
+
 def is_size(node: Node) -> bool:
     """Return whether a node holds a number instead of a tensor."""
     return isinstance(value(node), (int, float, torch.SymInt))
@@ -239,7 +244,7 @@ def _reach(output: Node, whole: bool) -> tuple[set[Node], set[Node]]:
             if user in reached or is_check(user) or not can_run(user):
                 continue
             reached.add(user)
-            is_end = _covers(user, output, FP8_DTYPES, 1) if whole else _holds(user, FP8_DTYPES)
+            is_end = _covers(user, output, FP8_DTYPES) if whole else dtype_of(user) in FP8_DTYPES
             if is_end and not _lacks_parts(user):
                 ends.add(user)
             else:
@@ -276,26 +281,15 @@ def _rounded_again(end: Node) -> list[Node]:
     found = []
     for wide in end.users:
         if op_name(wide.target) == "convert_element_type":
-            narrow = [u for u in wide.users if u.all_input_nodes == [wide] and _are_codes(u, end)]
+            narrow = [u for u in wide.users if u.all_input_nodes == [wide] and _covers(u, end, FP8_DTYPES)]
             if narrow and len(narrow) == len(wide.users):
                 found += [wide, *narrow]
     return found
 
 
-def _are_codes(node: Node, end: Node) -> bool:
-    """Return whether a node holds as many FP8 codes as another has values."""
-    return _holds(node, FP8_DTYPES) and same_size(value(node).numel(), value(end).numel())
-
-
-def _holds(node: Node, dtypes: tuple[torch.dtype, ...]) -> bool:
-    val = value(node)
-    return isinstance(val, torch.Tensor) and val.dtype in dtypes
-
-
-def _covers(node: Node, output: Node, dtypes: tuple[torch.dtype, ...], values_per_element: int) -> bool:
-    """Return whether a node holds one of the dtypes and as many values as the attention output."""
-    val, whole = value(node), value(output)
-    return _holds(node, dtypes) and same_size(val.numel() * values_per_element, whole.numel())
+def _covers(node: Node, output: Node, dtypes: tuple[torch.dtype, ...], values_per_element: int = 1) -> bool:
+    """Return whether a node holds one of the dtypes and as many values as another."""
+    return dtype_of(node) in dtypes and same_size(value(node).numel() * values_per_element, value(output).numel())
 
 
 def same_size(a: Any, b: Any) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from vattn.passes.inductor import rounds_every_operation
-from vattn.passes.region import is_check, op_name, value
+from vattn.passes.region import dtype_of, is_check, op_name, value
 from vattn.passes.region_moves import MOVES
 
 LOW = (torch.bfloat16, torch.float16)
@@ -26,8 +26,7 @@ CASTS = frozenset({"convert_element_type", "_to_copy"})
 
 def is_low(node: Node) -> bool:
     """Return whether a node holds bf16 or fp16."""
-    val = value(node)
-    return isinstance(val, Tensor) and val.dtype in LOW
+    return dtype_of(node) in LOW
 
 
 def roundings(nodes: Sequence[Node]) -> tuple[frozenset[Node], frozenset[Node]]:

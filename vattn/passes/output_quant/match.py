@@ -13,7 +13,7 @@ from torch.fx import Node
 from vattn.passes import region_moves as moves
 from vattn.passes.near_miss import dynamic_ways, first_difference, static_ways
 from vattn.passes.probe import Inputs, Sample, constant_scales, samples
-from vattn.passes.region import Match, Refusal, Region, op_name, value
+from vattn.passes.region import Match, Refusal, Region, dtype_of, op_name, value
 from vattn.passes.region_precision import LOW, roundings
 from vattn.passes.region_run import same_bits
 from vattn.quantization import codecs as quantization
@@ -70,8 +70,8 @@ class Classifier:
         self.region, self.quantised, self.nodes, self.inputs = region, quantised, nodes, inputs
         self.dtype = dtype
         self.reorders = any(op_name(node.target) in _REORDERING for node in nodes)
-        self.same_as_codes = [n for n in nodes if value(n) is not None and _dtype(n) == _dtype(quantised)]
-        self.packed = _dtype(quantised) == torch.uint8
+        self.same_as_codes = [n for n in nodes if dtype_of(n) == dtype_of(quantised)]
+        self.packed = dtype_of(quantised) == torch.uint8
         self._places: dict[int, moves.Positions] = {}
 
     def classify(self) -> Match:
@@ -238,8 +238,8 @@ class Classifier:
         for reason, way in dynamic_ways(seen[0].rows.shape[1]).items():
             if any(is_it(way, None, floor) for floor in floors):
                 return reason
-        if _dtype(self.quantised) not in (torch.float8_e4m3fn, torch.uint8):
-            return f"it casts to {_dtype(self.quantised)}; output formats hold float8_e4m3fn or packed e2m1"
+        if dtype_of(self.quantised) not in (torch.float8_e4m3fn, torch.uint8):
+            return f"it casts to {dtype_of(self.quantised)}; output formats hold float8_e4m3fn or packed e2m1"
         finite = [s for s in seen if bool(s.rows.isfinite().all())]
         if finite and any(not bool(s.values[self.quantised].float().isfinite().all()) for s in finite):
             return "finite values become NaN: clamp to +-448 before the cast"
@@ -264,11 +264,6 @@ class Classifier:
             return False
         finite = sample.rows.reshape(groups).isfinite().all(-1)
         return same_bits(got.reshape(groups)[finite], codes.reshape(groups)[finite])
-
-
-def _dtype(node: Node) -> torch.dtype | None:
-    val = value(node)
-    return val.dtype if isinstance(val, Tensor) else None
 
 
 def _holds(got: Tensor, scales: Tensor) -> bool:

@@ -27,6 +27,7 @@ from vattn.passes.region import (
     ancestors,
     can_run,
     check_backend,
+    dtype_of,
     op_name,
     same_size,
     value,
@@ -273,7 +274,7 @@ def _name(node: Node) -> str:
 def _was_fp8(query: Node) -> bool:
     """Return whether a query in the model dtype was FP8 at some point after the last GEMM."""
     past = ancestors([query], lambda node: not _is_extern(node), LARGEST_REGION)
-    return any(isinstance(value(node), Tensor) and value(node).dtype in FP8_DTYPES for node in past)
+    return any(dtype_of(node) in FP8_DTYPES for node in past)
 
 
 def _classified(attention: AttentionNode, query: Node, source: Node) -> tuple[QueryRegion, str]:

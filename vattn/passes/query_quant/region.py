@@ -25,6 +25,7 @@ from vattn.passes.region import (
     Refusal,
     ancestors,
     can_run,
+    dtype_of,
     is_check,
     is_size,
     same_size,
@@ -120,7 +121,7 @@ def check_readers(region: QueryRegion, call: Node) -> None:
     """
     inside = {*region.nodes, call}
     for node in region.nodes:
-        if isinstance(value(node), Tensor) and value(node).dtype in FP8_DTYPES:
+        if dtype_of(node) in FP8_DTYPES:
             for user in node.users:
                 # Another attention call can load the query itself.
                 loads = user.kwargs.get("query") is node and "config" in user.kwargs

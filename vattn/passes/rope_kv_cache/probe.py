@@ -24,7 +24,6 @@ from vattn.passes.region_tokens import beyond, reach
 from vattn.passes.rope_kv_cache.region import (
     RotationRegion,
     Run,
-    check_size,
     constants_of,
     fingerprint,
     history,
@@ -114,7 +113,6 @@ class _Trial:
         self.region, self.num_heads, self.heads, self.config = region, num_heads, heads, config
         self.position = {node: index for index, node in enumerate(past)}
         self.run = Run(region)
-        check_size(self.run)
         tokens = value(region.end).shape[0]
         self.tokens = self.run.size(tokens)
         furthest = 0 if isinstance(tokens, int) else reach(region.nodes, region.end)

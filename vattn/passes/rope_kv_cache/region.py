@@ -174,15 +174,21 @@ class Run:
     Attributes:
         sizes: value of every symbolic size.
         clamped: whether all values that were cast to FP8 were within its range.
+
+    Raises:
+        Refusal: the region's token count is fixed and large.
     """
 
     def __init__(self, region: RotationRegion) -> None:
         self.region, self.clamped = region, True
         self.sizes: dict[Any, int] = {}
         for node in (region.source, region.end, *region.nodes, *region.leaves):
-            for size in _sizes(value(node)):
-                for symbol in sorted(size.free_symbols - set(self.sizes), key=str):
+            for size in getattr(value(node), "shape", ()):
+                for symbol in sorted(expression(size).free_symbols - set(self.sizes), key=str):
                     self.sizes[symbol] = _PRIMES[len(self.sizes) % len(_PRIMES)]
+        shape = self.shape(region.end)
+        if math.prod(shape) > _LARGEST_RUN:
+            raise Refusal(f"its token count is fixed at {shape[0]}, too many to try it out", region.end)
 
     def size(self, size: Any) -> int:
         """Return the value of a size.
@@ -243,12 +249,6 @@ def _as_wide(result: Any) -> Any:
     return result.to(_widened(result.dtype)) if isinstance(result, Tensor) else result
 
 
-def _sizes(val: Any) -> list[Any]:
-    if isinstance(val, Tensor):
-        return [expression(size) for size in val.shape]
-    return [size for part in val for size in _sizes(part)] if isinstance(val, (tuple, list)) else []
-
-
 def fingerprint(end: Node, past: Sequence[Node], extra: str) -> str:
     """Return a hash of everything that a verdict about the history of a node depends on."""
     names = verdicts.numbered(past)
@@ -258,14 +258,3 @@ def fingerprint(end: Node, past: Sequence[Node], extra: str) -> str:
         return names.get(node) or str(expression(value(node)))
 
     return verdicts.fingerprint(filter(can_run, past), name, [extra, names[end], *types])
-
-
-def check_size(run: Run) -> None:
-    """Refuse a region that is too large to run.
-
-    Raises:
-        Refusal: its token count is fixed and large.
-    """
-    shape, end = run.shape(run.region.end), run.region.end
-    if math.prod(shape) > _LARGEST_RUN:
-        raise Refusal(f"its token count is fixed at {shape[0]}, too many to try it out", end)
