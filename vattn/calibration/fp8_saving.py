@@ -44,20 +44,17 @@ def describe_linears(model: Any) -> None:
     The configuration becomes the model's own, should others share it.
     """
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    groups: list[dict[str, Any]] = []
+    groups: dict[str, dict[str, Any]] = {}
     for name, linear in linears.items():
         if isinstance(linear, FP8Linear):
             scheme = _scheme(linear)
-            group = next((group for group in groups if {**group, "targets": None} == {**scheme, "targets": None}), None)
-            if group is None:
-                groups.append(group := scheme)
-            group["targets"].append(name)
+            groups.setdefault(str(scheme), scheme)["targets"].append(name)
     own_config(model)
     model.config.quantization_config = {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
         "quantization_status": "compressed",
-        "config_groups": {f"group_{index}": group for index, group in enumerate(groups)},
+        "config_groups": {f"group_{index}": group for index, group in enumerate(groups.values())},
         "ignore": [name for name, linear in linears.items() if not isinstance(linear, FP8Linear)],
         "kv_cache_scheme": None,
     }

@@ -117,10 +117,6 @@ def _cuda() -> str:
     return torch.version.cuda
 
 
-def _package_rows() -> list[tuple[str, str, str]]:
-    return [(name, version_of(name) or "not installed", use) for name, use in OPTIONAL_PACKAGES.items()]
-
-
 def _backend_rows() -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for name in selector.backend_names():
@@ -152,7 +148,7 @@ def report() -> str:
         aligned(_torch_rows()),
         "",
         "optional packages",
-        aligned(_package_rows()),
+        aligned((name, version_of(name) or "not installed", use) for name, use in OPTIONAL_PACKAGES.items()),
         "",
         "backends, for a plain request (python -m vattn explain --help: for yours)",
         aligned(_backend_rows()),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import operator
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -24,6 +25,8 @@ from vattn.config.mla import MLAConfig
 from vattn.ops.schemas import ATTENTION_OPS
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
+_FRAME = re.compile(r'File "(.+)", line (\d+).*(?:\n(?!\s*File ")(.*))?')
+"""File, line and code of a frame of a stack trace."""
 
 _RUNNABLE_NAMESPACES = ("aten", "prims", "vattn", "quantized_decomposed", "torchao", "compressed_tensors")
 _GEMMS = frozenset(
@@ -324,13 +327,7 @@ def source_line(node: Node | None) -> str:
     A line of this package is used only if no code outside of it made the call.
     """
     trace = (node.meta.get("stack_trace") or "") if node is not None else ""
-    lines = [line.strip() for line in trace.splitlines() if line.strip() and set(line.strip()) - set("^~ ")]
-    frames = []
-    for position in range(len(lines) - 1, -1, -1):
-        if lines[position].startswith('File "'):
-            file, _, rest = lines[position][len('File "') :].partition('", line ')
-            code = lines[position + 1] if position + 1 < len(lines) else ""
-            frames.append((file, f"{file}:{rest.split(',')[0]}: {code}"))
+    frames = [(file, f"{file}:{line}: {code.strip()}") for file, line, code in reversed(_FRAME.findall(trace))]
     outside = [line for file, line in frames if not file.startswith(_PACKAGE)]
     return (outside or [line for _, line in frames] or [""])[0]
 

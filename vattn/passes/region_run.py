@@ -42,10 +42,9 @@ def constant(node: Node, depth: int = 8) -> Tensor | None:
 
 def cpu_arguments(node: Node, value_of: Callable[[Node], Any]) -> tuple[Any, dict[str, Any]]:
     """Return the arguments that a node is called with on CPU."""
-    args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), value_of)  # type: ignore[misc]
-    if "device" in kwargs:
-        kwargs["device"] = torch.device("cpu")
-    return args, {name: given for name, given in kwargs.items() if name not in ("layout", "pin_memory")}
+    args, given = torch.fx.map_arg((node.args, dict(node.kwargs)), value_of)  # type: ignore[misc]
+    kwargs = {name: argument for name, argument in given.items() if name not in ("layout", "pin_memory")}
+    return args, kwargs | ({"device": torch.device("cpu")} if "device" in kwargs else {})
 
 
 def run_node(node: Node, env: dict[Node, Any]) -> Any:

@@ -54,9 +54,7 @@ class FoundRope:
     Attributes:
         update, attention: the two calls.
         rope, config: the op's request.
-        query, key: nodes that hold the unrotated heads, the first head, and how many heads the node has.
-        cos, sin: nodes that hold the tables, and which part of a complex one.
-        q_weight, k_weight, q_scale: nodes, or `None`.
+        query, key: what rotates them, by the same tables.
         dead: nodes that nothing will read any more.
     """
 
@@ -64,19 +62,14 @@ class FoundRope:
     attention: Node
     rope: RopeConfig
     config: AttentionConfig
-    query: tuple[Node, int, int]
-    key: tuple[Node, int, int]
-    cos: tuple[Node, str]
-    sin: tuple[Node, str]
-    q_weight: Node | None
-    k_weight: Node | None
-    q_scale: Node | None
+    query: Rotation[Node]
+    key: Rotation[Node]
     dead: frozenset[Node]
 
     def __str__(self) -> str:
         norm = "" if self.rope.norm == "none" else "RMSNorm, "
         columns = f"{self.rope.style}, {self.rope.rotary_dim} of {self.config.head_size} columns"
-        between = " and" if self.q_scale is None else ", the query's quantisation and"
+        between = " and" if self.query.scale is None else ", the query's quantisation and"
         return f"{norm}RoPE ({columns}){between} the cache write are one kernel"
 
 
@@ -128,34 +121,18 @@ def find_rope(update: Node, attention: Node, choice: str) -> FoundRope | None:
         raise Refusal(f"the query: {refusal.reason}", refusal.node, near=True) from None
     config = _one_config(update, config)
     rope = _one_rope(key_rotation, query_rotation, query)
-    nodes = [query_past[at] for at in (query_rotation.source, query_rotation.cos[0], query_rotation.sin[0])]
-    tables = [key_past[at] for at in (key_rotation.cos[0], key_rotation.sin[0])]
-    shared = all(same_computation(a, b) for a, b in zip(tables, nodes[1:], strict=True))
-    if not shared or (key_rotation.cos[1], key_rotation.sin[1]) != (query_rotation.cos[1], query_rotation.sin[1]):
+    pairs = (key_rotation.cos, query_rotation.cos), (key_rotation.sin, query_rotation.sin)
+    if not all(part == other and same_computation(a, b) for (a, part), (b, other) in pairs):
         raise Refusal("query and key are rotated by different tables", query, near=True)
     if is_computed_from(query_past, update):
         raise Refusal("the query is computed from the updated cache", update, near=True)
-    dead = _between(query_past[query_rotation.source], query_past) | _between(key_past[key_rotation.source], key_past)
+    dead = _between(query_rotation.source, query_past) | _between(key_rotation.source, key_past)
     _check_escapes(dead, {update, attention}, {key: "the key", query: "the query"})
     _check_roundings(dead, query, rope)
-    scale = None if query_rotation.scale is None else query_past[query_rotation.scale]
-    if scale is not None:
-        rope = _with_query(rope, scale, query, query_past, config)
+    if query_rotation.scale is not None:
+        rope = _with_query(rope, query_rotation.scale, query, query_past, config)
     _ask(config, query, choice)
-    return FoundRope(
-        update=update,
-        attention=attention,
-        rope=rope,
-        config=config,
-        query=(nodes[0], query_rotation.first_head, query_rotation.heads_of_source),
-        key=(key_past[key_rotation.source], key_rotation.first_head, key_rotation.heads_of_source),
-        cos=(tables[0], key_rotation.cos[1]),
-        sin=(tables[1], key_rotation.sin[1]),
-        q_weight=None if query_rotation.weight is None else query_past[query_rotation.weight],
-        k_weight=None if key_rotation.weight is None else key_past[key_rotation.weight],
-        q_scale=scale,
-        dead=frozenset(dead),
-    )
+    return FoundRope(update, attention, rope, config, query_rotation, key_rotation, frozenset(dead))
 
 
 def _reads_angles(key: Node) -> bool:
@@ -177,7 +154,7 @@ def _one_config(update: Node, config: AttentionConfig) -> AttentionConfig:
     return config.with_plain_output()
 
 
-def _one_rope(key: Rotation, query: Rotation, end: Node) -> RopeConfig:
+def _one_rope(key: Rotation[Node], query: Rotation[Node], end: Node) -> RopeConfig:
     """Return the rotation of both query and key; without a weight both ways to apply one are the same."""
     ropes = [
         replace(rotation.rope, query_arithmetic="divide", norm="rms")

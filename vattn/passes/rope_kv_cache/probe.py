@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,9 +38,13 @@ _TOLERANCE = 1e-11
 _SUMS = frozenset("mean sum var_mean _fused_rms_norm rms_norm linalg_vector_norm norm".split())
 
 
+N = TypeVar("N")
+M = TypeVar("M")
+
+
 @dataclass(frozen=True)
-class Rotation:
-    """How a query or key is rotated, in the op's terms; nodes are positions in the history of the end.
+class Rotation(Generic[N]):
+    """How a query or key is rotated, in the op's terms; nodes, or their positions in the history of the end.
 
     Attributes:
         rope: style, columns and norm; the query's arithmetic.
@@ -51,17 +56,23 @@ class Rotation:
     """
 
     rope: RopeConfig
-    source: int
+    source: N
     first_head: int
     heads_of_source: int
-    cos: tuple[int, str]
-    sin: tuple[int, str]
-    weight: int | None
-    scale: int | None
+    cos: tuple[N, str]
+    sin: tuple[N, str]
+    weight: N | None
+    scale: N | None
+
+    def named(self, name: Callable[[N], M]) -> Rotation[M]:
+        """Return the rotation with other names of its nodes."""
+        weight, scale = (None if at is None else name(at) for at in (self.weight, self.scale))
+        cos, sin = ((name(at), part) for at, part in (self.cos, self.sin))
+        return Rotation(self.rope, name(self.source), self.first_head, self.heads_of_source, cos, sin, weight, scale)
 
 
-def classify_rotation(end: Node, num_heads: int, config: AttentionConfig) -> tuple[Rotation, list[Node]]:
-    """Return how a query or key `[T, heads, D]` is rotated, and the history that its positions refer to.
+def classify_rotation(end: Node, num_heads: int, config: AttentionConfig) -> tuple[Rotation[Node], list[Node]]:
+    """Return how a query or key `[T, heads, D]` is rotated, and the history of its end.
 
     Raises:
         Refusal: it is no rotation that the op has; `near` if it looks like one.
@@ -69,16 +80,16 @@ def classify_rotation(end: Node, num_heads: int, config: AttentionConfig) -> tup
     past = history(end)
     key = fingerprint(end, past, f"rope {num_heads} {config.num_kv_heads} {config.head_size} {config.dtype}")
     with isolated():
-        return judged(key, past, end, lambda: _classify(end, past, num_heads, config)), past
+        found = judged(key, past, end, lambda: _classify(end, past, num_heads, config).named(past.index))
+    return found.named(past.__getitem__), past
 
 
-def _classify(end: Node, past: Sequence[Node], num_heads: int, config: AttentionConfig) -> Rotation:
+def _classify(end: Node, past: Sequence[Node], num_heads: int, config: AttentionConfig) -> Rotation[Node]:
     first: Refusal | None = None
     for source, heads in _sources(end, past, num_heads, config):
         try:
             region = region_between(source, end, past)
-            trial = _Trial(region, past, num_heads, heads, config)
-            return trial.match()
+            return _Trial(region, num_heads, heads, config).match()
         except Refusal as refusal:
             if first is None or (refusal.near and not first.near):
                 first = refusal
@@ -107,11 +118,8 @@ def _sources(end: Node, past: Sequence[Node], num_heads: int, config: AttentionC
 class _Trial:
     """Compares one region with the reference on random inputs."""
 
-    def __init__(
-        self, region: RotationRegion, past: Sequence[Node], num_heads: int, heads: int, config: AttentionConfig
-    ) -> None:
+    def __init__(self, region: RotationRegion, num_heads: int, heads: int, config: AttentionConfig) -> None:
         self.region, self.num_heads, self.heads, self.config = region, num_heads, heads, config
-        self.position = {node: index for index, node in enumerate(past)}
         self.run = Run(region)
         tokens = value(region.end).shape[0]
         self.tokens = self.run.size(tokens)
@@ -138,7 +146,7 @@ class _Trial:
             shape = tuple(map(str, value(leaf).shape))
             raise Refusal(f"it also depends on {leaf.name} of shape {shape}", self.region.end, near=True)
 
-    def match(self) -> Rotation:
+    def match(self) -> Rotation[Node]:
         """Return the rotation that the region computes.
 
         Raises:
@@ -189,16 +197,13 @@ class _Trial:
             x[0, 3::7], x[-1, -1] = torch.nan, torch.nan
         return inputs, self.run(dict(inputs)).reshape(self.tokens, self.num_heads, self.config.head_size)
 
-    def _candidates(self) -> Iterator[Rotation]:
-        at = self.position
+    def _candidates(self) -> Iterator[Rotation[Node]]:
         if len(self.tables) == 1:
-            table = at[self.tables[0]]
-            pairs = [((table, "real"), (table, "imag"))]
+            pairs = [((self.tables[0], "real"), (self.tables[0], "imag"))]
         else:
-            one, other = ((at[table], "") for table in self.tables)
+            one, other = ((table, "") for table in self.tables)
             pairs = [(one, other), (other, one)]
-        weight = at[self.weights[0]] if self.weights else None
-        scale = at[self.scales[0]] if self.scales else None
+        weight, scale = (nodes[0] if nodes else None for nodes in (self.weights, self.scales))
         for (cos, sin), style, rotary, (norm, eps), arithmetic in itertools.product(
             pairs,
             ROPE_STYLES,
@@ -207,7 +212,7 @@ class _Trial:
             ("divide", "multiply") if self.is_fp8 else ("divide",),
         ):
             rope = RopeConfig(rotary, style, norm, eps, round_query=False, query_arithmetic=arithmetic)
-            yield Rotation(rope, at[self.region.source], 0, self.heads, cos, sin, weight, scale)
+            yield Rotation(rope, self.region.source, 0, self.heads, cos, sin, weight, scale)
 
     def _rotary_dims(self) -> list[int]:
         columns = math.prod(self.run.shape(self.tables[0])) // self.tokens
@@ -224,7 +229,7 @@ class _Trial:
         kinds = ("rms", "rms_one_plus") if self.weights else ("rms",)
         return [*itertools.product(kinds, numbers)]
 
-    def _agrees(self, rotation: Rotation, samples: Sequence[tuple[dict[Node, Tensor], Tensor]]) -> int | None:
+    def _agrees(self, rotation: Rotation[Node], samples: Sequence[tuple[dict[Node, Tensor], Tensor]]) -> int | None:
         """Return the first head of the source that the end is computed from, `None` if they disagree."""
         found: int | None = None
         for inputs, got in samples:
@@ -235,19 +240,17 @@ class _Trial:
                 return None
         return found
 
-    def _reference(self, rotation: Rotation, inputs: dict[Node, Tensor]) -> Tensor:
-        by_position = {self.position[node]: tensor for node, tensor in inputs.items()}
-
-        def table(place: tuple[int, str]) -> Tensor:
-            rows = by_position[place[0]].reshape(self.tokens, -1)
+    def _reference(self, rotation: Rotation[Node], inputs: dict[Node, Tensor]) -> Tensor:
+        def table(place: tuple[Node, str]) -> Tensor:
+            rows = inputs[place[0]].reshape(self.tokens, -1)
             return getattr(rows, place[1]) if place[1] else rows
 
-        x = by_position[rotation.source].reshape(self.tokens, self.heads, self.config.head_size)
-        weight = None if rotation.weight is None else by_position[rotation.weight].reshape(-1)
+        x = inputs[rotation.source].reshape(self.tokens, self.heads, self.config.head_size)
+        weight = None if rotation.weight is None else inputs[rotation.weight].reshape(-1)
         x = rotate(normalise(x, weight, rotation.rope), table(rotation.cos), table(rotation.sin), rotation.rope)
         if rotation.scale is None:
             return x
-        scale, group = by_position[rotation.scale].reshape(-1), self.config.group_size
+        scale, group = inputs[rotation.scale].reshape(-1), self.config.group_size
         if self.heads != self.num_heads and scale.numel() > 1:
             raise Refusal("heads with scales of their own are cut from more heads", self.region.end, near=True)
         return scale_query(x, scale, self.heads // group if scale.numel() > 1 else 1, rotation.rope.query_arithmetic)

@@ -17,6 +17,7 @@ from vattn.passes.inductor import sort_graph
 from vattn.passes.region import Refusal, expression, is_check, op_name, same_size, value
 from vattn.passes.region_moves import RESHAPES
 from vattn.passes.rope_kv_cache.find import FoundRope
+from vattn.passes.rope_kv_cache.probe import Rotation
 from vattn.quantization.formats import MODEL_DTYPES, dtype_name
 
 aten = torch.ops.aten
@@ -55,7 +56,7 @@ def _new_call(builder: Builder, found: FoundRope) -> Node:
     tokens: Any = value(query).shape[0]
     if not isinstance(tokens, int):
         tokens = builder.call(aten.sym_size.int, query, 0)
-    dtype = torch.float8_e4m3fn if found.q_scale is not None else MODEL_DTYPES[config.dtype]
+    dtype = torch.float8_e4m3fn if found.query.scale is not None else MODEL_DTYPES[config.dtype]
     shape = [tokens, config.num_heads, config.head_size]
     out = builder.call(aten.empty.memory_format, shape, dtype=dtype, device=value(query).device)
     moved = {name: at for name, at in update.kwargs.items() if name.startswith("_kv_cache_")}
@@ -70,9 +71,9 @@ def _new_call(builder: Builder, found: FoundRope) -> Node:
         "sin": sin,
         "positions": positions,
         "slot_mapping": update.kwargs["slot_mapping"],
-        "q_weight": _flat(builder, found.q_weight),
-        "k_weight": _flat(builder, found.k_weight),
-        "q_scale": _flat(builder, found.q_scale),
+        "q_weight": _flat(builder, found.query.weight),
+        "k_weight": _flat(builder, found.key.weight),
+        "q_scale": _flat(builder, found.query.scale),
         "k_scale": update.kwargs["k_scale"],
         "v_scale": update.kwargs["v_scale"],
         "rope": found.rope.encode(),
@@ -91,9 +92,9 @@ def _new_call(builder: Builder, found: FoundRope) -> Node:
     return call
 
 
-def _heads(builder: Builder, place: tuple[Node, int, int], num_heads: int, head_size: int) -> Node:
+def _heads(builder: Builder, rotation: Rotation[Node], num_heads: int, head_size: int) -> Node:
     """View some heads of a tensor as `[T, heads, D]`."""
-    node, first, heads = place
+    node, first, heads = rotation.source, rotation.first_head, rotation.heads_of_source
     val = value(node)
     if val.dim() != 3 or not same_size(val.shape[1], heads) or not same_size(val.shape[2], head_size):
         node = builder.call(aten.reshape.default, node, [-1, heads, head_size])
@@ -109,7 +110,7 @@ def _tables(builder: Builder, found: FoundRope, tokens: Any) -> tuple[Node, Node
 
     Rows that other layers read too are gathered once for all layers: reading positions first makes the op wait.
     """
-    places = (found.cos, found.sin)
+    places = (found.key.cos, found.key.sin)
     looked_up = [_looked_up(node, tokens) if not part else None for node, part in places]
     if None not in looked_up:
         (cos, positions, cos_part), (sin, others, sin_part) = looked_up  # type: ignore[misc]
