@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -92,54 +93,42 @@ def measure(
         replays: interleaved rounds; the median counts.
         device_type: `"cuda"`, or `"cpu"` for tiny cells; their times mean nothing.
     """
-    device = DeviceInfo.of(device_type)
-    names = [name for name in BACKENDS if selector.get_backend(name).problem() is None]
-    for name in BACKENDS:
-        print(f"{name}: {selector.get_backend(name).problem() or 'found'}", flush=True)
-    cells = tuple(_cells(shapes, steps, caches, names, replays, device_type))
-    versions: dict[str, str] = {"torch": str(torch.__version__)}
-    for name in names:
-        running = selector.get_backend(name).running()
-        if running is not None:
-            versions[running[0]] = running[1]
-    return ChoiceTable(device.name, device.capability, datetime.date.today().isoformat(), versions, cells)
-
-
-def _cells(
-    shapes: Sequence[str],
-    steps: Sequence[str],
-    caches: Sequence[str],
-    names: Sequence[str],
-    replays: int,
-    device_type: str,
-) -> Iterator[Measured]:
     from vattn.cli.bench.attention import Settings, run_cell
     from vattn.cli.bench.peers import backend_peer
     from vattn.cli.bench.shapes import WORKS, LayerShape, tiny
 
-    peers = [backend_peer(name) for name in names]
-    total, done = len(shapes) * len(caches) * len(steps), 0
-    for shape in shapes:
+    device = DeviceInfo.of(device_type)
+    peers, versions = [], {"torch": str(torch.__version__)}
+    for name in BACKENDS:
+        backend = selector.get_backend(name)
+        print(f"{name}: {backend.problem() or 'found'}", flush=True)
+        if backend.problem() is None:
+            peers.append(backend_peer(name))
+            if running := backend.running():
+                versions.update([running])
+    settings = Settings(replays=replays, target_ms=5.0, device=device_type)
+    measured, done = [], 0
+    for shape, cache in itertools.product(shapes, caches):
         heads, kv_heads, head_size, window = SHAPES[shape]
         layer = LayerShape(shape, heads, kv_heads, head_size, window)
-        for cache in caches:
-            us: dict[str, dict[str, float]] = {}
-            for step in steps:
-                done += 1
-                settings = Settings(replays=replays, target_ms=5.0, device=device_type)
-                cell = (layer, WORKS[step]) if device_type == "cuda" else tiny(layer, WORKS[step])
-                row = run_cell(*cell, cache, peers, settings, {})
-                if "failed" in row:
-                    print(f"[{done}/{total}] {shape}, {cache}, {step}: failed: {row['failed']}", flush=True)
-                    continue
-                kernels = row["kernels"]
-                us[step] = {peer.name: kernels[peer.name]["us"] for peer in peers if "us" in kernels.get(peer.name, {})}
-                others = {name: entry for name, entry in kernels.items() if "us" not in entry}
-                print(f"[{done}/{total}] {shape}, {cache}, {step}: {us[step]} {others or ''}", flush=True)
-                if device_type == "cuda":
-                    torch.cuda.empty_cache()
-            stored = "fp8_e4m3" if cache == "fp8" else "bfloat16"
-            yield Measured(Kind(head_size, heads // kv_heads, stored, window is not None), us)
+        us: dict[str, dict[str, float]] = {}
+        for step in steps:
+            done += 1
+            cell = (layer, WORKS[step]) if device_type == "cuda" else tiny(layer, WORKS[step])
+            row = run_cell(*cell, cache, peers, settings, {})
+            what = f"[{done}/{len(shapes) * len(caches) * len(steps)}] {shape}, {cache}, {step}"
+            if "failed" in row:
+                print(f"{what}: failed: {row['failed']}", flush=True)
+                continue
+            us[step] = {name: entry["us"] for name, entry in row["kernels"].items() if "us" in entry}
+            others = {name: entry for name, entry in row["kernels"].items() if "us" not in entry}
+            print(f"{what}: {us[step]} {others or ''}", flush=True)
+            if device_type == "cuda":
+                torch.cuda.empty_cache()
+        stored = "fp8_e4m3" if cache == "fp8" else "bfloat16"
+        measured.append(Measured(Kind(head_size, heads // kv_heads, stored, window is not None), us))
+    today = datetime.date.today().isoformat()
+    return ChoiceTable(device.name, device.capability, today, versions, tuple(measured))
 
 
 def _show(table: ChoiceTable) -> None:

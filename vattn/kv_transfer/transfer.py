@@ -120,31 +120,29 @@ class KVTransfer:
                 "a cache in which one block id means one block of every layer",
                 "allocate_kv_cache(model, ...) without hybrid=True",
             )
-        crossing = [entry.name for entry in allocation.layers if isinstance(entry.spec, CrossAttentionSpec)]
-        if crossing:
-            raise CacheError(
-                f"KV transfer for a model with cross attention, layer {crossing[0]!r}",
-                "layers that keep a request's tokens in the same blocks; encoder states have other blocks",
-                "run its encoder again instead",
-            )
         self.connector, self.timeout, self.num_blocks = connector, timeout, allocation.num_blocks
         self._first_block = allocation.reserved_blocks
         modules: dict[str, Any] = dict(find_layers(model))
         owners = [entry for entry in allocation.layers if entry.shared_with is None]
-        moved = [entry.name for entry in owners if modules[entry.name].kv_cache is not entry.storage]
-        if moved:
-            raise CacheError(
-                f"layer {moved[0]!r} is bound to another storage than the allocation's",
-                "the model's current allocation",
-                "pass the result of the last allocate_kv_cache",
-            )
-        sharded = [entry.name for entry in owners if getattr(modules[entry.name], "context_parallel", None) is not None]
-        if sharded:
-            raise CacheError(
-                f"KV transfer for layer {sharded[0]!r}, which keeps one rank's tokens only",
-                "layers without context parallelism: the keys of blocks do not tell ranks apart",
-                "recompute prompts instead",
-            )
+        for entry in owners:
+            if isinstance(entry.spec, CrossAttentionSpec):
+                raise CacheError(
+                    f"KV transfer for a model with cross attention, layer {entry.name!r}",
+                    "layers that keep a request's tokens in the same blocks; encoder states have other blocks",
+                    "run its encoder again instead",
+                )
+            if modules[entry.name].kv_cache is not entry.storage:
+                raise CacheError(
+                    f"layer {entry.name!r} is bound to another storage than the allocation's",
+                    "the model's current allocation",
+                    "pass the result of the last allocate_kv_cache",
+                )
+            if getattr(modules[entry.name], "context_parallel", None) is not None:
+                raise CacheError(
+                    f"KV transfer for layer {entry.name!r}, which keeps one rank's tokens only",
+                    "layers without context parallelism: the keys of blocks do not tell ranks apart",
+                    "recompute prompts instead",
+                )
         self._modules = [modules[entry.name] for entry in owners]
         self.fingerprint = _fingerprint(allocation, modules, namespace)
         self.page_bytes = {entry.name: page_bytes(entry.storage) for entry in owners}
@@ -152,10 +150,10 @@ class KVTransfer:
         # Loads and saves overlap: the link to the host is full duplex.
         self._streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)]
         with torch.inference_mode(False):
-            tokens = [torch.zeros(1, dtype=torch.int64, device=device) for _ in owners]
-        self.points = [
-            TransferPoint(entry.name, entry.storage, token, self) for entry, token in zip(owners, tokens, strict=True)
-        ]
+            self.points = [
+                TransferPoint(entry.name, entry.storage, torch.zeros(1, dtype=torch.int64, device=device), self)
+                for entry in owners
+            ]
         self._current: TransferStep | None = None
         self._saving: list[SaveJob] = []
         kv_transfer_points.register(self.points)
@@ -164,8 +162,8 @@ class KVTransfer:
         except BaseException:
             kv_transfer_points.unregister(self.points)
             raise
-        for module, token in zip(self._modules, tokens, strict=True):
-            module.register_buffer("kv_transfer_token", token, persistent=False)
+        for module, point in zip(self._modules, self.points, strict=True):
+            module.register_buffer("kv_transfer_token", point.token, persistent=False)
 
     def find(self, keys: Sequence[str]) -> int:
         """Return how many of the first keys the connector holds; 0, with a warning in the log, if it raises."""
@@ -190,9 +188,7 @@ class KVTransfer:
             ConfigError: a request twice, or a step inside another.
         """
         self._check_step(loads, saves)
-        step = TransferStep()
-        for request in loads:
-            step.loads[request.request_id] = LoadJob(*self._arguments(request, 0))
+        step = TransferStep({request.request_id: LoadJob(*self._arguments(request, 0)) for request in loads})
         for request in saves:
             self._add_save(step, request)
         self._saving = [job for job in self._saving if not job.finished or job.error is not None]

@@ -12,7 +12,7 @@ from vattn.passes.probe import NO_CLAMP, Sample
 from vattn.passes.region import FP8_DTYPES, op_name, value
 from vattn.passes.region_moves import MOVES
 from vattn.passes.region_precision import CASTS
-from vattn.passes.region_run import unsaturated_cast
+from vattn.passes.region_run import same_bits, unsaturated_cast
 from vattn.quantization import codecs as quantization
 from vattn.quantization.formats import FP8_E4M3_MAX, NVFP4_GROUP_SIZE
 
@@ -147,12 +147,8 @@ def _values(sample: Sample, node: Node) -> Tensor:
     return sample.values[node].float().flatten()
 
 
-def _same(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
-
-
 def _unchanged(node: Node, source: Node, seen: Sequence[Sample]) -> bool:
-    return all(_same(_values(sample, node), _values(sample, source)) for sample in seen)
+    return all(same_bits(_values(sample, node), _values(sample, source)) for sample in seen)
 
 
 def _is_step(node: Node, source: Node, seen: Sequence[Sample]) -> bool:
@@ -167,7 +163,7 @@ def _is_step(node: Node, source: Node, seen: Sequence[Sample]) -> bool:
 
     def clamps(sample: Sample) -> bool:
         before, after = _values(sample, source), _values(sample, node)
-        inside = before.abs() <= FP8_E4M3_MAX
-        return before.shape == after.shape and _same(after[inside | before.isnan()], before[inside | before.isnan()])
+        kept = (before.abs() <= FP8_E4M3_MAX) | before.isnan()
+        return before.shape == after.shape and same_bits(after[kept], before[kept])
 
     return all(map(clamps, seen))

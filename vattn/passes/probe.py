@@ -238,7 +238,7 @@ def samples(
         thorough: run every value of the model dtype under every scale.
         few: run those a few tokens at a time.
     """
-    exact, roots = _exact_scales(nodes, inputs, dtype), max(1, len(inputs.roots))
+    exact, roots = exact_scales(nodes, inputs, dtype), max(1, len(inputs.roots))
     counts = token_counts((*inputs.derived, *inputs.sizes, *nodes), region.output)
 
     def sample(x: Tensor, scales: Sequence[float]) -> Sample:
@@ -258,7 +258,7 @@ def samples(
         yield from (sample(x, scales_of(round_)) for x in every_output(region.output, dtype, counts, few))
 
 
-def _exact_scales(nodes: Sequence[Node], inputs: Inputs, dtype: str) -> list[float]:
+def exact_scales(nodes: Sequence[Node], inputs: Inputs, dtype: str) -> list[float]:
     """Return the static scales to run a region under: values that all its roots can hold."""
     if not inputs.roots:
         return [PROBE_SCALES[0], *constant_scales(nodes, inputs)[:3]]

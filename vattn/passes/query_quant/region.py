@@ -18,7 +18,7 @@ from vattn.config.attention import AttentionConfig
 from vattn.passes import probe
 from vattn.passes.near_miss import first_difference
 from vattn.passes.probe import Sample
-from vattn.passes.probe_inputs import probe_scales, probe_values
+from vattn.passes.probe_inputs import probe_values
 from vattn.passes.region import (
     FP8_DTYPES,
     LARGEST_REGION,
@@ -136,7 +136,7 @@ def classify_query(region: QueryRegion, config: AttentionConfig) -> str:
     Raises:
         Refusal: neither does, or the region cannot be run.
     """
-    runs = [run for known in _known_values(region) for run in _runs(region, config, known)]
+    runs = [run for known in _known_values(region, config) for run in _runs(region, config, known)]
 
     def codes_are(arithmetic: str, cast: Callable[[Tensor], Tensor]) -> bool:
         return all(same_bits(run.values[region.codes], cast(_scaled(region, config, run, arithmetic))) for run in runs)
@@ -197,7 +197,7 @@ def _runs(region: QueryRegion, config: AttentionConfig, known: dict[Node, Any]) 
         yield Sample(x, env)
 
 
-def _known_values(region: QueryRegion) -> Iterator[dict[Node, Any]]:
+def _known_values(region: QueryRegion, config: AttentionConfig) -> Iterator[dict[Node, Any]]:
     """Yield the constants with values of the root: the chosen scales one after another, then random different ones."""
     constants = region.inputs.constants
     if not region.inputs.roots:
@@ -208,9 +208,7 @@ def _known_values(region: QueryRegion) -> Iterator[dict[Node, Any]]:
     is_float = isinstance(val, Tensor) and val.is_floating_point()
     if not is_float or not isinstance(val.numel(), int) or val.numel() > _MOST_SCALES:
         raise Refusal(f"its scale comes from {root.name}, which is no tensor of a few numbers", root, near=True)
-    seen = [value(node) for node in (region.source, root, *region.nodes)]
-    chosen = torch.tensor(probe_scales({val.dtype for val in seen if isinstance(val, Tensor)})).to(val.dtype).float()
-    chosen = chosen[(chosen > 0) & chosen.isfinite()]
+    chosen = torch.tensor(probe.exact_scales(region.nodes, region.inputs, config.dtype))
     trials = [chosen[(torch.arange(val.numel()) + trial) % len(chosen)] for trial in range(len(chosen))]
     trials.append(0.005 + torch.rand(val.numel(), generator=torch.Generator().manual_seed(3)))
     for scales in trials:
