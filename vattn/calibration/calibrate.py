@@ -96,21 +96,18 @@ class Calibration:
         if prefix not in self.layers:
             raise ScaleError(f"no calibration of layer {prefix!r}", ", ".join(self.layers), "calibrate this model")
         fmt = KV_FORMATS[resolve_kv_cache_dtype(cache_dtype, torch.bfloat16)]
-        scales: dict[str, Any] = {}
-        if fmt.quantised:
-            for kind in ("key", "value"):
-                scales[f"{kind[0]}_scale"] = self._scale(prefix, kind, fmt.max_value, per_head, margin)
-        if query_format != "none":
-            scales |= {
-                "query_format": query_format,
-                "q_scale": self._scale(prefix, "query", FP8_E4M3_MAX, False, margin),
-            }
-        if output_format == "fp8_static":
-            scales["output_scale"] = self._scale(prefix, "output", FP8_E4M3_MAX, False, margin)
-        return QuantConfig(**scales, output_format=output_format)
 
-    def _scale(self, prefix: str, kind: str, largest: float, per_head: bool, margin: float) -> Tensor:
-        return _scale(f"{kind} of layer {prefix!r}", self.layers[prefix][kind], largest, per_head, margin)
+        def scale(kind: str, largest: float = FP8_E4M3_MAX, per_head: bool = False) -> Tensor:
+            return _scale(f"{kind} of layer {prefix!r}", self.layers[prefix][kind], largest, per_head, margin)
+
+        return QuantConfig(
+            k_scale=scale("key", fmt.max_value, per_head) if fmt.quantised else None,
+            v_scale=scale("value", fmt.max_value, per_head) if fmt.quantised else None,
+            query_format=query_format,
+            q_scale=scale("query") if query_format != "none" else None,
+            output_format=output_format,
+            output_scale=scale("output") if output_format == "fp8_static" else None,
+        )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a JSON file, such as `vattn_scales.json` beside a checkpoint; an old one is replaced at once.
@@ -200,12 +197,17 @@ def _note(seen: dict[str, Tensor], kind: str, values: Tensor, heads: int) -> Non
 
 
 @contextmanager
-def observing(model: nn.Module) -> Iterator[dict[str, dict[str, Tensor]]]:
-    """Note the largest magnitudes of every attention layer with a cache while the block runs; by prefix and kind.
+def _observing(
+    model: nn.Module, linears: dict[str, nn.Linear]
+) -> Iterator[tuple[dict[str, dict[str, Tensor]], dict[str, Tensor]]]:
+    """Note the largest magnitudes while the block runs.
 
     Hooks do it, so it works in eager steps and without padding rows. Nothing about the layers changes.
+
+    Returns:
+        Of every attention layer with a cache, by prefix and kind; of each linear layer's input, by name.
     """
-    layers = cached_layers(model)
+    layers, inputs = cached_layers(model), dict[str, Tensor]()
     seen: dict[str, dict[str, Tensor]] = {prefix: {} for prefix in layers}
 
     def before(prefix: str) -> Any:
@@ -222,11 +224,16 @@ def observing(model: nn.Module) -> Iterator[dict[str, dict[str, Tensor]]]:
             _note(seen[prefix], "output", out, layer.num_heads) if isinstance(out, Tensor) else None
         )
 
+    def into(name: str) -> Any:
+        return lambda layer, args: _note(inputs, name, args[0], 1) if args[0].numel() else None
+
     with ExitStack() as hooks:
         for prefix, layer in layers.items():
             hooks.enter_context(layer.register_forward_pre_hook(before(prefix)))
             hooks.enter_context(layer.register_forward_hook(after(prefix)))
-        yield seen
+        for name, linear in linears.items():
+            hooks.enter_context(linear.register_forward_pre_hook(into(name)))
+        yield seen, inputs
 
 
 def root_of(model: nn.Module) -> nn.Module:
@@ -248,20 +255,6 @@ def root_of(model: nn.Module) -> nn.Module:
 def linears_of(model: nn.Module) -> dict[str, nn.Linear]:
     """Return the linear layers of a model by name."""
     return {name: module for name, module in root_of(model).named_modules() if isinstance(module, nn.Linear)}
-
-
-@contextmanager
-def observing_inputs(linears: dict[str, nn.Linear]) -> Iterator[dict[str, Tensor]]:
-    """Note the largest magnitude of each linear layer's input while the block runs; by name, on the device."""
-    seen: dict[str, Tensor] = {}
-
-    def watch(name: str) -> Any:
-        return lambda layer, args: _note(seen, name, args[0], 1) if args[0].numel() else None
-
-    with ExitStack() as hooks:
-        for name, layer in linears.items():
-            hooks.enter_context(layer.register_forward_pre_hook(watch(name)))
-        yield seen
 
 
 def calibrate(
@@ -293,7 +286,7 @@ def calibrate(
         (6, 2)
     """
     runner, tokens = StepRunner(model), 0
-    with observing(model) as seen, observing_inputs(linears_of(model) if linears else {}) as inputs:
+    with _observing(model, linears_of(model) if linears else {}) as (seen, inputs):
         for number, batch in enumerate(_shown(batches, progress)):
             for text in _texts(batch, f"batches[{number}]"):
                 for _ in runner.logits(text):

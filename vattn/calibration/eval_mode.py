@@ -32,7 +32,7 @@ class EvalMode:
                     "model.eval()",
                 )
 
-    def check_whole(self, what: str = "") -> None:
+    def check_whole(self) -> None:
         """Raise ConfigError if the whole model was put in training mode: one attribute, for every step."""
         if self._parts and self._parts[0][1].training:
-            self.check(what)
+            self.check()

@@ -80,9 +80,9 @@ def quantise_linears(
         check_linear(root, name, linear, fmt)
     inputs = _input_scales(list(chosen), fmt, calibration)
     scales = _weight_scales(chosen, fmt)
-    _share(chosen, inputs)
+    _share(inputs)
     if not (fmt.rows or fmt.blocks):
-        _share(chosen, scales)
+        _share(scales)
     for name, linear in chosen.items():
         scale = scales[name]
         codes = encode_weight(linear.weight, scale)
@@ -138,7 +138,8 @@ def _left(root: nn.Module, found: dict[str, nn.Linear], skip: tuple[str, ...]) -
     for pattern in skip:
         same = [name for name in found if fnmatch(name, pattern) or name.rpartition(".")[2] == pattern]
         if not same:
-            raise ConfigError(f"skip={pattern!r}, which no linear layer is called", _some(found), "check the pattern")
+            names = ", ".join([*found][:8]) + ", ..." * (len(found) > 8)
+            raise ConfigError(f"skip={pattern!r}, which no linear layer is called", names, "check the pattern")
         left.update(dict.fromkeys(same, "left: skip"))
     return left
 
@@ -206,7 +207,7 @@ def _weight_scales(chosen: dict[str, nn.Linear], fmt: LinearFormat) -> dict[str,
     return scales
 
 
-def _share(chosen: dict[str, nn.Linear], scales: dict[str, Tensor]) -> None:
+def _share(scales: dict[str, Tensor]) -> None:
     """Give layers with one input the largest of their scales."""
     for name in scales:
         parent, _, child = name.rpartition(".")
@@ -215,8 +216,3 @@ def _share(chosen: dict[str, nn.Linear], scales: dict[str, Tensor]) -> None:
                 names = [f"{parent}.{other}".lstrip(".") for other in group]
                 if all(other in scales for other in names):
                     scales.update(dict.fromkeys(names, torch.stack([scales[other] for other in names]).amax(0)))
-
-
-def _some(names: Iterable[str]) -> str:
-    names = list(names)
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")

@@ -129,14 +129,12 @@ def _backend_rows() -> list[tuple[str, ...]]:
     return rows
 
 
-def aligned(rows: Iterable[Sequence[str]], indent: str = "  ") -> str:
+def aligned(rows: Iterable[Sequence[str]]) -> str:
     """Return rows of cells as lines with aligned columns."""
     rows = [tuple(row) for row in rows]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        indent + "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
-    return "\n".join(lines)
+    padded = (map(str.ljust, row, widths) for row in rows)
+    return "\n".join("  " + "  ".join(cells).rstrip() for cells in padded)
 
 
 def report() -> str:

@@ -10,7 +10,7 @@ from vattn.config import attention as config
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
 from vattn.config.mla import MLAConfig
-from vattn.errors import ConfigError, DeviceError
+from vattn.errors import ConfigError
 from vattn.quantization import formats
 
 FLAGS = ("sinks", "tree_bias", "lse", "context_parallel", "context_only", "batch_invariant")
@@ -67,10 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Print the explanation; return 0 if a backend accepts, 1 if none does."""
+    import torch
+
     from vattn.backends import selector
 
     request = _request(options)
-    explanation = selector.explain(request, _device(options.device))
+    device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    explanation = selector.explain(request, DeviceInfo.anywhere(device))
     print(explanation)
     if refusal := _layer_refusal(request):
         print(f"layers refuse it, whichever backend accepts: {refusal}")
@@ -123,13 +126,3 @@ def _refuse_head(granularity: str, option: str, where: str) -> None:
 
 
 _NO_FIELDS = ("command", "device", "request", "defaults")
-
-
-def _device(name: str | None) -> DeviceInfo:
-    import torch
-
-    if name is None:
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    if name.startswith("cuda") and not torch.cuda.is_available():
-        raise DeviceError(f"no usable GPU for device {name!r}", "cpu, or a GPU by its architecture", "--device sm_90")
-    return DeviceInfo.anywhere(name)

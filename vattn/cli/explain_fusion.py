@@ -83,17 +83,14 @@ def explain_fusion(make: Callable[[], Sequence[Any]]) -> tuple[Any, list[str]]:
     from vattn.passes.report import clear_fusion_report
 
     made = make()
-    if not isinstance(made, (tuple, list)) or len(made) not in (2, 3) or not callable(made[0]):
+    parts = made if isinstance(made, (tuple, list)) else ()
+    if len(parts) not in (2, 3) or not callable(parts[0]) or not isinstance(parts[1], (tuple, list)):
         raise ConfigError(
-            f"the function returned {type(made).__name__}", "(model, args) or (model, args, metadata)", "see --help"
-        )
-    if not isinstance(made[1], (tuple, list)):
-        raise ConfigError(
-            f"the function returned args of type {type(made[1]).__name__}",
-            "a tuple or list of the model's arguments",
+            f"the function returned {type(made).__name__} ({', '.join(type(part).__name__ for part in parts)})",
+            "(model, args) or (model, args, metadata), args a tuple or list",
             "return (model, (x,), metadata)",
         )
-    model, args, metadata = made[0], tuple(made[1]), made[2] if len(made) == 3 else None
+    model, args, metadata = (*parts, None)[:3]
     clear_fusion_report()
     texts: list[str] = []
     # Plain functions as passes have no cache key, so that nothing comes from a cache.

@@ -78,8 +78,7 @@ def main(options: argparse.Namespace) -> int:
     jobs = _jobs(options)
     generator = make_generator(options)
     requests = [_add(generator, prompt, sampling) for prompt, sampling in jobs]
-    show = _show_json if options.json else _show_text
-    show(generator, requests)
+    (_show_json if options.json else _show_text)(generator, requests)
     failed = [request for request in requests if isinstance(request, VattnError) or request.error is not None]
     return 1 if failed else 0
 
@@ -104,6 +103,7 @@ def make_generator(options: argparse.Namespace) -> Generator:
         load_fp8_linears(model, options.model)
     quant, calibration = _scales(options)
     with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", module="vattn")
         try:
             packed = enable(
                 model,

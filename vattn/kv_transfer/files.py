@@ -7,6 +7,7 @@ import os
 import re
 import threading
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -71,10 +72,7 @@ class FileConnector:
 
     def find(self, keys: Sequence[str]) -> int:
         """Return how many of the first keys have a valid file. Reads the files."""
-        found = 0
-        while found < len(keys) and self._read(keys[found]) is not None:
-            found += 1
-        return found
+        return sum(1 for _ in takewhile(lambda key: self._read(key) is not None, keys))
 
     def wait_for_layer_load(self, layer_name: str, request: TransferRequest) -> Tensor:
         """Read the files of the request at its first layer; return the pages of one layer."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
+from itertools import takewhile
 from typing import TypeAlias
 
 import torch
@@ -76,11 +77,9 @@ class HostMemoryConnector:
     def find(self, keys: Sequence[str]) -> int:
         """Return how many of the first keys are held; they count as used."""
         with self._lock:
-            held = 0
-            while held < len(keys) and keys[held] in self._rows:
-                held += 1
-            self._touch(keys[:held])
-            return held
+            held = list(takewhile(self._rows.__contains__, keys))
+            self._touch(held)
+            return len(held)
 
     def wait_for_layer_load(self, layer_name: str, request: TransferRequest) -> list[Tensor]:
         """Return views of the memory, one per run of adjacent pages."""

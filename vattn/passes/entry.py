@@ -39,7 +39,9 @@ def _inner(current: Any) -> tuple[Callable[..., None], ...]:
     return tuple(found)
 
 
-def _new_pass(current: Any, strict: bool, output_formats: Sequence[str] | None, rope: str) -> Any:
+def _new_pass(
+    current: Any, strict: bool = False, output_formats: Sequence[str] | None = None, rope: str = "auto"
+) -> Any:
     from vattn.passes.pipeline import FusionPass
     from vattn.passes.rope_kv_cache.find import check_choice
 
@@ -82,7 +84,7 @@ def enable(
 
     current = getattr(config, SLOT)
     new = _new_pass(current, strict, output_formats, rope)
-    new.replaced = _enabled_over(current) or (current,)
+    new.replaced = getattr(current, "replaced", ()) or (current,)
     setattr(config, SLOT, new)
     restore = ExitStack()
     restore.callback(setattr, config, SLOT, current)
@@ -96,15 +98,8 @@ def disable() -> None:
     """
     from torch._inductor import config
 
-    for before in _enabled_over(getattr(config, SLOT)):
+    for before in getattr(getattr(config, SLOT), "replaced", ()):
         setattr(config, SLOT, before)
-
-
-def _enabled_over(current: Any) -> tuple[Any, ...]:
-    """Return what a slot held before the first `enable()`, as a tuple of one; empty if it has none of its passes."""
-    from vattn.passes.pipeline import FusionPass
-
-    return current.replaced if isinstance(current, FusionPass) else ()
 
 
 def options(
@@ -189,7 +184,5 @@ def backend(
     check_inductor_options(given, also=", ".join(f"vattn.{option}" for option in _OPTIONS) + " and ")
     given = {name.replace("-", "_"): value for name, value in given.items()}
     merged = {**_mode_options(mode), **given}
-    merged[SLOT] = _new_pass(
-        merged.get(SLOT, getattr(config, SLOT)), **{"strict": False, "output_formats": None, "rope": "auto", **ours}
-    )
+    merged[SLOT] = _new_pass(merged.get(SLOT, getattr(config, SLOT)), **ours)
     return compile_fx(graph, inputs, config_patches=merged)  # type: ignore[arg-type]

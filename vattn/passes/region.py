@@ -60,14 +60,12 @@ class AttentionNode:
 
     Attributes:
         node: the `auto_functionalized_v2` call.
-        op: `"attention"` or `"varlen_attention"`.
         config: the parsed config string.
         base: position of the output among the tensors that the call writes.
         output: the node that holds the written output.
     """
 
     node: Node
-    op: str
     config: AttentionConfig
     base: int
     output: Node
@@ -109,7 +107,7 @@ def describe(node: Node, op: str) -> AttentionNode:
         raise Refusal("nothing reads the output", node)
     if len(users) > 1:
         raise Refusal("the output is taken apart twice", users[1])
-    return AttentionNode(node, op, config, base, users[0])
+    return AttentionNode(node, config, base, users[0])
 
 
 def parse_config(call: Node, op: str) -> Any:

@@ -76,7 +76,7 @@ def run_cell(
         warm(timers)
     for name, microseconds in interleave(timers, settings.replays).items():
         row["kernels"][name]["us"] = round(microseconds, 2)
-    add_ratios(row, peers, ceilings)
+    add_ratios(row, ceilings)
     return row
 
 
@@ -131,7 +131,7 @@ def warm(timers: dict[str, Timer | WallTimer]) -> None:
         torch.cuda.synchronize()
 
 
-def add_ratios(row: dict[str, Any], peers: Sequence[Peer], ceilings: dict[str, Any]) -> None:
+def add_ratios(row: dict[str, Any], ceilings: dict[str, Any]) -> None:
     """Add what vattn's best kernel reached.
 
     Adds:

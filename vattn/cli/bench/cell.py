@@ -27,13 +27,16 @@ class Cell:
         table: int32 `[B, W]`.
         starts, seq_lens: int32 `[B + 1]` and `[B]`.
         sinks: fp32 `[H]`, or `None`.
+        fp8: whether the cache is FP8.
         one: fp32, the scale of everything FP8; `None` without.
+        scale: factor of the scores.
     """
 
     def __init__(
         self, layer: LayerShape, work: Work, cache: str, block_size: int, seed: int, device: str = "cuda"
     ) -> None:
         self.layer, self.work, self.cache, self.block_size, self.device = layer, work, cache, block_size, device
+        self.fp8, self.scale = cache == "fp8", float(layer.head_size**-0.5)
         rng = torch.Generator(device).manual_seed(seed)
         # Blocks of 64 tokens lie together, for kernels that read no smaller ones.
         self._grain = max(1, 64 // block_size)
@@ -54,16 +57,6 @@ class Cell:
         self.seq_lens = lens[:, 1].to(torch.int32).to(device)
         self.sinks = torch.randn(layer.heads, device=device, generator=rng) if layer.sinks else None
         self.one = torch.ones(1, device=device) if self.fp8 else None
-
-    @property
-    def fp8(self) -> bool:
-        """Whether the cache is FP8."""
-        return self.cache == "fp8"
-
-    @property
-    def scale(self) -> float:
-        """Factor of the scores."""
-        return float(self.layer.head_size**-0.5)
 
     def wide_cache(self) -> Tensor:
         """Return the same memory as blocks of 64 tokens, which `wide_table` names."""

@@ -129,11 +129,7 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     others = peers.choose_peers(_names(options.peers))
     chosen = [peers.ON_CPU] if cpu else [*peers.OWN, peers.STREAM, *others]
     states = {peer.name: peer.problem() or "found" for peer in chosen}
-    settings = attention.Settings(
-        block_size=options.block_size,
-        replays=options.replays,
-        device=options.device,
-    )
+    settings = attention.Settings(options.block_size, options.replays, device=options.device)
     if cpu:
         rows = [(*shapes.tiny(layer, work), cache) for layer, work, cache in rows]
     run: dict[str, Any] = {

@@ -223,7 +223,7 @@ def _xqa(cell: Cell) -> Call:
     from vattn.backends.flashinfer.jit import can_compile
 
     layer = cell.layer
-    if not cell.work.decodes or not cell.fp8:
+    if cell.work.rows > len(cell.work.requests) or not cell.fp8:
         raise NotThisCellError("several rows per request, or a bf16 cache")
     if layer.soft_cap is not None:
         raise NotThisCellError("a soft cap")
@@ -319,10 +319,11 @@ def _flex(cell: Cell) -> Call:
 def _stream(cell: Cell) -> Call:
     from vattn.cli.bench.stream import stream_decode
 
-    if not (cell.work.equal and cell.work.few_rows) or cell.layer.window is not None:
+    query, keys = cell.work.requests[0]
+    if not cell.work.equal or query > 8 or cell.layer.window is not None:
         raise NotThisCellError("lengths that differ, a window, or many rows a request")
     key, value = cell.kv_cache
-    return stream_decode(key, value, cell.table, len(cell.work.requests), cell.work.requests[0][1])
+    return stream_decode(key, value, cell.table, len(cell.work.requests), keys)
 
 
 def _cuda_problem() -> str | None:

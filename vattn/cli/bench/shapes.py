@@ -57,16 +57,6 @@ class Work:
         """Whether all requests have the same lengths."""
         return len(set(self.requests)) == 1
 
-    @property
-    def decodes(self) -> bool:
-        """Whether every request has one new token."""
-        return all(query == 1 for query, _ in self.requests)
-
-    @property
-    def few_rows(self) -> bool:
-        """Whether every request has so few new tokens that reading its keys is what takes time."""
-        return all(query <= 8 for query, _ in self.requests)
-
 
 _LAYERS = (
     LayerShape("llama3-8b", 32, 8, 128),

@@ -26,12 +26,10 @@ def read_kernel(values, output, BLOCK: tl.constexpr, ROUNDS: tl.constexpr):  # t
     tl.store(output + program, tl.sum(found, 0))
 
 
-def read_all(values: Tensor, output: Tensor | None = None) -> Tensor:
+def read_all(values: Tensor) -> Tensor:
     """Read int32 values, a multiple of `READ`; returns one unused number per part."""
-    programs = values.numel() // READ
-    if output is None:
-        output = torch.empty(programs, dtype=torch.int32, device=values.device)
-    read_kernel[(programs,)](values, output, BLOCK=BLOCK, ROUNDS=ROUNDS, num_warps=8)
+    output = torch.empty(values.numel() // READ, dtype=torch.int32, device=values.device)
+    read_kernel[(len(output),)](values, output, BLOCK=BLOCK, ROUNDS=ROUNDS, num_warps=8)
     return output
 
 

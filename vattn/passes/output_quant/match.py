@@ -102,7 +102,8 @@ class Classifier:
                 left = list(self._candidates(sample))
             left = [candidate for candidate in left if self._agrees(candidate, sample)]
             if left:
-                self.same_as_codes = [node for node in self.same_as_codes if self._equals_codes(node, sample)]
+                codes = sample.values[self.quantised]
+                self.same_as_codes = [n for n in self.same_as_codes if same_bits(sample.values[n], codes)]
             elif len(seen) == _SAMPLES_TO_EXPLAIN:
                 break
         return left or [], seen
@@ -197,10 +198,6 @@ class Classifier:
             group = columns // scales.shape[1]
             layouts["moved"] = scales[place // columns, place % columns // group]
         return frozenset(name for name, wanted in layouts.items() if _holds(got, wanted))
-
-    def _equals_codes(self, node: Node, sample: Sample) -> bool:
-        a, b = sample.values[node], sample.values[self.quantised]
-        return isinstance(a, Tensor) and a.dtype == b.dtype and same_bits(a, b)
 
     def _match(self, found: _Candidate, sample: Sample) -> Match:
         same = set(self.same_as_codes)

@@ -48,7 +48,10 @@ class Replay:
             if op_name(quantiser.target) in ("max", "min"):  # type: ignore[union-attr]
                 return self._first(quantiser)  # type: ignore[arg-type]
             moved = self(quantiser.args[0])  # type: ignore[union-attr, arg-type]
-            return moved if node.args[1] == 0 else self._first_of_groups(moved, node)
+            if node.args[1] == 0:
+                return moved
+            columns, groups = int(value(moved).shape[1]), int(value(node).shape[1])
+            return self.call(aten.slice.Tensor, moved, 1, 0, columns, columns // groups)
         if name in REDUCTIONS or name in ("max", "min"):
             return self._first(node)
         sources = [source for source in node.all_input_nodes if source in self.inside or source in self.made]
@@ -86,10 +89,6 @@ class Replay:
             else:
                 moved = self.call(aten.select.int, moved, dim, 0)
         return moved
-
-    def _first_of_groups(self, moved: Node, scales: Node) -> Node:
-        columns, groups = int(value(moved).shape[1]), int(value(scales).shape[1])
-        return self.call(aten.slice.Tensor, moved, 1, 0, columns, columns // groups)
 
 
 def copies(nodes: Collection[Node]) -> bool:

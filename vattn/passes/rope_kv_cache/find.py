@@ -24,7 +24,7 @@ from vattn.passes.region_division import query_arithmetic
 from vattn.passes.region_moves import VIEWS
 from vattn.passes.region_precision import is_low
 from vattn.passes.rope_kv_cache.probe import Rotation, classify_rotation
-from vattn.passes.rope_kv_cache.region import same_computation
+from vattn.passes.rope_kv_cache.region import computed_from, same_computation
 
 ROPE_CHOICES = ("auto", "always", "never")
 """Values of the option `rope`: fuse where it pays on the device, wherever it is possible, or nowhere."""
@@ -87,9 +87,8 @@ def find_update(attention: Node) -> Node | None:
 
 
 def _attention_readers(cache: Node) -> Iterable[Node]:
-    ops = (torch.ops.vattn.attention.default,)
     for user in cache.users:
-        if user.args and user.args[0] in ops:
+        if user.args and user.args[0] is torch.ops.vattn.attention.default:
             yield user
         elif op_name(user.target) in VIEWS:
             yield from _attention_readers(user)
@@ -126,7 +125,7 @@ def find_rope(update: Node, attention: Node, choice: str) -> FoundRope | None:
         raise Refusal("query and key are rotated by different tables", query, near=True)
     if is_computed_from(query_past, update):
         raise Refusal("the query is computed from the updated cache", update, near=True)
-    dead = _between(query_rotation.source, query_past) | _between(key_rotation.source, key_past)
+    dead = computed_from(query_rotation.source, query_past) | computed_from(key_rotation.source, key_past)
     _check_escapes(dead, {update, attention}, {key: "the key", query: "the query"})
     _check_roundings(dead, query, rope)
     if query_rotation.scale is not None:
@@ -184,15 +183,6 @@ def _with_query(rope: RopeConfig, scale: Node, query: Node, past: list[Node], co
         raise Refusal(f"the query has {val.numel()} scales, the attention call one", query, near=True)
     arithmetic = query_arithmetic(rope.query_arithmetic, past, False, query)
     return replace(rope, query_arithmetic=arithmetic)
-
-
-def _between(source: Node, past: list[Node]) -> set[Node]:
-    """Return the nodes between a source and the end of its history."""
-    found = {source}
-    for node in past:
-        if can_run(node) and not found.isdisjoint(node.all_input_nodes):
-            found.add(node)
-    return found - {source}
 
 
 def _check_escapes(dead: set[Node], readers: set[Node], ends: dict[Node, str]) -> None:

@@ -73,14 +73,12 @@ class RotationRegion:
         source: the unrotated heads.
         end: the query or key.
         nodes: what to run, in order; without the source and the leaves.
-        dependent: nodes that depend on the source.
         leaves: tensors that are read from outside, in the order in which they are found.
     """
 
     source: Node
     end: Node
     nodes: tuple[Node, ...]
-    dependent: frozenset[Node]
     leaves: tuple[Node, ...]
 
 
@@ -93,16 +91,22 @@ def constants_of(past: Sequence[Node]) -> set[Node]:
     return found
 
 
+def computed_from(source: Node, past: Sequence[Node]) -> set[Node]:
+    """Return the nodes of a history that are computed from one of them."""
+    found = {source}
+    for node in past:
+        if can_run(node) and not found.isdisjoint(node.all_input_nodes):
+            found.add(node)
+    return found - {source}
+
+
 def region_between(source: Node, end: Node, past: Sequence[Node]) -> RotationRegion:
     """Extract the region from the history of its end.
 
     Raises:
         Refusal: the end does not depend on the source, or the region reads a tensor that is not float.
     """
-    dependent: set[Node] = set()
-    for node in past:
-        if node is not source and any(n is source or n in dependent for n in node.all_input_nodes) and can_run(node):
-            dependent.add(node)
+    dependent = computed_from(source, past)
     if end not in dependent:
         raise Refusal(f"{source.name} has no part in {end.name}", end)
     needed = ancestors([end], dependent.__contains__) & dependent
@@ -117,7 +121,7 @@ def region_between(source: Node, end: Node, past: Sequence[Node]) -> RotationReg
         if not isinstance(val, Tensor) or not (val.is_floating_point() or val.is_complex()):
             raise Refusal(f"the region reads {leaf.name}, which holds no floats", end)
     nodes = tuple(node for node in past if node in inside and node not in leaves)
-    return RotationRegion(source, end, nodes, frozenset(needed), tuple(leaves))
+    return RotationRegion(source, end, nodes, tuple(leaves))
 
 
 def _climb(node: Node, inside: set[Node], leaves: dict[Node, None], constants: set[Node]) -> None:
