@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -211,13 +212,12 @@ def _free_memory(device: str) -> int:
     return 256 << 20
 
 
-def _jobs(options: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
-    """Return prompts with their own options of Sampling."""
-    common = {
-        "max_new_tokens": options.max_new_tokens, "temperature": options.temperature, "top_k": options.top_k,
-        "top_p": options.top_p, "seed": options.seed, "stop_strings": tuple(options.stop),
-    }  # fmt: skip
-    Sampling(**common)
+def _jobs(options: argparse.Namespace) -> list[tuple[str, Sampling]]:
+    """Return prompts, each with its sampling."""
+    common = Sampling(
+        max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_k=options.top_k,
+        top_p=options.top_p, seed=options.seed, stop_strings=tuple(options.stop),
+    )  # fmt: skip
     jobs = [(prompt, common) for prompt in options.prompt]
     if options.file is not None:
         try:
@@ -232,28 +232,26 @@ def _jobs(options: argparse.Namespace) -> list[tuple[str, dict[str, Any]]]:
     return jobs
 
 
-def _job(line: str, where: str, common: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+def _job(line: str, where: str, common: Sampling) -> tuple[str, Sampling]:
     try:
         job = json.loads(line)
         if not isinstance(job, dict):
             raise TypeError(f"a line that holds {type(job).__name__}, no object")
-        own = dict(job)
-        prompt = own.pop("prompt")
+        prompt = job.pop("prompt")
         if not isinstance(prompt, str):
             raise TypeError("prompt is no text")
-        Sampling(**{**common, **own})
+        return prompt, replace(common, **job)
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"{where}: {type(error).__name__}: {error}",
             '{"prompt": "...", ...} with options of vattn.Sampling',
             "fix it",
         ) from error
-    return prompt, {**common, **own}
 
 
-def _add(generator: Generator, prompt: str, sampling: dict[str, Any]) -> Request | VattnError:
+def _add(generator: Generator, prompt: str, sampling: Sampling) -> Request | VattnError:
     try:
-        return generator.add(prompt, Sampling(**sampling))
+        return generator.add(prompt, sampling)
     except VattnError as error:
         return error
 

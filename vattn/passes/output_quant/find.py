@@ -14,10 +14,9 @@ from vattn.config.attention import AttentionConfig
 from vattn.passes import probe
 from vattn.passes import region_division as division
 from vattn.passes.inductor import rounds_every_operation
-from vattn.passes.output_quant import match
+from vattn.passes.output_quant.match import Classifier
 from vattn.passes.region import (
     AttentionNode,
-    Match,
     Refusal,
     Region,
     check_backend,
@@ -87,7 +86,10 @@ def find(attention: AttentionNode, names: Sequence[str]) -> Found:
 def _find_one(attention: AttentionNode, region: Region, quantised: Node, names: Sequence[str]) -> Found:
     with probe.isolated():
         inputs, nodes = _probed(region, quantised)
-        match = _classified(attention, region, quantised, nodes, inputs)
+        dtype, counts = attention.config.dtype, token_counts((*inputs.derived, *inputs.sizes, *nodes), region.output)
+        facts = ["output", dtype, f"rounds each {rounds_every_operation()}", f"tokens {counts}"]
+        key = region_fingerprint(region.output, (quantised, *inputs.scales), nodes, inputs, facts)
+        match = judged(key, nodes, quantised, Classifier(region, quantised, nodes, inputs, dtype).classify)
     match = division.as_generated(match, nodes, value(region.output).device, inputs.constants.values())
     codes = [nodes[index] for index in match.codes]
     scales = {nodes[index]: layout for index, layout in match.block_scales}
@@ -151,20 +153,6 @@ def _with_side_results(region: Region, needed: list[Node], inputs: probe.Inputs)
             chosen.add(node)
             known.add(node)
     return [node for node in region.nodes if node in chosen]
-
-
-def _classified(
-    attention: AttentionNode,
-    region: Region,
-    quantised: Node,
-    nodes: list[Node],
-    inputs: probe.Inputs,
-) -> Match:
-    counts = token_counts((*inputs.derived, *inputs.sizes, *nodes), region.output)
-    facts = ["output", attention.config.dtype, f"rounds each {rounds_every_operation()}", f"tokens {counts}"]
-    key = region_fingerprint(region.output, (quantised, *inputs.scales), nodes, inputs, facts)
-    classifier = match.Classifier(region, quantised, nodes, inputs, attention.config.dtype)
-    return judged(key, nodes, quantised, classifier.classify)
 
 
 def _dead_nodes(region: Region, replaced: set[Node]) -> set[Node]:
