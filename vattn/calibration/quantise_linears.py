@@ -138,7 +138,7 @@ def _left(root: nn.Module, found: dict[str, nn.Linear], skip: tuple[str, ...]) -
     for pattern in skip:
         same = [name for name in found if fnmatch(name, pattern) or name.rpartition(".")[2] == pattern]
         if not same:
-            names = ", ".join([*found][:8]) + ", ..." * (len(found) > 8)
+            names = ", ".join([*found][:8]) + (f" and {len(found) - 8} more" if len(found) > 8 else "")
             raise ConfigError(f"skip={pattern!r}, which no linear layer is called", names, "check the pattern")
         left.update(dict.fromkeys(same, "left: skip"))
     return left

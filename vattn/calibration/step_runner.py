@@ -102,6 +102,12 @@ def _no_cache(model: nn.Module) -> ConfigError:
         return ConfigError(
             f"the {type(model).__name__} that enable() was called with", "what enable() returned", "pass that instead"
         )
+    if callable(getattr(model, "prepare_inputs_for_generation", None)):
+        return ConfigError(
+            f"a {type(model).__name__} that is not on vattn",
+            "a model on vattn, with a cache",
+            "pass what vattn.integrations.transformers.enable(model, memory='1GiB') returns",
+        )
     if any(isinstance(layer, MLAAttention) for layer in model.modules()):
         return ConfigError(
             f"a {type(model).__name__} with latent attention",
@@ -110,6 +116,6 @@ def _no_cache(model: nn.Module) -> ConfigError:
         )
     return ConfigError(
         f"{type(model).__name__} without a bound KV cache",
-        "attention layers of vattn with one",
-        "vattn.allocate_kv_cache(model, ...); for transformers, what enable(model, memory='1GiB') returns",
+        "attention layers with one",
+        "call vattn.allocate_kv_cache(model, ...) first",
     )
