@@ -9,7 +9,7 @@ refused there, before anything is changed.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from vattn.integrations.transformers.checkpoint_scales import (
 from vattn.integrations.transformers.fp8_checkpoint import load_fp8_linears as load_fp8_linears
 from vattn.integrations.transformers.observe import AttentionCall, observe, set_attention
 from vattn.integrations.transformers.packed_model import PackedCache, PackedModel
+from vattn.integrations.transformers.prove import Proof
 from vattn.integrations.transformers.replaced_forwards import replace_forwards, replaced_modules, restore_forwards
 from vattn.integrations.transformers.rope_frequencies import fix_frequencies, restore_frequencies
 from vattn.layers import QuantConfig
@@ -52,6 +53,7 @@ def enable(
     rope_length: int | None = None,
     num_blocks: int | None = None,
     memory: int | str | None = None,
+    prove: bool = True,
 ) -> PackedModel:
     """Put the attention of a transformers model on vattn, in place.
 
@@ -73,6 +75,9 @@ def enable(
         rope_length: the longest request, for models whose RoPE frequencies go by the length of the sequence
             (`longrope`, `dynamic`): all get the frequencies that the model has for a sequence of so many tokens.
         num_blocks, memory: allocate the paged cache too; see `vattn.allocate_kv_cache`. Neither: allocate it later.
+        prove: run two requests of 21 and 4 tokens by the model itself and on vattn, with a small cache in the model's
+            dtype, and refuse the model if they differ. `False` saves four runs of the model; a model that vattn
+            misunderstands then gives wrong results without an error.
 
     Returns:
         The model as a function of packed tokens. The model itself has changed too: every attention module has a
@@ -107,6 +112,7 @@ def enable(
         batch_invariant=batch_invariant,
         merge_projections=merge_projections,
         vattn_linears=vattn_linears,
+        prove=prove,
     )
     if cache_config is not None and not isinstance(cache_config, CacheConfig):
         raise ConfigError(f"cache_config={cache_config!r}", "vattn.CacheConfig(...)", "CacheConfig(cache_dtype=...)")
@@ -135,19 +141,23 @@ def enable(
         }
         check_skip_layers(layers, whole=True)
         for name, layer in layers.items():
-            module = calls[name].module
-            device = next(module.parameters()).device
-            layer.resolve_config(model.dtype, device)
-            module.add_module(NAME, layer.to(device))
+            layer.resolve_config(model.dtype, next(calls[name].module.parameters()).device)
+        modules = {name: call.module for name, call in calls.items()}
+        proof = Proof(model, modules, rope_length, seen.first_position) if prove else None
         replaced = bool(replaced_modules(model))
         register()
         replace_forwards(model, attend)
+        set_attention(model, REPLACED if replaced else NAME)
+        packed = PackedModel(model, rope_length, seen.first_position)
+        if proof is not None:
+            plain, backend = plain_cache(cache_config), attn_backend if stores_plainly(cache_config) else None
+            install(modules, {n: _layer(call, n, plain, None, backend, batch_invariant) for n, call in calls.items()})
+            proof.check(packed, plain.block_size)
+        install(modules, layers)
         if merge_projections:
             linears.merge_projections(model)
         if vattn_linears:
             linears.replace_linears(model)
-        set_attention(model, REPLACED if replaced else NAME)
-        packed = PackedModel(model, rope_length, seen.first_position)
         if num_blocks is not None or memory is not None:
             packed.allocate(num_blocks=num_blocks, memory=memory)
     except BaseException:
@@ -191,6 +201,23 @@ def disable(model: nn.Module) -> None:
     restore_frequencies(frequencies)
     for packed in inner.__dict__.pop("_vattn_packed", ()):
         packed.enabled = False
+
+
+def install(modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]) -> None:
+    """Give every attention module its layer, on its device, in place of the one that it has."""
+    for name, module in modules.items():
+        module._modules.pop(NAME, None)
+        module.add_module(NAME, layers[name].to(next(module.parameters()).device))
+
+
+def stores_plainly(config: CacheConfig | None) -> bool:
+    """Return whether a cache holds keys and values in the model's dtype."""
+    return config is None or config.cache_dtype == "auto"
+
+
+def plain_cache(config: CacheConfig | None) -> CacheConfig:
+    """Return the cache for a proof: blocks as they are configured, keys and values in the model's dtype."""
+    return CacheConfig() if config is None else CacheConfig(config.block_size, kv_cache_layout=config.kv_cache_layout)
 
 
 def check_quant_config(quant_config: object) -> None:

@@ -11,15 +11,24 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from vattn.calibration.calibrate import check_switches
 from vattn.calibration.fp8_saving import own_config
 from vattn.config.attention import CacheConfig
 from vattn.errors import UnsupportedRequestError
-from vattn.integrations.transformers import check_model, check_quant_config, disable
+from vattn.integrations.transformers import (
+    check_model,
+    check_quant_config,
+    disable,
+    install,
+    plain_cache,
+    stores_plainly,
+)
 from vattn.integrations.transformers.attention_interface import NAME, attend, no_mask
 from vattn.integrations.transformers.available import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
 from vattn.integrations.transformers.checkpoint_scales import remove_cache_hooks
 from vattn.integrations.transformers.observe import AttentionCall, observe, set_attention
 from vattn.integrations.transformers.packed_model import PackedCache, PackedModel
+from vattn.integrations.transformers.prove import Proof
 from vattn.integrations.transformers.rope_frequencies import fix_frequencies
 from vattn.layers import MLAAttention, QuantConfig
 from vattn.metadata import forward_context as context
@@ -49,6 +58,7 @@ def enable_latent_attention(
     attn_backend: str | None = None,
     num_blocks: int | None = None,
     memory: int | str | None = None,
+    prove: bool = True,
 ) -> PackedModel:
     """Put the latent attention of a transformers model on vattn, in place; `disable` takes it off again.
 
@@ -56,6 +66,7 @@ def enable_latent_attention(
         model: a causal language model of transformers in eval mode, such as DeepSeek-V2, DeepSeek-V3 and Kimi-K2.
         cache_config, quant_config, attn_backend: of every `vattn.MLAAttention`.
         num_blocks, memory: allocate the paged cache too; see `vattn.allocate_kv_cache`. Neither: allocate it later.
+        prove: as in `enable`.
 
     Returns:
         The model as a function of packed tokens.
@@ -84,6 +95,7 @@ def enable_latent_attention(
         torch.Size([5, 64])
     """
     check_model(model)
+    check_switches(prove=prove)
     check_quant_config(quant_config)
     own_config(model)
     frequencies = fix_frequencies(model, None)
@@ -93,33 +105,46 @@ def enable_latent_attention(
         seen = observe(model, PackedCache())
         modules = _latent_modules(model)
         _check_calls(seen.calls, modules)
-        for name, module in modules.items():
-            layer = MLAAttention(
-                module.num_heads,
-                float(module.scaling),
-                module.qk_nope_head_dim,
-                module.qk_rope_head_dim,
-                module.v_head_dim,
-                module.q_lora_rank,
-                module.kv_lora_rank,
-                module.kv_b_proj,
-                cache_config,
-                quant_config,
-                prefix=name,
-                attn_backend=attn_backend,
-            )
-            module.add_module(NAME, layer.to(module.kv_b_proj.weight.device))
+        layers = {n: _layer(module, n, cache_config, quant_config, attn_backend) for n, module in modules.items()}
+        for name, layer in layers.items():
+            layer.resolve_config(model.dtype, modules[name].kv_b_proj.weight.device)
+        proof = Proof(model, modules, first_position=seen.first_position) if prove else None
+        for module in modules.values():
             module.expand_kv = types.MethodType(_expand_kv, module)
         ALL_ATTENTION_FUNCTIONS.register(LATENT, attend_latents)
         ALL_MASK_ATTENTION_FUNCTIONS.register(LATENT, no_mask)
         set_attention(model, LATENT)
         packed = PackedModel(model, first_position=seen.first_position)
+        if proof is not None:
+            plain, backend = plain_cache(cache_config), attn_backend if stores_plainly(cache_config) else None
+            install(modules, {n: _layer(module, n, plain, None, backend) for n, module in modules.items()})
+            proof.check(packed, plain.block_size)
+        install(modules, layers)
         if num_blocks is not None or memory is not None:
             packed.allocate(num_blocks=num_blocks, memory=memory)
     except BaseException:
         disable(model)
         raise
     return packed
+
+
+def _layer(
+    module: Any, name: str, cache_config: CacheConfig | None, quant_config: QuantConfig | None, attn_backend: str | None
+) -> MLAAttention:
+    return MLAAttention(
+        module.num_heads,
+        float(module.scaling),
+        module.qk_nope_head_dim,
+        module.qk_rope_head_dim,
+        module.v_head_dim,
+        module.q_lora_rank,
+        module.kv_lora_rank,
+        module.kv_b_proj,
+        cache_config,
+        quant_config,
+        prefix=name,
+        attn_backend=attn_backend,
+    )
 
 
 def _latent_modules(model: Any) -> dict[str, Any]:
