@@ -65,7 +65,7 @@ class DifferentialAttention(Attention):
     A dict with these names can be passed as `**differential_flash_attention_config`.
 
     Raises:
-        ConfigError: an odd head count, missing lambdas, or a cache without pairs (HND, packed formats).
+        ConfigError: an odd head count, lambdas that are no numbers, or a cache without pairs (HND, packed formats).
         ShapeError: a lambda of another length.
 
     Every call computes lambda on the device from the current vectors, so reloaded weights take effect at once, in
@@ -92,13 +92,13 @@ class DifferentialAttention(Attention):
         head_size: int,
         scale: float,
         num_kv_heads: int | None = None,
-        lambda_q1: Tensor | Sequence[float] | None = None,
-        lambda_k1: Tensor | Sequence[float] | None = None,
-        lambda_q2: Tensor | Sequence[float] | None = None,
-        lambda_k2: Tensor | Sequence[float] | None = None,
-        lambda_init: float | None = None,
-        subln: nn.Module | None = None,
         *,
+        lambda_q1: Tensor | Sequence[float],
+        lambda_k1: Tensor | Sequence[float],
+        lambda_q2: Tensor | Sequence[float],
+        lambda_k2: Tensor | Sequence[float],
+        lambda_init: float,
+        subln: nn.Module | None = None,
         prefix: str = "",
         **arguments: Any,
     ) -> None:
@@ -113,14 +113,7 @@ class DifferentialAttention(Attention):
         self._odd_ops: dict[StepKind, str] = {}
         half_of(self._request_config(torch.bfloat16), "even")
 
-    def _register_lambdas(self, vectors: dict[str, Any], lambda_init: float | None) -> None:
-        missing = [name for name, given in {**vectors, "lambda_init": lambda_init}.items() if given is None]
-        if missing:
-            raise ConfigError(
-                f"layer {self.prefix!r} without {', '.join(missing)}",
-                "four vectors of head_size entries and lambda_init",
-                "pass them, or use vattn.Attention for attention without a difference",
-            )
+    def _register_lambdas(self, vectors: dict[str, Any], lambda_init: float) -> None:
         if isinstance(lambda_init, bool) or not isinstance(lambda_init, (int, float)) or not 0 <= lambda_init < 1:
             raise ConfigError(
                 f"lambda_init={lambda_init!r}", "a number from 0 to below 1", "vattn.differential_lambda_init(depth)"

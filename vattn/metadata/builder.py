@@ -108,9 +108,7 @@ class AttentionMetadataBuilder:
         self.max_num_tokens = max_num_tokens = _capacity("max_num_tokens", max_num_tokens)
         self.max_seq_len = max_seq_len = _capacity("max_seq_len", max_seq_len)
         if block_size is not None:
-            block_size = read_count(
-                "block_size", block_size, 1, "leave it out, or pass that of the layers' CacheConfig"
-            )
+            block_size = read_count("block_size", block_size, 1, "leave it out for that of the layers' CacheConfig")
         self.decode_threshold = _capacity("decode_threshold", decode_threshold)
         max_encoder_len = _capacity("max_encoder_len", max_encoder_len, 0)
         if context_parallel is not None and not isinstance(context_parallel, ContextParallel):

@@ -1,6 +1,7 @@
 """Encode and decode every storage format of `vattn.quantization.formats`, in plain torch ops on any device.
 
-Bit-exact to the stated layout, free of syncs and traceable by `torch.compile`. **Dequantised = stored * scale**.
+Bit-exact to the stated layout, free of syncs and traceable by `torch.compile`. Callers have checked shapes and scales.
+**Dequantised = stored * scale**.
 
 Rules that hold for every format:
 
@@ -17,14 +18,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vattn.errors import ScaleError, ShapeError
 from vattn.quantization.formats import (
     FP4_E2M1_MAX,
     FP8_E4M3_MAX,
     KV_FORMATS,
     NVFP4_GROUP_SIZE,
     OUTPUT_FORMATS,
-    KVFormat,
     OutputFormat,
 )
 
@@ -46,25 +45,7 @@ def divide(x: Tensor, divisor: float) -> Tensor:
 
 def _over_heads(scale: Tensor, num_heads: int) -> Tensor:
     """Reshape one value or one per head to broadcast over `[..., num_heads, width]`."""
-    if scale.numel() == 1:
-        return scale.reshape(())
-    if scale.numel() != num_heads:
-        raise ScaleError(
-            f"a scale of {scale.numel()} values for {num_heads} KV heads",
-            "1 value or one per KV head",
-            "check its shape",
-        )
-    return scale.reshape(num_heads, 1)
-
-
-def _kv_format(name: str, scale: Tensor | None) -> KVFormat:
-    """Return a format; a quantised one needs a scale, a plain one has none."""
-    fmt = KV_FORMATS[name]
-    if fmt.quantised and scale is None:
-        raise ScaleError(f"format {name} without a scale", "1 value or one per KV head", "pass torch.ones(1) for unit")
-    if not fmt.quantised and scale is not None:
-        raise ScaleError(f"format {name} with a scale", "no scale for a plain format", "pass scale=None")
-    return fmt
+    return scale.reshape(()) if scale.numel() == 1 else scale.reshape(num_heads, 1)
 
 
 def encode_kv(x: Tensor, fmt_name: str, scale: Tensor | None = None) -> Tensor:
@@ -78,16 +59,13 @@ def encode_kv(x: Tensor, fmt_name: str, scale: Tensor | None = None) -> Tensor:
     Returns:
         Tensor of the format's `value_dtype` (view it as `storage_dtype` for the raw storage).
 
-    Raises:
-        ScaleError: the scale is missing, not allowed or of the wrong size.
-
     Example:
         >>> import torch
         >>> stored = encode_kv(torch.tensor([[[1.0, 1000.0]]]), "fp8_e4m3", torch.tensor([0.5]))
         >>> decode_kv(stored, "fp8_e4m3", torch.tensor([0.5]))
         tensor([[[  1., 224.]]])
     """
-    fmt = _kv_format(fmt_name, scale)
+    fmt = KV_FORMATS[fmt_name]
     if x.dtype == fmt.value_dtype:
         return x
     if scale is None:
@@ -97,12 +75,8 @@ def encode_kv(x: Tensor, fmt_name: str, scale: Tensor | None = None) -> Tensor:
 
 
 def decode_kv(stored: Tensor, fmt_name: str, scale: Tensor | None = None) -> Tensor:
-    """Return the fp32 values of stored keys or values `[..., K, D]`; `stored` may be viewed as `uint8`.
-
-    Raises:
-        ScaleError: the scale is missing, not allowed or of the wrong size.
-    """
-    fmt = _kv_format(fmt_name, scale)
+    """Return the fp32 values of stored keys or values `[..., K, D]`; `stored` may be viewed as `uint8`."""
+    fmt = KV_FORMATS[fmt_name]
     values = stored.view(fmt.value_dtype).float() if fmt.quantised else stored.float()
     return values if scale is None else values * _over_heads(scale, stored.shape[-2])
 
@@ -204,12 +178,6 @@ def _multiplies(arithmetic: str) -> bool:
 
 def _grouped(input: Tensor, group_size: int) -> Tensor:
     """View `[T, N]` as fp32 `[T, N // group_size, group_size]`."""
-    if input.ndim != 2 or input.shape[1] % group_size:
-        raise ShapeError(
-            f"input of shape {tuple(input.shape)} in groups of {group_size} columns",
-            f"[T, N] with N a multiple of {group_size}",
-            "choose another group size or pad the columns",
-        )
     return input.float().reshape(input.shape[0], input.shape[1] // group_size, group_size)
 
 
@@ -312,15 +280,8 @@ def quantise_output(
         output_block_scale: of shape `fmt.block_scale_shape(T, H * V)`; written whole, padding included.
         output_scale: fp32, one value, for formats with a static scale.
         arithmetic, min_scale: `output_arithmetic` and `output_min_scale` of `vattn.AttentionConfig`.
-
-    Raises:
-        ScaleError: a scale tensor that the format needs is missing.
     """
     fmt = _format(fmt)
-    if fmt.static_scale and output_scale is None:
-        raise ScaleError(f"output_format {fmt.name} without output_scale", "an fp32 tensor of 1 value", "pass it")
-    if fmt.block_scale_dtype is not None and output_block_scale is None:
-        raise ScaleError(f"output_format {fmt.name} without output_block_scale", "a tensor to write into", "pass it")
     if fmt.container is None:
         output.copy_(x)
         return
@@ -358,23 +319,17 @@ def dequantise_output(
     output_block_scale: Tensor | None = None,
     output_scale: Tensor | None = None,
 ) -> Tensor:
-    """Return the fp32 values `[T, H, V]` of an attention output.
-
-    Raises:
-        ScaleError: a scale tensor that the format needs is missing.
-    """
+    """Return the fp32 values `[T, H, V]` of an attention output."""
     fmt = _format(fmt)
     if fmt.container is None:
         return output.float()
     num_tokens, num_heads = output.shape[:2]
     if fmt.container is torch.uint8:
-        if output_block_scale is None or output_scale is None:
-            raise ScaleError(f"output_format {fmt.name} without its scales", "both scales", "pass them")
+        assert output_block_scale is not None and output_scale is not None
         rows = dequant_nvfp4(output.flatten(1), output_block_scale, output_scale, fmt.swizzled)
         return rows.view(num_tokens, num_heads, 2 * output.shape[2])
     scale = output_scale if fmt.static_scale else output_block_scale
-    if scale is None:
-        raise ScaleError(f"output_format {fmt.name} without its scale", "the scale that it was written with", "pass it")
+    assert scale is not None
     if fmt.static_scale:
         return output.float() * scale.reshape(())
     rows = output.flatten(1).float().unflatten(1, (scale.shape[1], -1))
