@@ -20,7 +20,7 @@ from vattn.ops.reference import attention as reference
 from vattn.ops.reference.attention import held_positions
 from vattn.ops.reference.mask import visible_mask
 from vattn.quantization.codecs import dequantise_output, encode_kv, encode_query, load_query
-from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
+from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, OutputFormat
 
 GARBAGE_BYTE = 0xFF
 """Repeated, it is NaN in every float format that vattn stores."""
@@ -381,17 +381,18 @@ def _query(
     return torch.cat([query, padding]), queries, q_scale
 
 
+def poisoned_outputs(fmt: OutputFormat, shape: Sequence[int], dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+    """Return output and block scales of a format for values `[T, H, V]`, full of garbage."""
+    return tuple(map(poisoned_like, fmt.allocate(torch.empty(tuple(shape)), shape[2], dtype)))  # type: ignore[return-value]
+
+
 def _outputs(config: AttentionConfig, num_tokens: int) -> dict[str, Any]:
     """Make garbage-filled outputs, and the static output scale."""
     fmt = OUTPUT_FORMATS[config.output_format]
-    columns = fmt.output_columns(config.head_size_v)
-    shape = fmt.block_scale_shape(num_tokens, config.num_heads * config.head_size_v)
-    scales = None
-    if shape is not None and fmt.block_scale_dtype is not None:
-        scales = poisoned_empty(shape[::-1] if fmt.column_major else shape, fmt.block_scale_dtype)
-        scales = scales.t() if fmt.column_major else scales
+    shape = (num_tokens, config.num_heads, config.head_size_v)
+    output, scales = poisoned_outputs(fmt, shape, MODEL_DTYPES[config.dtype])
     return {
-        "output": poisoned_empty((num_tokens, config.num_heads, columns), fmt.container or MODEL_DTYPES[config.dtype]),
+        "output": output,
         "output_block_scale": scales,
         "lse": poisoned_empty((num_tokens, config.num_heads), torch.float32) if config.lse else None,
         "output_scale": torch.tensor([0.0113]) if fmt.static_scale else None,

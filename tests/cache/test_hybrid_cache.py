@@ -37,6 +37,9 @@ BLOCK = 8
 FULL, WINDOW = FullAttentionSpec(2, 64), SlidingWindowSpec(2, 64, sliding_window=1024)
 
 
+KINDS = [(FullAttentionSpec, {}), (SlidingWindowSpec, {"sliding_window": 32})]
+
+
 def named(*specs):
     return {f"layers.{index}": spec for index, spec in enumerate(specs)}
 
@@ -79,6 +82,8 @@ def test_storages_in_bytes_are_padded_to_share_them():
     assert grouping.bytes_per_block == 4 * wide.page_size_bytes
     assert {spec.page_size_bytes for group in grouping.groups for spec in group.specs} == {wide.page_size_bytes}
     assert grouping.waste > 0
+    packed = [cls(2, 64, kv_cache_dtype="int8_per_token_head", **window) for cls, window in KINDS for _ in range(2)]
+    assert len(group_layers(named(*packed)).page_types) == 2
     alone = group_layers(named(wide, narrow.__class__(2, 64, sliding_window=1024)))
     assert len(alone.page_types) == 2, "a typed storage is not padded"
 
@@ -105,6 +110,8 @@ SPECS = st.one_of(
     st.builds(lambda v: SlidingWindowSpec(2, 64, v, sliding_window=16), st.sampled_from([32, 48])),
     st.builds(lambda c: ChunkedLocalAttentionSpec(2, 64, attention_chunk_size=c), st.sampled_from([32, 2048])),
     st.just(CrossAttentionSpec(2, 64)),
+    st.just(FullAttentionSpec(2, 64, kv_cache_dtype="int8_per_token_head")),
+    st.just(SlidingWindowSpec(2, 64, kv_cache_dtype="int8_per_token_head", sliding_window=16)),
     st.just(SinkFullAttentionSpec(2, 64, sink_len=32)),
 )
 

@@ -303,34 +303,18 @@ def test_skipped_layers_that_are_not_there_are_told(prefixes, skip, text, never)
 
 
 def test_a_whole_model_refuses_skipped_layers_that_it_lacks() -> None:
-    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("transformers")
+    from tests.integrations.hf_families import make_model
     from vattn.integrations.transformers import enable
 
-    sizes = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 32}
-    config = transformers.LlamaConfig(**sizes, num_hidden_layers=2, num_attention_heads=2)
-    model = transformers.LlamaForCausalLM(config).eval()
+    def config(*skip: str) -> CacheConfig:
+        return CacheConfig(cache_dtype="int8_per_token_head", kv_cache_dtype_skip_layers=skip)
+
+    model = make_model("llama")
     with pytest.raises(ConfigError, match=r"entries '9'.*numbers 0, 1"):
-        enable(
-            model, cache_config=CacheConfig(cache_dtype="int8_per_token_head", kv_cache_dtype_skip_layers=("0", "9"))
-        )
-    packed = enable(
-        model, cache_config=CacheConfig(cache_dtype="int8_per_token_head", kv_cache_dtype_skip_layers=("0",))
-    )
-    cache = packed.allocate(num_blocks=3)
+        enable(model, cache_config=config("0", "9"))
+    cache = enable(model, cache_config=config("0")).allocate(num_blocks=3)
     assert [each.spec.kv_cache_dtype for each in cache.layers] == ["float32", "int8_per_token_head"]
-
-
-def test_groups_of_window_layers_share_packed_storages() -> None:
-    def make(index: int) -> vattn.Attention:
-        window = None if index % 2 == 0 else 32
-        return vattn.Attention(
-            4, 64, 0.125, 2, prefix=f"layers.{index}", per_layer_sliding_window=window,
-            cache_config=CacheConfig(cache_dtype="int8_per_token_head"),
-        )  # fmt: skip
-
-    model = torch.nn.ModuleList(make(i) for i in range(4))
-    cache = vattn.allocate_kv_cache(model, num_blocks=6, dtype=torch.float32, hybrid=True)
-    assert len(cache.groups) == 2 and len(cache.kv_caches) == 2
 
 
 def test_a_storage_of_another_format_is_refused() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.support import poisoned_empty, relative_l2
+from tests.support import poisoned_outputs, relative_l2
 from vattn.quantization import codecs as qz
 from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
 
@@ -308,16 +308,8 @@ def test_nvfp4_groups_of_zeros_underflow_overflow_and_nan() -> None:
 
 
 def new_output(name: str, shape: tuple[int, int, int]) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    fmt, (tokens, heads, width) = OUTPUT_FORMATS[name], shape
-    output = poisoned_empty((tokens, heads, fmt.output_columns(width)), fmt.container or torch.bfloat16)
-    scale_shape = fmt.block_scale_shape(tokens, heads * width)
-    if scale_shape is None or fmt.block_scale_dtype is None:
-        scales = None
-    elif fmt.column_major:
-        scales = poisoned_empty(scale_shape[::-1], fmt.block_scale_dtype).t()
-    else:
-        scales = poisoned_empty(scale_shape, fmt.block_scale_dtype)
-    return output, scales, torch.tensor([0.0113]) if fmt.static_scale else None
+    fmt = OUTPUT_FORMATS[name]
+    return *poisoned_outputs(fmt, shape, torch.bfloat16), torch.tensor([0.0113]) if fmt.static_scale else None
 
 
 @pytest.mark.usefixtures("poisoned_allocations")
