@@ -124,23 +124,6 @@ def test_launching_a_step_waits_for_nothing() -> None:
         assert requests[0].output == requests[2].output and requests[1].output == requests[3].output
 
 
-def test_processors_that_fail_on_the_device_stay_alone() -> None:
-    packed = enable(make_model("llama").cuda(), num_blocks=64)
-    generator = vattn.Generator(packed, max_num_reqs=4, max_seq_len=128, compile="none")
-
-    def nothing_left(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        return torch.full_like(scores, -torch.inf)
-
-    def raising(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        raise ValueError("of the user")
-
-    fine = vattn.Sampling(8, stop_token_ids=())
-    wrong = [vattn.Sampling(8, temperature=1.0, logits_processors=(process,)) for process in (nothing_left, raising)]
-    done = generator.generate([PROMPTS[1]] * 4, [fine, *wrong, fine])
-    assert [request.state for request in done] == ["finished", "failed", "failed", "finished"]
-    assert done[0].output == done[3].output and generator.scheduler.pool.num_used == 0
-
-
 def graph_count() -> int:
     return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
 

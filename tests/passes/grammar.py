@@ -6,7 +6,6 @@ What a form means is found by running it (`meaning`), with inputs and references
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -110,13 +109,6 @@ def around(
                 form = make(*base[:place], choice, *base[place + 1 :])
                 forms.append(replace(form, name=f"{title}, {kind}: {choice}"))
     return {form.name: form for form in forms}
-
-
-def sampled(parts: dict[str, dict[str, Any]], make: Callable[..., Form], count: int, seed: int) -> dict[str, Form]:
-    """Return random forms that run."""
-    rng = random.Random(seed)
-    forms = [make(*(rng.choice(list(choices)) for choices in parts.values())) for _ in range(count)]
-    return {form.name: form for form in forms if valid(form)}
 
 
 def valid(form: Form) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -125,17 +124,3 @@ def test_library(library: str) -> None:
     if why:
         pytest.skip(why)
     assert any(name.startswith(f"{library}: ") for name in FORMS)
-
-
-@pytest.mark.long
-def test_random_forms() -> None:
-    seed, outcomes = int(os.environ.get("VATTN_FUZZ_SEED", "1")), {}
-    forms = {
-        **grammar.sampled(grammar.STATIC_PARTS, grammar.static_form, 150, seed),
-        **grammar.sampled(grammar.DYNAMIC_PARTS, grammar.dynamic_form, 150, seed),
-    }
-    for start in range(0, len(forms), BUNDLE):
-        report, wrong = check(list(forms.values())[start : start + BUNDLE], ([3, 4], [5, 1, 2], [16]))
-        assert not wrong, "\n".join(wrong)
-        outcomes |= {name: node.outcome for name, node in report.items()}
-    assert 10 < sum(outcome == "fused" for outcome in outcomes.values()) < len(outcomes)
