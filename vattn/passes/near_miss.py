@@ -122,7 +122,7 @@ def first_difference(nodes: Sequence[Node], output: Node, seen: Sequence[Sample]
                 return node
             continue
         if op_name(node.target) in _SCALING and not any(scaled[source] for source in data) and len(data) == 1:
-            scaled[node] = not _unchanged(node, data[0], seen)
+            scaled[node] = not all(same_bits(_values(run, node), _values(run, data[0])) for run in seen)
             scaling = node if scaled[node] else scaling
         elif _is_step(node, data[0], seen):
             scaled[node] = any(scaled[source] for source in data)
@@ -145,10 +145,6 @@ def _is_odd_scale(node: Node, made: Tensor, reduces: bool, rows: Tensor) -> bool
 
 def _values(sample: Sample, node: Node) -> Tensor:
     return sample.values[node].float().flatten()
-
-
-def _unchanged(node: Node, source: Node, seen: Sequence[Sample]) -> bool:
-    return all(same_bits(_values(sample, node), _values(sample, source)) for sample in seen)
 
 
 def _is_step(node: Node, source: Node, seen: Sequence[Sample]) -> bool:

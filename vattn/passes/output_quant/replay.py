@@ -10,7 +10,7 @@ import torch
 from torch.fx import Node
 
 from vattn.passes.region import Refusal, op_name, same_shape, same_size, value
-from vattn.passes.region_moves import COPIES, MOVES, REDUCTIONS, RESHAPES, reduced_dims
+from vattn.passes.region_moves import MOVES, REDUCTIONS, RESHAPES, reduced_dims
 
 aten = torch.ops.aten
 Call = Callable[..., Node]
@@ -89,11 +89,6 @@ class Replay:
             else:
                 moved = self.call(aten.select.int, moved, dim, 0)
         return moved
-
-
-def copies(nodes: Collection[Node]) -> bool:
-    """Return whether moves of a region do more than view."""
-    return any(op_name(node.target) in COPIES - {"clone"} for node in nodes)
 
 
 def token_slices(node: Node, output: Node, inside: Collection[Node]) -> list[tuple[Any, ...]] | None:
