@@ -152,11 +152,10 @@ def _runs(
     found: dict[str, tuple[str, Callable[[AttentionMetadata], None]]] = {}
     left_out = []
     for layer in model.modules():
-        if not isinstance(layer, BoundCache):
+        if not isinstance(layer, BoundCache) or layer.kv_sharing_target_layer_name is not None:
             continue
-        if type(layer).forward is not Attention.forward or layer.kv_sharing_target_layer_name is not None:
-            if layer.kv_sharing_target_layer_name is None:
-                left_out.append(layer.prefix or type(layer).__name__)
+        if type(layer).forward is not Attention.forward:
+            left_out.append(layer.prefix or type(layer).__name__)
             continue
         dtype = torch.float32 if layer.config is None else MODEL_DTYPES[layer.config.dtype]
         check_bound(layer, "query", torch.empty(0, dtype=dtype))

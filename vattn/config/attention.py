@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from vattn.config import encoding
-from vattn.config.arguments import integer
+from vattn.config.arguments import integer, read_count
 from vattn.config.dcp import DCPShard, check_shard, shard_of
 from vattn.config.encoding import check as _check
 from vattn.quantization.formats import (
@@ -425,7 +425,6 @@ def boundary_layers(num_layers: int, keep: int = 2) -> tuple[str, ...]:
         ('0', '1', '30', '31')
     """
     for name, value, least in (("num_layers", num_layers, 1), ("keep", keep, 0)):
-        valid = isinstance(value, int) and not isinstance(value, bool) and value >= least
-        _check(valid, f"{name}={value!r}", f"an int >= {least}", "count the layers of the model")
+        read_count(name, value, least, "count the layers of the model")
     keep = min(keep, num_layers // 2)
     return tuple(str(index) for index in (*range(keep), *range(num_layers - keep, num_layers)))

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from vattn.config.arguments import check_seconds
+from vattn.config.arguments import check_seconds, read_count
 from vattn.config.dcp import MAX_PERIOD, DCPShard
 from vattn.distributed.rendezvous import confirm, meet, refuse
 from vattn.errors import ConfigError, RankError, UnknownOptionError, VattnError
@@ -67,10 +67,8 @@ class ContextParallel:
     timeout: float = field(default=30.0, compare=False)
 
     def __post_init__(self) -> None:
-        numbers = {"rank": self.rank, "world_size": self.world_size, "interleave": self.interleave}
-        for name, value in numbers.items():
-            if not isinstance(value, int) or isinstance(value, bool) or value < (0 if name == "rank" else 1):
-                raise ConfigError(f"{name}={value!r}", "a positive int; ranks from 0", "use ContextParallel.of(group)")
+        for name, least in (("rank", 0), ("world_size", 1), ("interleave", 1)):
+            read_count(name, getattr(self, name), least, "use ContextParallel.of(group)")
         if self.rank >= self.world_size or self.world_size * self.interleave > MAX_PERIOD:
             raise ConfigError(
                 f"rank={self.rank}, world_size={self.world_size}, interleave={self.interleave}",

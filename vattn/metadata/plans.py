@@ -65,7 +65,8 @@ def all_layers(layers: nn.Module | Iterable[nn.Module | AttentionConfig]) -> lis
                 "pass the model itself",
             )
     found = [part for layer in given for part in (layer.modules() if isinstance(layer, nn.Module) else [layer])]
-    if given and all(isinstance(part, nn.Module) and not hasattr(part, "get_kv_cache_spec") for part in found):
+    has = [name for part in found for name in ("bind_kv_cache", "get_kv_cache_spec") if hasattr(part, name)]
+    if given and not has and all(isinstance(part, nn.Module) for part in found):
         kinds = ", ".join(sorted({type(layer).__name__ for layer in given}))
         raise ConfigError(
             f"layers of type {kinds:.80}, without any attention layer of vattn",

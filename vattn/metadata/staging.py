@@ -30,7 +30,7 @@ class StepBuffers:
         self.block_tables = [zeros(limits.num_reqs, limits.table_width) for _ in range(limits.tables)]
         self.slot_mapping, self.block_table = self.slot_mappings[0], self.block_tables[0]
         self.entries = zeros(2 * limits.num_reqs, dtype=torch.int64)
-        self.cross_block_table = zeros(limits.num_reqs, limits.cross_table_width)
+        self.cross_block_table = zeros(limits.num_reqs, -(-limits.encoder_len // limits.block_size))
         self.mm_ranges = zeros(limits.num_reqs, limits.mm_ranges, 2)
         self.tree_bias = zeros(limits.trees * limits.tree_size**2, dtype=torch.float32)
 

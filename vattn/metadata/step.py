@@ -36,11 +36,6 @@ class Limits:
         """Columns of the block table, the same on every rank."""
         return -(-most_held(self.dcp_shard, self.seq_len) // self.block_size)
 
-    @property
-    def cross_table_width(self) -> int:
-        """Columns of the block table of encoder states."""
-        return -(-self.encoder_len // self.block_size)
-
 
 @dataclass
 class Step:

@@ -105,10 +105,8 @@ class EncoderOnlyAttention(VarlenAttention):
                 "leave it out",
             )
         self.cache_config, self.quant_config = cache_config or CacheConfig(), quant_config or QuantConfig()
-        window = per_layer_sliding_window
-        check_window(window, "per_layer_sliding_window")
-        if window is None:
-            window = self.cache_config.sliding_window
+        check_window(per_layer_sliding_window, "per_layer_sliding_window")
+        window = self.cache_config.sliding_window if per_layer_sliding_window is None else per_layer_sliding_window
         self.sliding_window = window
         # Buffers made in inference mode could not be loaded outside of it.
         with torch.inference_mode(False):

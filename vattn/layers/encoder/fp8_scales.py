@@ -50,15 +50,13 @@ class EncoderFP8Config:
     dynamic: bool = False
 
     def __post_init__(self) -> None:
-        path = self.scale_path
-        if (path is None) != (self.dynamic is True) or not isinstance(self.dynamic, bool):
+        path, dynamic = self.scale_path, self.dynamic
+        if dynamic is not (path is None) or not isinstance(path, (str, os.PathLike, type(None))):
             raise ConfigError(
-                f"EncoderFP8Config with scale_path={path!r} and dynamic={self.dynamic!r}",
+                f"EncoderFP8Config with scale_path={path!r} and dynamic={dynamic!r}",
                 "a path, or dynamic=True",
                 "EncoderFP8Config(dynamic=True) first, and the file that save_encoder_scales makes later",
             )
-        if path is not None and not isinstance(path, (str, os.PathLike)):
-            raise ConfigError(f"scale_path={path!r}", "a path", "pass a string or a pathlib.Path")
 
 
 def read_encoder_scales(path: str | os.PathLike[str]) -> dict[str, dict[str, float]]:

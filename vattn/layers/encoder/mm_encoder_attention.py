@@ -272,10 +272,8 @@ class MMEncoderAttention(VarlenAttention):
 
     def extra_repr(self) -> str:
         """Show the request."""
-        if self.quant_config is None:
-            fp8 = ""
-        else:
-            fp8 = ", fp8=dynamic" if self.quant_config.dynamic else ", fp8=static"
+        quant = self.quant_config
+        fp8 = "" if quant is None else f", fp8={'dynamic' if quant.dynamic else 'static'}"
         return f"{self._sizes_repr()}{fp8}, {self._backend_repr()}"
 
 
