@@ -39,6 +39,11 @@ def run_and_get_codes(target: Any, model: Attend, query_lens: list[int]) -> tupl
         return run_and_get_code(target, *inputs_of(sum(query_lens)))
 
 
+def eager(model: Attend) -> torch.Tensor:
+    with step(model, [3, 4]):
+        return model(*inputs_of(7))
+
+
 def by_enable(mode: str | None) -> Callable[[Any], Any]:
     def compiled(model: Any) -> Any:
         vattn.enable()
@@ -66,10 +71,9 @@ ENTRIES: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", ENTRIES)
 def test_every_entry_point_fuses(name: str) -> None:
     model = Attend(static)
-    with step(model, [3, 4]):
-        expected = model(*inputs_of(7))
+    expected = eager(model)
     got, (code,) = run_and_get_codes(ENTRIES[name](model), model, [3, 4])
-    assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+    assert same_bits(got, expected)
     assert code.count("torch.ops.vattn.attention.default(") == 1
     assert "output_format=fp8_static" in code
     assert "cpp_fused" not in code  # the quantiser's kernel, the only one this model needs, is gone
@@ -124,6 +128,7 @@ def test_the_cache_key_is_that_of_everything_that_decides(monkeypatch: pytest.Mo
         return vattn.options(**arguments)[SLOT].uuid()
 
     plain, mine = key(), Counting()
+    assert vattn.options() == vattn.options() != vattn.options(strict=True)
     assert plain == key() and isinstance(plain, str)
     assert len({plain, key(strict=True), key(output_formats=["fp8_static"]), key(base={SLOT: mine})}) == 4
     assert key(base={SLOT: print}) is None  # a plain function has no key, so nothing may be cached
@@ -153,16 +158,12 @@ def test_the_cache_key_is_that_of_everything_that_decides(monkeypatch: pytest.Mo
 def test_several_models_in_one_process() -> None:
     """Compiled in turn by different entries; each keeps its graph and its part of the report."""
     models = [Attend(static), Attend(plain_output), Attend(static)]
-    expected = []
-    for model in models:
-        with step(model, [3, 4]):
-            expected.append(model(*inputs_of(7)))
+    expected = [eager(model) for model in models]
     targets = [ENTRIES["options"](models[0]), ENTRIES["backend"](models[1]), torch.compile(models[2])]
     for _ in range(2):
         for target, model, want in zip(targets, models, expected, strict=True):
             with step(model, [3, 4]):
-                got = target(*inputs_of(7))
-            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+                assert same_bits(target(*inputs_of(7)), want)
     assert [node.outcome for node in vattn.fusion_report()] == ["fused", "refused"]
 
 
@@ -199,11 +200,6 @@ def test_disable_leaves_alone_what_others_put_into_the_slot() -> None:
         setattr(config, SLOT, vattn.options()[SLOT])
         vattn.disable()
         assert getattr(config, SLOT) == vattn.options()[SLOT]
-
-
-def test_equal_options_share_graphs() -> None:
-    assert vattn.options() == vattn.options()
-    assert vattn.options() != vattn.options(strict=True)
 
 
 @pytest.mark.parametrize(("entry", "form"), [("enable", escaping), ("backend", unquantised), ("options", escaping)])
@@ -282,10 +278,7 @@ def test_passes_that_throw_as_a_whole_break_nothing(
 
 def test_threads_compile_for_themselves() -> None:
     models = [Attend(static) for _ in range(2)]
-    expected = []
-    for model in models:
-        with step(model, [3, 4]):
-            expected.append(model(*inputs_of(7)))
+    expected = [eager(model) for model in models]
     results: dict[int, torch.Tensor] = {}
 
     def work(index: int) -> None:
@@ -299,7 +292,7 @@ def test_threads_compile_for_themselves() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-    assert all(torch.equal(results[i].view(torch.uint8), expected[i].view(torch.uint8)) for i in range(2))
+    assert all(same_bits(results[index], expected[index]) for index in range(2))
     assert {node.outcome for node in vattn.fusion_report()} == {"fused"}
 
 
