@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -390,19 +391,24 @@ def test_a_save_that_fails_changes_no_output_and_the_others_are_kept(how):
     assert bad.sound()
 
 
-def test_cancel_in_the_middle_of_a_step():
+def test_cancel_in_the_middle_of_a_step(monkeypatch):
     bad = Bad("cancels")
     setup = Setup(bad)
     keys = tuple(block_keys(range(16), BLOCK))
     setup.fill()
     setup.transfer.offload("a", keys, [1, 2])
     seen = [storage[:, [5, 6]].clone() for storage in setup.cache.kv_caches]
-    hook = setup.model.layers[0].register_forward_hook(lambda *_: cancelled.append(setup.transfer.cancel("bad")))
-    cancelled = []
+    cancelled, after_layer = [], setup.transfer.after_layer
+
+    def cancel(point):
+        after_layer(point)
+        if not cancelled:
+            cancelled.append(setup.transfer.cancel("bad"))
+
+    monkeypatch.setattr(setup.transfer, "after_layer", cancel)
     new = tuple(block_keys(range(100, 116), BLOCK))
     loads, saves = [TransferRequest("bad", keys, (5, 6))], [TransferRequest("bad", new, (1, 2))]
     _, step = setup.run(torch.randn(4, 64), [4], [20], [[5, 6, 7]], loads=loads, saves=saves)
-    hook.remove()
     assert cancelled == [True] and "cancelled" in str(step.failed["bad"])
     assert "cancelled" in str(setup.transfer.wait_for_saves()["bad"])
     assert step.loads["bad"].join(10)
@@ -481,7 +487,7 @@ def test_files_appear_whole_or_not_at_all(tmp_path, monkeypatch):
     monkeypatch.setattr("os.replace", no_space)
     with pytest.raises(TransferError, match="saving request 'a' failed: OSError: no space left"):
         setup.transfer.offload("a", keys, [1, 2])
-    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["model.json"]
 
 
 def test_files_are_found_by_another_process_of_the_same_model_only(tmp_path):
@@ -503,6 +509,61 @@ def test_files_are_found_by_another_process_of_the_same_model_only(tmp_path):
         third = Setup(FileConnector(tmp_path), other, **options)
         assert third.transfer.find(keys) == 0
         third.transfer.detach()
+
+
+def other_weights(model):
+    model.mix.mul_(2)
+
+
+def other_hooks(model):
+    model.layers[1].register_forward_hook(lambda module, args, out: out * 2)
+
+
+def other_attribute(model):
+    model.adapters = {"active": ["b"]}
+
+
+@pytest.mark.parametrize("change", [other_weights, other_hooks, other_attribute])
+def test_no_block_of_another_model_is_loaded(tmp_path, change, caplog):
+    """Two models of equal layout share a folder; one is changed while it is attached, one before."""
+    keys = block_keys(range(16), BLOCK)
+    first, model = Setup(FileConnector(tmp_path), adapted()), adapted()
+    first.transfer.offload("a", keys, [1, 2])
+    assert first.transfer.find(keys) == 2
+    with torch.no_grad():
+        change(first.model)
+        change(model)
+    assert first.transfer.find(keys) == 0 and "the model has changed since" in caplog.text
+    for refused in (first.transfer.offload, first.transfer.reload):
+        with pytest.raises(TransferError, match="the model has changed since"):
+            refused("b", keys, [3, 4])
+    requests = [TransferRequest("c", tuple(keys), (5, 6))], [TransferRequest("d", tuple(keys), (1, 2))]
+    _, step = first.run(torch.randn(4, 64), [4], [20], [[5, 6, 7]], loads=requests[0], saves=requests[1])
+    assert "has changed" in str(step.failed["c"]) and "has changed" in str(first.transfer.wait_for_saves()["d"])
+    first.transfer.detach()
+    second = Setup(FileConnector(tmp_path), model)
+    assert second.transfer.fingerprint != first.transfer.fingerprint and second.transfer.find(keys) == 0
+    second.transfer.detach()
+    again = Setup(FileConnector(tmp_path), adapted())
+    assert again.transfer.fingerprint == first.transfer.fingerprint and again.transfer.find(keys) == 2
+    again.transfer.detach()
+
+
+def adapted():
+    model = Stack()
+    model.mix, model.adapters = torch.nn.Parameter(torch.arange(9.0)), {"active": ["a"]}
+    return model
+
+
+def test_a_folder_says_whose_it_is(tmp_path):
+    first = Setup(FileConnector(tmp_path))
+    first.transfer.detach()
+    (folder,) = tmp_path.iterdir()
+    owner = json.loads((folder / "model.json").read_text())
+    assert owner == {"fingerprint": first.transfer.fingerprint, "page_bytes": first.transfer.page_bytes}
+    (folder / "model.json").write_text(json.dumps(owner | {"fingerprint": "0" * 64}))
+    with pytest.raises(ConfigError, match="names another model"):
+        Setup(FileConnector(tmp_path))
 
 
 def test_scales_are_part_of_what_bytes_mean(tmp_path):

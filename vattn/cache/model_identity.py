@@ -19,7 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as all_modules
 
-_BOOKKEEPING = frozenset(vars(nn.Module())) | {"_compiled_call_impl", "_is_hf_initialized", "generation_config"}
+_COMPILED = ("_compiled_call_impl", "_is_torch_compile")
+"""Attributes that a module has once it is compiled, which changes no output."""
+
+_BOOKKEEPING = frozenset(vars(nn.Module())) | {*_COMPILED, "_is_hf_initialized", "generation_config"}
 """Attributes of modules that are read by themselves, or decide no output."""
 
 _WRITTEN = {"kv_cache", "index_cache", "kv_transfer_token", "clip_counts", "topk_indices", "scales_ready"}
@@ -101,7 +104,8 @@ class ModelIdentity:
         found = list(_reachable(self.model))
         modules = [value for _, value, _ in found if isinstance(value, nn.Module)]
         self._modules, self._classes = modules, {cast(Any, type(module)) for module in modules}
-        self._dicts = [each for module in modules for each in (vars(module), module._parameters, module._buffers)]
+        self._attributes = [vars(module) for module in modules]
+        self._tensor_dicts = [each for module in modules for each in (module._parameters, module._buffers)]
         copied = [(path, value) for path, value, _ in found if isinstance(value, _COPIED)]
         reads = [(path, read) for path, value, _ in found if (read := _read(value)) is not None]
         self._paths = [path for path, _ in (*copied, *reads)]
@@ -118,7 +122,10 @@ class ModelIdentity:
 
     def _kinds(self) -> list[Any]:
         flags = [module.training for module in self._modules]
-        return [*flags, *map(type, self._modules), *map(len, self._dicts), *(each.forward for each in self._classes)]
+        first, second = _COMPILED
+        sizes = [len(each) - (first in each) - (second in each) for each in self._attributes]
+        forwards = [each.forward for each in self._classes]
+        return [*flags, *sizes, *forwards, *map(type, self._modules), *map(len, self._tensor_dicts)]
 
     def _tensors(self) -> list[Tensor]:
         return [tensor for read, owner in self._holders for tensor in read(owner) if tensor is not None]
@@ -182,7 +189,7 @@ def _children(value: Any) -> list[tuple[str, Any]]:
         tensors = [*value._parameters.items(), *((name, value._buffers[name]) for name in _buffers(value))]
         return [*((name.removeprefix("_modules"), vars(value)[name]) for name in names), *tensors]
     if isinstance(value, dict):
-        return [(str(name), child) for name, child in value.items()]
+        return [(name if isinstance(name, str) else _text(name), child) for name, child in value.items()]
     if isinstance(value, (set, frozenset)):
         return [("", child) for child in sorted(value, key=_text)]
     if isinstance(value, (list, tuple, deque)):
@@ -298,9 +305,10 @@ def _text(value: Any) -> str:
         return f"{value.__module__}.{value.__qualname__} {body}"
     if isinstance(value, types.ModuleType):
         return value.__name__
-    if isinstance(value, weakref.ref) or _followed(value) or _root(type(value).__module__) in _OPAQUE - {"numpy"}:
+    if isinstance(value, weakref.ref) or _followed(value) or _root(type(value).__module__) in ("torch", "vattn"):
         return kind
-    return f"{kind} {id(value)} of {_PROCESS}"
+    shown = repr(value) if _root(type(value).__module__) in _OPAQUE - {"numpy"} else " at 0x"
+    return f"{kind} {id(value)} of {_PROCESS}" if " at 0x" in shown else f"{kind} {shown}"
 
 
 def _tensor_text(tensor: Tensor) -> str:

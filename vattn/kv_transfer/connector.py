@@ -77,8 +77,8 @@ class KVConnector(Protocol):
 
         Args:
             page_bytes: by layer name, in the model's order.
-            fingerprint: hash of everything that gives pages their meaning: layers, formats, scales and the caller's
-                namespace. Pages of another fingerprint must not be found.
+            fingerprint: hash of everything that gives pages their meaning: the model's weights, adapters, hooks and
+                attributes, layers, formats, scales and the caller's namespace. Pages of another one must not be found.
         """
 
     def find(self, keys: Sequence[str]) -> int:
@@ -108,7 +108,7 @@ class KVConnector(Protocol):
 def attached_already(connector: object) -> ConfigError:
     """Return the error of a connector that already holds the blocks of another model."""
     return ConfigError(
-        f"a {type(connector).__name__} attached to another model, or to one with other scales",
+        f"a {type(connector).__name__} attached to another model, or to one with other weights, adapters or scales",
         "the model of the first attach",
         "make a second connector",
     )
@@ -126,7 +126,7 @@ def block_keys(tokens: Sequence[int], block_size: int, salt: Salt = "", *, paren
     Args:
         tokens: ids from the beginning of the request.
         block_size: tokens per block; a last block that is not full has no key.
-        salt: everything else that the content depends on (adapters, images, a tenant) as text, bytes or an integer.
+        salt: everything else that the content depends on (images, a tenant) as text, bytes or an integer.
             Salts of different types differ: 1, "1" and b"1" are three.
         parent: key of the block before `tokens`, which includes the salt; default: `tokens` start the request.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import threading
@@ -21,11 +22,11 @@ class FileConnector:
     """Store pages in a folder, which processes may share.
 
     Args:
-        folder: created if missing, with a subfolder per fingerprint.
+        folder: created if missing, with a subfolder per fingerprint; its `model.json` says which, and names the layers.
 
     Raises:
         MissingPackageError: safetensors is not installed.
-        ConfigError: not a path; when attached: the folder cannot be created.
+        ConfigError: not a path; when attached: the folder cannot be created, or its `model.json` names another model.
 
     A file is written under a temporary name, then renamed, and holds a checksum: damaged files and files of other
     layers are not found. The connector never deletes a file; you may.
@@ -52,8 +53,10 @@ class FileConnector:
         """Create the folder of this fingerprint. A connector serves one model; several may share a folder."""
         if self._fingerprint not in ("", fingerprint):
             raise attached_already(self)
+        owner = {"fingerprint": fingerprint, "page_bytes": dict(page_bytes)}
         try:
             (self.folder / fingerprint[:32]).mkdir(parents=True, exist_ok=True)
+            _claim(self.folder / fingerprint[:32] / "model.json", json.dumps(owner, indent=1))
         except OSError as error:
             raise ConfigError(
                 f"folder {str(self.folder)!r} cannot be created: {error.strerror}",
@@ -150,6 +153,22 @@ class FileConnector:
 
     def __repr__(self) -> str:
         return f"FileConnector({str(self.folder)!r})"
+
+
+def _claim(path: Path, owner: str) -> None:
+    """Write whose folder it is; refuse that of another model."""
+    if path.exists() and path.read_text(errors="replace") != owner:
+        raise ConfigError(
+            f"{str(path)!r}, which names another model or is damaged",
+            "a folder of this model's blocks",
+            "use another folder, or delete this one",
+        )
+    temporary = path.with_name(f".model.{os.getpid()}.{threading.get_ident()}.tmp")
+    try:
+        temporary.write_text(owner)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _checksum(block: Mapping[str, Tensor]) -> str:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn.cache.allocation import KVCacheAllocation, find_layers
+from vattn.cache.model_identity import ModelIdentity
 from vattn.cache.specs import CrossAttentionSpec
 from vattn.config.arguments import check_seconds
 from vattn.errors import BlockError, CacheError, ConfigError, TransferError
@@ -47,11 +48,13 @@ class KVTransfer:
     """Connect the KV caches of a model to a store of blocks.
 
     Args:
-        model: its attention layers load before they read their cache and save after they wrote it.
+        model: its attention layers load before they read their cache and save after they wrote it. Blocks are found by
+            models of equal weights, adapters, hooks and attributes alone, also in other processes: pass all that
+            computes keys and values.
         allocation: what `vattn.allocate_kv_cache(model, ...)` returned, without groups.
         connector: stores the pages.
         timeout: seconds to wait for one layer of one request before that request fails.
-        namespace: distinguishes this model's blocks from others in the same store: name and revision.
+        namespace: what else tells this model's blocks from others in the same store, such as code that reads files.
 
     Attributes:
         page_bytes: bytes of one block, by layer.
@@ -67,7 +70,8 @@ class KVTransfer:
     that is more than four layers ahead of the copies of a save waits for them. The blocks of a load must be the
     request's own until the step has ended; the blocks of a save may be freed when the step's forward has returned.
 
-    It stays attached, and keeps the caches alive, until `detach()`.
+    It stays attached, and keeps the caches alive, until `detach()`. After a change of the model its transfers fail and
+    `find` returns 0: detach it, and make another one with another connector.
 
     Compile: the hooks are ops (`vattn::kv_transfer_wait`, `vattn::kv_transfer_save`) over the cache, without graph
     break; attaching or detaching recompiles. `mode="reduce-overhead"` runs them between its CUDA graphs; a full capture
@@ -144,7 +148,8 @@ class KVTransfer:
                     "recompute prompts instead",
                 )
         self._modules = [modules[entry.name] for entry in owners]
-        self.fingerprint = _fingerprint(allocation, modules, namespace)
+        self._identity = ModelIdentity(model)
+        self.fingerprint = _fingerprint(allocation, modules, namespace, self._identity)
         self.page_bytes = {entry.name: page_bytes(entry.storage) for entry in owners}
         device = allocation.device
         # Loads and saves overlap: the link to the host is full duplex.
@@ -166,8 +171,13 @@ class KVTransfer:
             module.register_buffer("kv_transfer_token", point.token, persistent=False)
 
     def find(self, keys: Sequence[str]) -> int:
-        """Return how many of the first keys the connector holds; 0, with a warning in the log, if it raises."""
+        """Return how many of the first keys the connector holds; 0, with a warning in the log, if it raises.
+
+        It is 0 as well after a change of the model.
+        """
         try:
+            if (changed := self._changed()) is not None:
+                raise changed
             return int(self.connector.find(keys))
         except Exception as error:
             logger.warning("%r cannot list its blocks: %s: %s", self.connector, type(error).__name__, error)
@@ -189,8 +199,11 @@ class KVTransfer:
         """
         self._check_step(loads, saves)
         step = TransferStep({request.request_id: LoadJob(*self._arguments(request, 0)) for request in loads})
+        changed = self._changed() if loads or saves else None
+        for load in step.loads.values() if changed is not None else ():
+            load.fail(changed)
         for request in saves:
-            self._add_save(step, request)
+            self._add_save(step, request, changed)
         self._saving = [job for job in self._saving if not job.finished or job.error is not None]
         self._saving += step.saves.values()
         jobs: list[Job] = [*step.loads.values(), *step.saves.values()]
@@ -207,10 +220,22 @@ class KVTransfer:
             self._current = None
             self._end(step, jobs)
 
-    def _add_save(self, step: TransferStep, request: TransferRequest) -> None:
+    def _changed(self) -> TransferError | None:
+        """Return the error of all transfers after a change of the model."""
+        if not self._identity.look():
+            return None
+        return TransferError(
+            f"the model has changed since the KVTransfer was made, last in {self._identity.changed}",
+            "weights, adapters, hooks and attributes as they were",
+            "detach it, and make a KVTransfer with another connector",
+        )
+
+    def _add_save(self, step: TransferStep, request: TransferRequest, changed: TransferError | None) -> None:
         """Make a job that saves the blocks that the connector does not hold; none if it holds all."""
-        error = None
+        error: Exception | None = None
         try:
+            if changed is not None:
+                raise changed
             places = list(self.connector.blocks_to_save(request))
             if not places:
                 return
@@ -362,9 +387,10 @@ class KVTransfer:
             raise BlockError(f"block {shared[0]} loaded for two requests", "each block once", "load it once, then fork")
 
 
-def _fingerprint(allocation: KVCacheAllocation, modules: dict[str, Any], namespace: str) -> str:
-    """Return a hash of layers, formats, scales and the caller's namespace."""
-    parts = [namespace]
+        step = TransferStep({request.request_id: LoadJob(*self._arguments(request, 0)) for request in loads})
+        changed = self._changed() if loads or saves else None
+        for load in step.loads.values() if changed is not None else ():
+            load.fail(changed)
     for entry in allocation.layers:
         if entry.shared_with is not None:
             continue
