@@ -6,10 +6,12 @@ import subprocess
 import sys
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from tests.integrations.hf_families import make_model
+from vattn.cache import model_identity
 from vattn.cache.model_identity import ModelIdentity
 from vattn.integrations.transformers import enable
 
@@ -18,6 +20,7 @@ def digest(model: Any = None) -> str:
     return ModelIdentity(enable(make_model("llama"), num_blocks=4) if model is None else model).digest()
 
 
+@pytest.mark.long
 def test_equal_models_of_other_processes_have_one_digest() -> None:
     program = "from tests.kv_transfer.test_model_digest import digest; print(digest())"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
@@ -51,10 +54,15 @@ def test_other_values_have_other_digests() -> None:
     assert digests[:-1] == [digest(model) for model in models[:-1]], "read again"
 
 
-def test_large_tensors_are_hashed_in_pieces() -> None:
-    model = Holder(torch.zeros(2**25 + 24, dtype=torch.uint8))
-    seen = {digest(model)}
-    for place in (0, 2**25 - 1, 2**25, 2**25 + 23):
-        model.value[place] = 1
-        seen.add(digest(model))
-    assert len(seen) == 5
+def test_hashes_of_a_device_tell_every_byte_and_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_identity, "_CHUNK", 64)
+    data = torch.zeros(64 + 21, dtype=torch.uint8)
+    seen = {model_identity.device_hash(data)}
+    for place in range(85):
+        for value in (1, 128):
+            data[place] = value
+            seen.add(model_identity.device_hash(data))
+        data[place] = 0
+    assert len(seen) == 171
+    words = torch.randn(512).view(torch.uint8)
+    assert model_identity.device_hash(words) != model_identity.device_hash(words.view(-1, 8).flip(0).flatten())

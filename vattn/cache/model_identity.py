@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import enum
 import functools
 import hashlib
@@ -313,16 +314,18 @@ def _text(value: Any) -> str:
 
 def _tensor_text(tensor: Tensor) -> str:
     """Return the dtype, shape and a hash of the values of a tensor."""
-    kind = f"{tensor.dtype} {tuple(tensor.shape)}"
-    try:
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    except (RuntimeError, NotImplementedError):
+    kind, data = f"{tensor.dtype} {tuple(tensor.shape)}", tensor.detach()
+    if type(data) is not Tensor or data.layout != torch.strided or data.is_meta:
         return f"{kind} {id(tensor)} of {_PROCESS}"
-    return f"{kind} {_hash(data)}"
+    data = data.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    if data.device.type == "cpu":
+        memory = (ctypes.c_char * data.shape[0]).from_address(data.data_ptr()) if data.shape[0] else b""
+        return f"{kind} {hashlib.sha256(memory).hexdigest()}"
+    return f"{kind} {device_hash(data)}"
 
 
-def _hash(data: Tensor) -> int:
-    """Return a 64-bit hash of bytes: a sum of mixed words, each with its place, computed where they are."""
+def device_hash(data: Tensor) -> int:
+    """Return a 64-bit hash of uint8 `[n]`, computed where it is: a sum of mixed words, each with its place."""
     total = 0
     for start in range(0, data.shape[0], _CHUNK):
         piece = data[start : start + _CHUNK]
