@@ -200,8 +200,9 @@ class KVTransfer:
         self._check_step(loads, saves)
         step = TransferStep({request.request_id: LoadJob(*self._arguments(request, 0)) for request in loads})
         changed = self._changed() if loads or saves else None
-        for load in step.loads.values() if changed is not None else ():
-            load.fail(changed)
+        if changed is not None:
+            for load in step.loads.values():
+                load.fail(changed)
         for request in saves:
             self._add_save(step, request, changed)
         self._saving = [job for job in self._saving if not job.finished or job.error is not None]
@@ -387,10 +388,11 @@ class KVTransfer:
             raise BlockError(f"block {shared[0]} loaded for two requests", "each block once", "load it once, then fork")
 
 
-        step = TransferStep({request.request_id: LoadJob(*self._arguments(request, 0)) for request in loads})
-        changed = self._changed() if loads or saves else None
-        for load in step.loads.values() if changed is not None else ():
-            load.fail(changed)
+def _fingerprint(
+    allocation: KVCacheAllocation, modules: dict[str, Any], namespace: str, identity: ModelIdentity
+) -> str:
+    """Return a hash of the model, of layers, formats, scales and the caller's namespace."""
+    parts = [namespace, identity.digest()]
     for entry in allocation.layers:
         if entry.shared_with is not None:
             continue
