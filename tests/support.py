@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -24,6 +25,14 @@ from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS,
 
 GARBAGE_BYTE = 0xFF
 """Repeated, it is NaN in every float format that vattn stores."""
+
+
+def usable(name: str) -> str:
+    """Return the name of a backend, or skip the test with the reason why it cannot be used here."""
+    problem = selector.get_backend(name).problem()
+    if problem is not None:
+        pytest.skip(problem)
+    return name
 
 
 @contextmanager

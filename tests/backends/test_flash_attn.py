@@ -12,7 +12,7 @@ import vattn
 from tests.backends.flash_stand_ins import fake_fa2, fake_fa3, fake_fa4, offsets, torch_varlen
 from tests.conformance.cases import batch_of_row
 from tests.conformance.compare import compare
-from tests.conformance.rows import Row
+from tests.conformance.rows import MIXED, Row
 from tests.support import make_config
 from vattn.backends import selector
 from vattn.backends.external_rows import rows_as_requests, zero_invalid_rows
@@ -210,7 +210,6 @@ STAND_INS = {
     FA2: {"flash_attn": fake_fa2},
     TORCH_PAGED: {},
 }
-MIXED = ((0, 7), (1, 26), (5, 5), (3, 19), (1, 1), (0, 0), (2, 1))
 DECODES = ((1, 9), (1, 400), (2, 8), (1, 0))
 PREFILLS = ((9, 30), (12, 12), (1, 5), (20, 2))
 """More rows than twice the requests: they go as they are."""

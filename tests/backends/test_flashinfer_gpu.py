@@ -15,7 +15,7 @@ from tests.backends.test_flashinfer import plan_batch
 from tests.conformance.cases import batch_of_row
 from tests.conformance.compare import call, compare, on_cpu, run_and_compare
 from tests.conformance.rows import BOTH_WAYS, CAP, DECODES, LONG, LSE, MIXED, SINKS, TREE, Row
-from tests.support import Batch, capture, make_config, no_sync
+from tests.support import Batch, capture, make_config, no_sync, usable
 from vattn.backends import selector
 from vattn.backends.flashinfer import plan as flashinfer_plan
 from vattn.config.device import DeviceInfo
@@ -58,9 +58,7 @@ COMPILED: dict[str, Row] = {
 
 @pytest.fixture(autouse=True)
 def installed() -> None:
-    problem = selector.get_backend("FLASHINFER").problem()
-    if problem is not None:
-        pytest.skip(problem)
+    usable("FLASHINFER")
 
 
 def check(row: Row) -> None:

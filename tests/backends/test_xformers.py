@@ -21,7 +21,7 @@ from tests.conformance.cases import batch_of_row
 from tests.conformance.compare import call, compare, on_cpu
 from tests.conformance.rows import CAP, DECODES, FP8, LSE, MIXED, SINKS, Row
 from tests.layers.layer_support import make_inputs, make_layer
-from tests.support import Batch, capture, make_config
+from tests.support import Batch, capture, make_config, usable
 from vattn.backends import selector, xformers
 from vattn.backends.triton_attn import TritonAttentionBackend
 from vattn.config.device import DeviceInfo
@@ -136,8 +136,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, device: str) -> Iterator[list[int]]:
     if device == "cpu":
         fmha = install_stand_in(monkeypatch)
     else:
-        if problem := selector.get_backend("XFORMERS").problem():
-            pytest.skip(problem)
+        usable("XFORMERS")
         from xformers.ops import fmha
     real = fmha.memory_efficient_attention_forward
 

@@ -69,11 +69,34 @@ BAD_FIELDS = {
     "empty backend name": ({"backend": ""}, "backend=''"),
 }
 
+BAD_CACHES = {
+    "block size 0": ({"block_size": 0}, "block_size=0"),
+    "block size below the smallest": ({"block_size": 4}, "block_size=4"),
+    "block size no multiple of 8": ({"block_size": 12}, "block_size=12"),
+    "block size too large": ({"block_size": 264}, "block_size=264"),
+    "block size not an int": ({"block_size": 16.0}, "block_size=16.0"),
+    "cache dtype": ({"cache_dtype": "int8"}, "cache_dtype='int8'"),
+    "layout": ({"kv_cache_layout": "nhd"}, "kv_cache_layout='nhd'"),
+    "window": ({"sliding_window": 0}, "sliding_window=0"),
+    "window not an int": ({"sliding_window": "64"}, "sliding_window='64'"),
+    "window that is a bool": ({"sliding_window": True}, "sliding_window=True"),
+    "skip layer by name": ({"kv_cache_dtype_skip_layers": ("first",)}, "'first'"),
+    "skip layer as an int": ({"kv_cache_dtype_skip_layers": (0,)}, "0"),
+    "skip layers as one string": ({"kv_cache_dtype_skip_layers": "12"}, "'12'"),
+}
 
-@pytest.mark.parametrize(("changes", "named"), BAD_FIELDS.values(), ids=BAD_FIELDS.keys())
-def test_bad_field_is_refused_by_name(changes, named):
+
+@pytest.mark.parametrize(
+    ("make", "values", "named"),
+    [
+        pytest.param(make, *case, id=name)
+        for make, cases in ((BASE.replace, BAD_FIELDS), (CacheConfig, BAD_CACHES))
+        for name, case in cases.items()
+    ],
+)
+def test_bad_field_is_refused_by_name(make, values, named):
     with pytest.raises(ConfigError) as caught:
-        BASE.replace(**changes)
+        make(**values)
     assert named in caught.value.got
     assert caught.value.allowed
     assert caught.value.fix
@@ -187,32 +210,6 @@ BAD_STRINGS = {
 def test_bad_string_is_refused(text, named):
     with pytest.raises(ConfigError, match=named):
         AttentionConfig.parse(text)
-
-
-BAD_CACHES = {
-    "block size 0": ({"block_size": 0}, "block_size=0"),
-    "block size below the smallest": ({"block_size": 4}, "block_size=4"),
-    "block size no multiple of 8": ({"block_size": 12}, "block_size=12"),
-    "block size too large": ({"block_size": 264}, "block_size=264"),
-    "block size not an int": ({"block_size": 16.0}, "block_size=16.0"),
-    "cache dtype": ({"cache_dtype": "int8"}, "cache_dtype='int8'"),
-    "layout": ({"kv_cache_layout": "nhd"}, "kv_cache_layout='nhd'"),
-    "window": ({"sliding_window": 0}, "sliding_window=0"),
-    "window not an int": ({"sliding_window": "64"}, "sliding_window='64'"),
-    "window that is a bool": ({"sliding_window": True}, "sliding_window=True"),
-    "skip layer by name": ({"kv_cache_dtype_skip_layers": ("first",)}, "'first'"),
-    "skip layer as an int": ({"kv_cache_dtype_skip_layers": (0,)}, "0"),
-    "skip layers as one string": ({"kv_cache_dtype_skip_layers": "12"}, "'12'"),
-}
-
-
-@pytest.mark.parametrize(("values", "named"), BAD_CACHES.values(), ids=BAD_CACHES.keys())
-def test_bad_cache_config_is_refused_by_name(values, named):
-    with pytest.raises(ConfigError) as caught:
-        CacheConfig(**values)
-    assert named in caught.value.got
-    assert caught.value.allowed
-    assert caught.value.fix
 
 
 def test_cache_config_takes_a_list_of_skip_layers_and_is_hashable():

@@ -14,7 +14,7 @@ from tests.conformance.cases import batch_of_row, fitted, make_cache_update
 from tests.conformance.compare import compare_cache_update, refusal, run_and_compare
 from tests.conformance.fuzz import fuzz_seed
 from tests.conformance.rows import FORMATS, ROWS
-from tests.support import make_config
+from tests.support import make_config, usable
 from vattn.backends import selector
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
@@ -68,14 +68,6 @@ PLACES = {
 def place(request: pytest.FixtureRequest) -> tuple[str, str]:
     """Name of a backend that can be used in this process, and a device."""
     return usable(request.param[0]), request.param[1]
-
-
-def usable(name: str) -> str:
-    """Return the name of a backend, or skip the test with the reason why it cannot be used here."""
-    problem = selector.get_backend(name).problem()
-    if problem is not None:
-        pytest.skip(problem)
-    return name
 
 
 def test_rows_name_every_feature_alone_and_every_pair_of_formats() -> None:

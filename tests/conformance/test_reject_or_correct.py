@@ -31,7 +31,7 @@ from tests.conformance.requests import (
     config_with,
     draw_request,
 )
-from tests.support import contents
+from tests.support import contents, usable
 from vattn.backends import selector
 from vattn.backends.base import Backend
 from vattn.config.attention import AttentionConfig
@@ -55,10 +55,7 @@ PARTS = 12
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest) -> str:
     """Name of a backend that can be used in this process."""
-    problem = selector.get_backend(request.param).problem()
-    if problem is not None:
-        pytest.skip(problem)
-    return request.param
+    return usable(request.param)
 
 
 def device_kind(device: str) -> str:
@@ -167,10 +164,7 @@ def test_refused_or_equal_to_the_reference_on_a_gpu(backend: str, part: int) -> 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "examples"), [("TORCH_SDPA", 2000), ("TRITON_ATTN", 60)])
 def test_more_are_refused_or_equal_to_the_reference(name: str, examples: int) -> None:
-    problem = selector.get_backend(name).problem()
-    if problem is not None:
-        pytest.skip(problem)
-    check_fuzz(name, "cpu", fuzz_examples(examples), part=1)
+    check_fuzz(usable(name), "cpu", fuzz_examples(examples), part=1)
 
 
 @pytest.mark.long

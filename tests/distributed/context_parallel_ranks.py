@@ -1,4 +1,4 @@
-"""What runs on every rank of `test_context_parallel_ranks`: cases by name, each of which raises where it fails."""
+"""What runs on every rank of `test_context_parallel`: cases by name, each of which raises where it fails."""
 
 from __future__ import annotations
 

@@ -1,10 +1,11 @@
-"""Context parallelism in one process: shards, steps of every rank, and all ranks' parts against one rank."""
+"""Context parallelism: shards, steps and parts of all ranks in one process, then process groups of two and four."""
 
 from __future__ import annotations
 
 import random
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import vattn
+from tests.distributed.context_parallel_ranks import CASES, SLOW_CASES, run_all
 from tests.distributed.context_parallel_support import combined_parts, ranks
 from tests.layers.mla_support import exact, make_mla_config, random_mla_batch
 from tests.support import make_config, random_paged_batch, relative_l2, with_cache
@@ -333,3 +335,35 @@ def test_a_store_out_of_reach_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     member = Member(1, None)
     assert "rank 1 of 3 cannot reach the store of its process group: Broken pipe" in member.come(2, 1)
     refuse(member)
+
+
+with_gloo = pytest.mark.skipif(
+    not dist.is_available() or not dist.is_gloo_available(), reason="this build of torch has no gloo"
+)
+LAST = "a_rank_that_does_not_come_is_told"
+"""A rank that others waited for in vain comes late to everything that follows."""
+OF_FOUR = ["attention_equals_one_rank", "combine_is_its_reference", "latent_attention_equals_one_rank"]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, str]]]:
+    """Run all cases on two ranks and some on four, once."""
+    names = [name for name in CASES if name != LAST] + [LAST]
+    folders: list[Path] = [tmp_path_factory.mktemp(f"ranks{world}") for world in (2, 4)]
+    return {2: run_all(2, folders[0], names), 4: run_all(4, folders[1], OF_FOUR)}
+
+
+@with_gloo
+@pytest.mark.parametrize(
+    ("world", "name"), [*((2, name) for name in CASES), *((4, name) for name in OF_FOUR)], ids=lambda x: str(x)
+)
+def test_every_rank_passes(found: dict[int, list[dict[str, str]]], world: int, name: str) -> None:
+    for rank, results in enumerate(found[world]):
+        assert results.get(name, "not reached") == "passed", f"rank {rank} of {world}: {results.get(name)}"
+
+
+@with_gloo
+@pytest.mark.long
+def test_inductor_on_every_rank(tmp_path: Path) -> None:
+    for rank, results in enumerate(run_all(2, tmp_path, list(SLOW_CASES), timeout=600)):
+        assert results == dict.fromkeys(SLOW_CASES, "passed"), f"rank {rank}: {results}"

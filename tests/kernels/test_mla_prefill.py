@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.kernels.test_mla import TOLERANCE
 from tests.layers.mla_support import (
     compare_with_formula,
     deepseek,
@@ -37,9 +38,6 @@ from vattn.kernels.triton.mla.epilogue import clear_scales, kind_of
 
 if torch.cuda.is_available():
     pytest.skip("a GPU runs the compiled kernels in tests/layers/test_mla_gpu.py", allow_module_level=True)
-
-TOLERANCE = {"float32": 3e-6, "float16": 1.5e-3, "bfloat16": 1.2e-2}
-"""Relative L2 error: queries, weights, keys, values and results are each rounded to the model dtype once."""
 
 LATENTS = {"fp8_ds_mla": 128, "nvfp4_ds_mla": 64}
 MIX = ([1, 22, 0, 9], [9, 30, 0, 9])

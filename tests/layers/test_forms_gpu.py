@@ -42,8 +42,6 @@ BUNDLES = [NAMES[start : start + 14] for start in range(0, len(NAMES), 14)]
 
 @pytest.fixture(autouse=True)
 def fresh() -> Iterator[None]:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
     torch._dynamo.reset()
     clear_fusion_report()
     with torch.no_grad():

@@ -17,7 +17,7 @@ from tests.metadata.flash_steps import (
     single_steps,
 )
 from tests.metadata.test_flash_attn_metadata import LENGTHS, PROMPTS, STEP
-from tests.support import capture
+from tests.support import capture, usable
 from vattn.backends import selector
 
 pytestmark = pytest.mark.gpu
@@ -27,12 +27,8 @@ STEPS, ROWS = 8, 5
 
 @pytest.fixture(params=["FLASH_ATTN", "TRITON_ATTN"])
 def backend(request: pytest.FixtureRequest) -> str:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA GPU")
-    found = selector.get_backend(request.param)
-    if found.problem() is not None or (not getattr(found, "library", None) and request.param == "FLASH_ATTN"):
-        pytest.skip(str(found.problem()))
-    if request.param == "FLASH_ATTN" and not found.library.paged:
+    found = selector.get_backend(usable(request.param))
+    if request.param == "FLASH_ATTN" and not (found.library and found.library.paged):
         pytest.skip("needs a library that pages: VATTN_FLASH_ATTN_LIBRARY=path")
     return request.param
 

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 import vattn
 from tests.layers.layer_support import BLOCK, CLOSE, HEADS, KV_HEADS, SIZE, backends, make_layer
-from tests.support import capture, unchanged, with_cache
-from vattn.backends import selector
+from tests.support import capture, unchanged, usable, with_cache
 from vattn.errors import GraphContractError, MetadataError, UnsupportedRequestError
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.quantization.codecs import dequantise_output
@@ -261,12 +260,9 @@ def inputs_on_gpu(rows: int, size: int = 64, dtype: torch.dtype = torch.float16)
 @pytest.mark.parametrize("queries", [[1, 1, 1, 1], [3, 1, 5, 9]])
 @pytest.mark.parametrize("backend", ["TRITON_ATTN", "TORCH_SDPA", "FLASHINFER", "FLASH_ATTN"])
 def test_equals_attending_per_request_on_a_gpu(backend: str, queries: list[int]) -> None:
-    problem = selector.get_backend(backend).problem()
-    if problem:
-        pytest.skip(problem)
     # The kernel that every build of FlashInfer comes with.
     kind = (128, torch.bfloat16) if backend == "FLASHINFER" else (64, torch.float16)
-    layer = layer_on_gpu(backend, *kind)
+    layer = layer_on_gpu(usable(backend), *kind)
     lengths = [40 + count for count in queries]
     results = []
     for options in ({}, {"shared_prefix_len": 0}, {"shared_prefix_len": 32}):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import vattn
 from tests.metadata.tree_cases import BLOCK, HEADS, SIX, SIZE, TREES, TWENTY, TreeBatch, random_trees
-from tests.support import make_config, unchanged
+from tests.support import make_config, unchanged, usable
 from vattn.backends import selector
 from vattn.errors import MetadataError, UnsupportedRequestError
 from vattn.metadata.token_tree import TokenTree
@@ -26,13 +26,6 @@ SMALL = [(20, SIX), (0, 18), (9, 1), (17, 3), (2, TokenTree.chain(2))]
 
 MIXED = [(30, SIX), (0, 37), (41, 1), (17, 3), (16, TWENTY), (48, 7), (5, TokenTree.chain(2)), (19, 21)]
 """Trees, a prefill, a decode, a short extend, and extends of exactly as many tokens as the trees have rows."""
-
-
-def usable(name: str) -> str:
-    problem = selector.get_backend(name).problem()
-    if problem is not None:
-        pytest.skip(problem)
-    return name
 
 
 @pytest.mark.parametrize(("name", "backend"), [("six", "TORCH_SDPA"), ("six", "TREE_ATTN"), ("twenty", "TREE_ATTN")])

@@ -8,9 +8,11 @@ from typing import Any, get_type_hints
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
+import vattn
 from tests.ops.rope_cases import MAX_POSITIONS, make_call
-from tests.support import make_config, poisoned_empty, random_packed_batch, random_paged_batch
+from tests.support import make_config, poisoned_empty, random_packed_batch, random_paged_batch, with_cache
 from vattn.backends import dispatch, selector
 from vattn.backends.torch_sdpa.backend import TorchSDPABackend
 from vattn.cache.layout import kv_cache_dtype, kv_cache_shape
@@ -334,3 +336,18 @@ def test_no_cuda_graph_may_hold_a_transfer_op(name: str) -> None:
     assert torch.Tag.cudagraph_unsafe in overload(name).tags
     written = {a.name for a in overload(name)._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
     assert written == {"kv_transfer_wait": {"kv_cache"}, "kv_transfer_save": {"token"}}[name]
+
+
+@torch.no_grad()
+def test_layers_are_traced_with_symbolic_sizes() -> None:
+    layer = with_cache(vattn.Attention(2, 16, scale=0.25, num_kv_heads=1, prefix="layer"), 4)
+    builder = vattn.AttentionMetadataBuilder(max_num_reqs=2, max_num_tokens=8, max_seq_len=32, layers=layer)
+    step = builder.build([3], [3], [[1]])
+
+    def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        out: Tensor = layer(query, key, value, metadata=step)
+        return out
+
+    inputs = torch.randn(3, 32), torch.randn(3, 16), torch.randn(3, 16)
+    traced = make_fx(attend, tracing_mode="symbolic", _allow_non_fake_inputs=True)(*inputs)
+    assert "vattn.attention" in traced.code
