@@ -26,7 +26,7 @@ FUNCTIONS: dict[Any, tuple[str, ...]] = {
         "load_tile", "load_tiles", "score", "raised", "add_weights", "multiply_sent", "total_of", "close_rows",
         "attend_even", "attend_odd", "mla_decode_64_kernel",
     ),
-    work_items: ("first_item", "load_item", "load_request", "item_rows", "open_item", "block_ids"),
+    work_items: ("first_item", "load_request", "open_item", "block_ids"),
     rows_64: (
         "blocks_known", "hide", "rows_seen", "inverse_of", "store_sums", "may_send", "write_half", "store_half",
     ),

@@ -65,14 +65,8 @@ MAXIMUM_OF_WARP = gl.constexpr("redux.sync.max.u32 $0, $1, -1;")
 @gluon.jit
 def rounded_pair(a, b, MODEL: gl.constexpr):
     """Return two fp32 tensors rounded to the model dtype, as fp32: one conversion for both."""
-    if MODEL == gl.bfloat16:
-        return gl.inline_asm_elementwise(
-            ROUND_TO_BF16, "=f,=f,f,f", [a, b], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
-        )
-    else:
-        return gl.inline_asm_elementwise(
-            ROUND_TO_FP16, "=f,=f,f,f", [a, b], dtype=(gl.float32, gl.float32), is_pure=True, pack=1
-        )
+    CODE: gl.constexpr = ROUND_TO_BF16 if MODEL == gl.bfloat16 else ROUND_TO_FP16
+    return gl.inline_asm_elementwise(CODE, "=f,=f,f,f", [a, b], dtype=(gl.float32, gl.float32), is_pure=True, pack=1)
 
 
 @gluon.jit

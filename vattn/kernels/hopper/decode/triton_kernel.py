@@ -366,23 +366,23 @@ def scale_factors(
 
 
 @triton.jit
-def load_item(schedule, cta, item, ctas):
+def load_item(schedule, cta, item, ctas, POLICY: tl.constexpr = KEEP):
     """Return request, first row, rows, seq_len, first tile, end tile and slot of an item; next CTA and item (-1: none).
 
     A grid smaller than the schedule was made for takes on the items of the CTAs that it lacks.
     """
     record = schedule + (item + 1) * FIELDS
-    request = tl.load(record, eviction_policy=KEEP)
-    first_row = tl.load(record + 1, eviction_policy=KEEP)
-    active = tl.load(schedule, eviction_policy=KEEP)
+    request = tl.load(record, eviction_policy=POLICY)
+    first_row = tl.load(record + 1, eviction_policy=POLICY)
+    active = tl.load(schedule, eviction_policy=POLICY)
     has_work = cta < active
     # Without work the record is garbage; the loads do not wait for each other.
-    num_rows = tl.where(has_work, tl.load(record + 2, eviction_policy=KEEP), 0)
-    seq_len = tl.load(record + 3, eviction_policy=KEEP)
-    item_begin = tl.load(record + 4, eviction_policy=KEEP)
-    item_end = tl.load(record + 5, eviction_policy=KEEP)
-    slot = tl.load(record + 6, eviction_policy=KEEP)
-    item = tl.where(has_work, tl.load(record + 7, eviction_policy=KEEP), -1)
+    num_rows = tl.where(has_work, tl.load(record + 2, eviction_policy=POLICY), 0)
+    seq_len = tl.load(record + 3, eviction_policy=POLICY)
+    item_begin = tl.load(record + 4, eviction_policy=POLICY)
+    item_end = tl.load(record + 5, eviction_policy=POLICY)
+    slot = tl.load(record + 6, eviction_policy=POLICY)
+    item = tl.where(has_work, tl.load(record + 7, eviction_policy=POLICY), -1)
     cta = tl.where(item < 0, cta + ctas, cta)
     item = tl.where((item < 0) & (cta < active), cta, item)
     return request, first_row, num_rows, seq_len, item_begin, item_end, slot, cta, item

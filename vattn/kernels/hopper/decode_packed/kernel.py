@@ -21,6 +21,7 @@ from vattn.kernels.hopper.decode.triton_kernel import (
     LOWEST_MAXIMUM,
     QUERY_ROWS,
     TILE_TOKENS,
+    load_item,
     split_rows,
     take_sinks,
     visible_end,
@@ -45,7 +46,6 @@ from vattn.kernels.hopper.decode_packed.codes_3bit import (
     split_short_query,
 )
 from vattn.kernels.hopper.decode_packed.codes_e2m1 import scale_selectors, unpack_e2m1
-from vattn.kernels.hopper.schedule import FIELDS
 from vattn.kernels.triton.common.epilogue import load_scale, store_rows
 from vattn.kernels.triton.common.hadamard import rotate_back, rotate_query
 from vattn.kernels.triton.common.mask import LN2
@@ -416,21 +416,9 @@ def decode_packed_kernel(
     cta = tl.program_id(0) // HEAD_GROUPS
     item = cta
     while item >= 0:
-        record = schedule + (item + 1) * FIELDS
-        request = tl.load(record)
-        first_row = tl.load(record + 1)
-        active = tl.load(schedule)
-        has_work = cta < active
-        # Without work the record is garbage; the loads do not wait for each other.
-        num_rows = tl.where(has_work, tl.load(record + 2), 0)
-        seq_len = tl.load(record + 3)
-        item_begin = tl.load(record + 4)
-        item_end = tl.load(record + 5)
-        slot = tl.load(record + 6)
-        item = tl.where(has_work, tl.load(record + 7), -1)
-        # A grid smaller than the schedule was made for takes on the items of the CTAs that it lacks.
-        cta = tl.where(item < 0, cta + tl.num_programs(0) // HEAD_GROUPS, cta)
-        item = tl.where((item < 0) & (cta < active), cta, item)
+        request, first_row, num_rows, seq_len, item_begin, item_end, slot, cta, item = load_item(
+            schedule, cta, item, tl.num_programs(0) // HEAD_GROUPS, ""
+        )
         table = block_table + request.to(tl.int64) * table_stride
         for row_of_request in range(0, num_rows):
             row = first_row + row_of_request

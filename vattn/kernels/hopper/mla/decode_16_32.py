@@ -22,56 +22,17 @@ from vattn.kernels.hopper.mla.work_items import (
     ROPE,
     TILE,
     advance,
-    block_ids,
     clear_padding,
     clear_rows,
     first_item,
     keys_seen,
-    load_blocks,
-    load_queries,
     open_item,
+    produce,
     store_lse,
     store_stats,
     weigh,
 )
 from vattn.kernels.hopper.prefill.tile_queue import new_barriers
-
-
-@gluon.jit
-def produce(
-    query_boxes, query_rope_boxes, boxes, rope_boxes, work, queries, query_ropes, latents, ropes, query_ready,
-    query_free, ready, free, HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SPLIT_QUERY: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Load the queries of each group of rows, then its tiles."""
-    _, _, _, schedule, _, num_blocks, _, _ = work
-    stage = 0
-    phase = 1
-    query_phase = 1
-    item = first_item(schedule, gl.program_id(0) // GROUPS, True)
-    while item >= 0:
-        row0, rows, _, _, first, last, _, item, table, last_block = open_item(
-            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY, True
-        )
-        for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
-            # On their way while the queries' copies are started.
-            blocks = block_ids(table, first, last_block, BLOCK_SIZE)
-            load_queries(
-                query_boxes, query_rope_boxes, row0, group, queries, query_ropes, query_ready, query_free, query_phase,
-                ROWS, False,
-            )  # fmt: skip
-            query_phase ^= 1
-            for tile in range(first, last):
-                # The next tile's block ids, read before the loads of this one.
-                following = block_ids(table, tile + 1, last_block, BLOCK_SIZE)
-                mbarrier.wait(free.index(stage), phase)
-                mbarrier.expect(ready.index(stage), TILE * (LATENT + ROPE) * 2)
-                load_blocks(
-                    boxes, rope_boxes, tile, num_blocks, blocks, ready.index(stage), latents.index(stage),
-                    ropes.index(stage), 0, 8, True, BLOCK_SIZE, LAYOUT,
-                )  # fmt: skip
-                blocks = following
-                stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit

@@ -55,19 +55,14 @@ def load_tile(
     """Load the left half of a tile, then the right one and its rotated keys, each when its room is free."""
     room = latents.index(STAGE)
     rope_room = ropes.index(STAGE)
-    mbarrier.wait(free.index(2 * STAGE), phase)
-    mbarrier.expect(ready.index(2 * STAGE), TILE * LATENT)
-    load_blocks(
-        boxes, rope_boxes, tile, num_blocks, blocks, ready.index(2 * STAGE), room, rope_room, 0, 4, False, BLOCK_SIZE,
-        LAYOUT,
-    )  # fmt: skip
-    # Both warpgroups have read the weights that lie in the room of rotated keys when both halves are free.
-    mbarrier.wait(free.index(2 * STAGE + 1), phase)
-    mbarrier.expect(ready.index(2 * STAGE + 1), TILE * (LATENT + 2 * ROPE))
-    load_blocks(
-        boxes, rope_boxes, tile, num_blocks, blocks, ready.index(2 * STAGE + 1), room, rope_room, 4, 4, True,
-        BLOCK_SIZE, LAYOUT,
-    )  # fmt: skip
+    for half in gl.static_range(2):
+        # Both warpgroups have read the weights that lie in the room of rotated keys when both halves are free.
+        mbarrier.wait(free.index(2 * STAGE + half), phase)
+        mbarrier.expect(ready.index(2 * STAGE + half), TILE * (LATENT + 2 * half * ROPE))
+        load_blocks(
+            boxes, rope_boxes, tile, num_blocks, blocks, ready.index(2 * STAGE + half), room, rope_room, 4 * half, 4,
+            half == 1, BLOCK_SIZE, LAYOUT,
+        )  # fmt: skip
 
 
 @gluon.jit

@@ -29,15 +29,13 @@ from vattn.kernels.hopper.mla.work_items import (
     LATENT,
     ROPE,
     TILE,
-    advance,
-    block_ids,
     clear_padding,
     clear_rows,
     first_item,
     keys_seen,
-    load_blocks,
     open_item,
     panels,
+    produce,
     store_lse,
     store_stats,
     weigh,
@@ -48,38 +46,8 @@ PAIRS = gl.constexpr(256)
 """Pairs of codes of a latent."""
 
 ROPE_PAIRS = gl.constexpr(32)
-TILE_BYTES = gl.constexpr(64 * 576)
 HEADROOM = gl.constexpr(12)
 """Queries reach up to 2^13 in fp16, so that small ones beside large ones keep their bits."""
-
-
-@gluon.jit
-def produce(
-    boxes, rope_boxes, work, codes, ropes, ready, free, HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
-):  # fmt: skip
-    """Load the tiles of each group of rows."""
-    _, _, _, schedule, _, num_blocks, _, _ = work
-    stage = 0
-    phase = 1
-    item = first_item(schedule, gl.program_id(0) // GROUPS, True)
-    while item >= 0:
-        _, rows, _, _, first, last, _, item, table, last_block = open_item(
-            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY, True
-        )
-        for _group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
-            blocks = block_ids(table, first, last_block, BLOCK_SIZE)
-            for tile in range(first, last):
-                # The next tile's block ids, read before the loads of this one.
-                following = block_ids(table, tile + 1, last_block, BLOCK_SIZE)
-                mbarrier.wait(free.index(stage), phase)
-                mbarrier.expect(ready.index(stage), TILE_BYTES)
-                load_blocks(
-                    boxes, rope_boxes, tile, num_blocks, blocks, ready.index(stage), codes.index(stage),
-                    ropes.index(stage), 0, 4, True, BLOCK_SIZE, LAYOUT,
-                )  # fmt: skip
-                blocks = following
-                stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit
@@ -389,8 +357,8 @@ def mla_decode_fp8_kernel(
                     LAYOUT,
                 )),
                 (produce, (
-                    boxes, rope_boxes, work, codes, ropes, ready, free, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY,
-                    STAGES, LAYOUT,
+                    None, None, boxes, rope_boxes, work, None, None, codes, ropes, None, None, ready, free, HEADS,
+                    ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, STAGES, LAYOUT,
                 )),
             ],
             [4, 1],

@@ -49,13 +49,6 @@ def first_item(schedule, cta, FULL: gl.constexpr = False):
 
 
 @gluon.jit
-def load_item(schedule, item):
-    """Return request, first tile, end tile and slot of an item, and the next item of its CTA."""
-    record = schedule + (1 + item) * FIELDS
-    return gl.load(record), gl.load(record + 1), gl.load(record + 2), gl.load(record + 3), gl.load(record + 4)
-
-
-@gluon.jit
 def load_request(query_start_loc, seq_lens, schedule, request, item, FULL: gl.constexpr):
     """Return the first token of an item's request, its rows and its length."""
     if FULL:
@@ -68,38 +61,26 @@ def load_request(query_start_loc, seq_lens, schedule, request, item, FULL: gl.co
 
 
 @gluon.jit
-def item_rows(
-    query_start_loc, seq_lens, schedule, item, request, first, last, table_width, HEADS: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr, FULL: gl.constexpr = False,
-):  # fmt: skip
-    """Return of an item: first row, rows, length of the request, keys that the cache has of it, first and end tile.
-
-    Requests of more than SPLIT_QUERY tokens are not split, whatever the schedule says.
-    """
-    start, length, seq_len = load_request(query_start_loc, seq_lens, schedule, request, item, FULL)
-    keys = gl.minimum(seq_len, table_width * BLOCK_SIZE)
-    end_tile = (keys + TILE - 1) // TILE
-    is_long = length > SPLIT_QUERY
-    first_tile = gl.where(is_long, 0, first)
-    last_tile = gl.where(is_long, end_tile, gl.minimum(last, end_tile))
-    return start * HEADS, gl.maximum(length, 0) * HEADS, seq_len, keys, first_tile, last_tile
-
-
-@gluon.jit
 def open_item(
     work, item, HEADS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr, FULL: gl.constexpr = False
 ):
     """Return of an item: first row, rows, length, keys, first and end tile, slot, next item, its table, last block.
 
     `work`: query_start_loc, seq_lens, block_table, schedule, tokens of the query, blocks of the cache, stride and width
-    of the table. FULL: see `vattn.kernels.hopper.mla.schedule`.
+    of the table. `keys`: those that the cache has of the request. FULL: see `vattn.kernels.hopper.mla.schedule`.
+    Requests of more than SPLIT_QUERY tokens are not split, whatever the schedule says.
     """
     query_start_loc, seq_lens, block_table, schedule, _, _, table_stride, table_width = work
-    request, begin, end, slot, following = load_item(schedule, item)
-    row0, rows, seq_len, keys, first, last = item_rows(
-        query_start_loc, seq_lens, schedule, item, request, begin, end, table_width, HEADS, BLOCK_SIZE, SPLIT_QUERY,
-        FULL,
-    )  # fmt: skip
+    record = schedule + (1 + item) * FIELDS
+    request = gl.load(record)
+    first, last, slot, following = gl.load(record + 1), gl.load(record + 2), gl.load(record + 3), gl.load(record + 4)
+    start, length, seq_len = load_request(query_start_loc, seq_lens, schedule, request, item, FULL)
+    keys = gl.minimum(seq_len, table_width * BLOCK_SIZE)
+    end_tile = (keys + TILE - 1) // TILE
+    is_long = length > SPLIT_QUERY
+    first = gl.where(is_long, 0, first)
+    last = gl.where(is_long, end_tile, gl.minimum(last, end_tile))
+    row0, rows = start * HEADS, gl.maximum(length, 0) * HEADS
     table = block_table + request.to(gl.int64) * table_stride
     last_block = gl.maximum((keys + BLOCK_SIZE - 1) // BLOCK_SIZE - 1, 0)
     return row0, rows, seq_len, keys, first, last, slot, following, table, last_block
@@ -140,10 +121,9 @@ def load_blocks(
 
     Rotated keys lie behind the latents in a row.
     """
-    p0, p1, p2, p3 = blocks
     if BLOCK_SIZE >= TILE:
         PER_BLOCK: gl.constexpr = BLOCK_SIZE // TILE
-        row = block_row(p0, num_blocks, BLOCK_SIZE) + tile % PER_BLOCK * TILE
+        row = block_row(blocks[0], num_blocks, BLOCK_SIZE) + tile % PER_BLOCK * TILE
         if COUNT * 64 == latents.shape[1]:
             load_box(boxes, [row, 0], ready, latents)
         elif COUNT > 0:
@@ -151,15 +131,9 @@ def load_blocks(
         if WITH_ROPE:
             load_box(rope_boxes, [row, latents.shape[1]], ready, ropes)
     else:
-        load_small(boxes, rope_boxes, p0, num_blocks, ready, latents, ropes, 0, FIRST, COUNT, WITH_ROPE, BLOCK_SIZE,
-                   LAYOUT)  # fmt: skip
-        load_small(boxes, rope_boxes, p1, num_blocks, ready, latents, ropes, 1, FIRST, COUNT, WITH_ROPE, BLOCK_SIZE,
-                   LAYOUT)  # fmt: skip
-        if BLOCK_SIZE < 32:
-            load_small(boxes, rope_boxes, p2, num_blocks, ready, latents, ropes, 2, FIRST, COUNT, WITH_ROPE,
-                       BLOCK_SIZE, LAYOUT)  # fmt: skip
-            load_small(boxes, rope_boxes, p3, num_blocks, ready, latents, ropes, 3, FIRST, COUNT, WITH_ROPE,
-                       BLOCK_SIZE, LAYOUT)  # fmt: skip
+        for place in gl.static_range(TILE // BLOCK_SIZE):
+            load_small(boxes, rope_boxes, blocks[place], num_blocks, ready, latents, ropes, place, FIRST, COUNT,
+                       WITH_ROPE, BLOCK_SIZE, LAYOUT)  # fmt: skip
 
 
 @gluon.jit
@@ -203,6 +177,50 @@ def block_ids(table, tile, last_block, BLOCK_SIZE: gl.constexpr):
             p2 = gl.load(table + gl.minimum(tile * PARTS + 2, last_block))
             p3 = gl.load(table + gl.minimum(tile * PARTS + 3, last_block))
     return p0, p1, p2, p3
+
+
+@gluon.jit
+def produce(
+    query_boxes, query_rope_boxes, boxes, rope_boxes, work, queries, query_ropes, latents, ropes, query_ready,
+    query_free, ready, free, HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    SPLIT_QUERY: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
+):  # fmt: skip
+    """Load the queries of each group of rows, unless they are `None`, then its tiles.
+
+    Args:
+        latents, ropes: `[STAGES, TILE, *]`, of values or of pairs of codes.
+    """
+    COUNT: gl.constexpr = latents.shape[2] // 64
+    BYTES: gl.constexpr = TILE * (latents.shape[2] + ropes.shape[2]) * 2
+    _, _, _, schedule, _, num_blocks, _, _ = work
+    stage = 0
+    phase = 1
+    query_phase = 1
+    item = first_item(schedule, gl.program_id(0) // GROUPS, True)
+    while item >= 0:
+        row0, rows, _, _, first, last, _, item, table, last_block = open_item(
+            work, item, HEADS, BLOCK_SIZE, SPLIT_QUERY, True
+        )
+        for group in range(gl.program_id(0) % GROUPS, (rows + ROWS - 1) // ROWS, GROUPS):
+            # On their way while the queries' copies are started.
+            blocks = block_ids(table, first, last_block, BLOCK_SIZE)
+            if queries is not None:
+                load_queries(
+                    query_boxes, query_rope_boxes, row0, group, queries, query_ropes, query_ready, query_free,
+                    query_phase, ROWS, False,
+                )  # fmt: skip
+                query_phase ^= 1
+            for tile in range(first, last):
+                # The next tile's block ids, read before the loads of this one.
+                following = block_ids(table, tile + 1, last_block, BLOCK_SIZE)
+                mbarrier.wait(free.index(stage), phase)
+                mbarrier.expect(ready.index(stage), BYTES)
+                load_blocks(
+                    boxes, rope_boxes, tile, num_blocks, blocks, ready.index(stage), latents.index(stage),
+                    ropes.index(stage), 0, COUNT, True, BLOCK_SIZE, LAYOUT,
+                )  # fmt: skip
+                blocks = following
+                stage, phase = advance(stage, phase, STAGES)
 
 
 @gluon.jit

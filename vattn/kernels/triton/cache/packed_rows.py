@@ -191,7 +191,6 @@ def row_scale(x, LARGEST: tl.constexpr):
 
 @triton.jit
 def store_int8(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
-    """`vattn.quantization.packed.per_token_head.Int8`."""
     scale = row_scale(x, 127.0)
     ratio = divide_rows(x, scale, NATIVE)
     # Halves away from zero are halves up of magnitudes, at most 127 by the choice of the scale.
@@ -204,13 +203,11 @@ def store_int8(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.con
 
 @triton.jit
 def load_int8(codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
-    """`vattn.quantization.packed.per_token_head.Int8`."""
     return load_codes(codes, rows, PART).to(tl.int8).to(tl.float32), load_row_scale(scales, rows)
 
 
 @triton.jit
 def store_fp8(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
-    """`vattn.quantization.packed.per_token_head.Fp8`."""
     scale = row_scale(x, 448.0)
     known = scale == scale
     stored = encode_quotient(tl.where(known, x, 0.0), tl.where(known, scale, 1.0), "fp8_e4m3", NATIVE)
@@ -220,14 +217,12 @@ def store_fp8(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.cons
 
 @triton.jit
 def load_fp8(codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
-    """`vattn.quantization.packed.per_token_head.Fp8`."""
     stored = load_codes(codes, rows, PART).to(tl.uint8)
     return decode(stored, "fp8_e4m3", tl.float32, NATIVE), load_row_scale(scales, rows)
 
 
 @triton.jit
 def store_int4(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
-    """`vattn.quantization.packed.per_token_head.Int4`."""
     BLOCK: tl.constexpr = PART[3]
     FLIP: tl.constexpr = PART[4]
     y = rotate(x, BLOCK, FLIP)
@@ -252,7 +247,6 @@ def store_int4(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.con
 
 @triton.jit
 def load_int4(codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
-    """`vattn.quantization.packed.per_token_head.Int4`."""
     bits = load_row_scale(scales, rows).to(tl.int32, bitcast=True)
     step = (bits & -16).to(tl.float32, bitcast=True) * (2.0 ** -PART[5])
     return (load_codes(codes, rows, PART) - (bits & 15)).to(tl.float32), step
@@ -284,7 +278,6 @@ def store_group_scales(stored, scales, rows, PART: tl.constexpr):
 
 @triton.jit
 def store_nvfp4(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
-    """`vattn.quantization.packed.nvfp4.Nvfp4`."""
     groups = tl.reshape(x, [x.shape[0], PART[1] // PART[6], PART[6]])
     stored, values = nvfp4_rows(groups, absolute_maximum(groups), given, NATIVE)
     store_groups(values, stored, codes, scales, rows, PART)
@@ -299,7 +292,6 @@ def e2m1_to_float32(code):
 
 @triton.jit
 def load_nvfp4(codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
-    """`vattn.quantization.packed.nvfp4.Nvfp4`."""
     x = e2m1_to_float32(load_codes(codes, rows, PART))
     GROUPS: tl.constexpr = PART[1] // PART[6]
     column = tl.arange(0, GROUPS)[None, :]
@@ -312,13 +304,11 @@ def load_nvfp4(codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
 
 @triton.jit
 def store_e4m3(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
-    """`vattn.quantization.packed.turboquant.RawE4m3`."""
     store_codes(codes, encode_e4m3(x).to(tl.int32), rows, PART)
 
 
 @triton.jit
 def load_e4m3(codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
-    """`vattn.quantization.packed.turboquant.RawE4m3`."""
     x = decode(load_codes(codes, rows, PART).to(tl.uint8), "fp8_e4m3", tl.float32, NATIVE)
     return x, tl.full([x.shape[0], 1], 1.0, tl.float32)
 
@@ -384,7 +374,6 @@ def stored_length(length, squares, PART: tl.constexpr):
 
 @triton.jit
 def store_codebook(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
-    """`vattn.quantization.packed.turboquant.Codebook`."""
     BITS: tl.constexpr = PART[2]
     BLOCK: tl.constexpr = PART[3]
     HALF: tl.constexpr = 1 << (BITS - 1)
@@ -414,7 +403,6 @@ def store_codebook(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl
 
 @triton.jit
 def load_codebook(codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
-    """`vattn.quantization.packed.turboquant.Codebook`."""
     BITS: tl.constexpr = PART[2]
     return level(load_codes(codes, rows, PART), BITS), load_row_scale(scales, rows) * (2.0 ** -PART[5])
 
@@ -449,7 +437,6 @@ def store_uniform_scales(scales, least, step, known, rows):
 
 @triton.jit
 def store_uniform(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
-    """`vattn.quantization.packed.turboquant.Uniform`."""
     STEPS: tl.constexpr = (1 << PART[2]) - 1
     least, origin, step, known = uniform_rows(x, PART)
     # A step of zero has codes of zero.
@@ -465,7 +452,6 @@ def store_uniform(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.
 
 @triton.jit
 def load_uniform(codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
-    """`vattn.quantization.packed.turboquant.Uniform`."""
     step = load_row_scale(scales, rows)
     x = load_codes(codes, rows, PART).to(tl.float32) * step + load_row_scale(scales + 1, rows)
     return x, tl.full(step.shape, 1.0, tl.float32)

@@ -244,7 +244,6 @@ def place_words(y, length, BITS: tl.constexpr):
 
 @triton.jit
 def store_codebook(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
-    """`vattn.quantization.packed.turboquant.Codebook`."""
     length = tl.sqrt_rn(pairwise_sum(x * x))
     words, squares = place_words(rotate(x, PART[3], False), length, PART[2])
     if PART[0] < PART[1]:
@@ -264,7 +263,6 @@ def divide(x, divisor):
 
 @triton.jit
 def store_uniform(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
-    """`vattn.quantization.packed.turboquant.Uniform`."""
     BITS: tl.constexpr = PART[2]
     STEPS: tl.constexpr = (1 << BITS) - 1
     RAISED: tl.constexpr = RAISED_4 if BITS == 4 else RAISED_3
@@ -319,7 +317,6 @@ def nvfp4_codes(groups, absmax, given):
 
 @triton.jit
 def store_nvfp4(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
-    """`vattn.quantization.packed.nvfp4.Nvfp4`."""
     groups = tl.reshape(x, [x.shape[0], PART[1] // PART[6], PART[6]])
     absmax = absolute_maximum(groups)
     # Outside this range of given scales, steps of a quotient may leave fp32's range; beyond the largest scale, and with
