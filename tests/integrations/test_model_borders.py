@@ -18,6 +18,7 @@ transformers = pytest.importorskip("transformers")
 from tests.integrations.hf_families import BASE, make_model  # noqa: E402
 from tests.integrations.test_transformers import PROMPTS, TOLERANCE, Runner, eager_logits  # noqa: E402
 from vattn.integrations.transformers import disable, enable  # noqa: E402
+from vattn.integrations.transformers.linears import MergedPart, VattnLinear  # noqa: E402
 
 TEMPERATURE = {
     "num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "layer_types": ["full_attention"] * 4, "head_dim": 16,
@@ -99,6 +100,19 @@ def test_scales_over_a_whole_step_are_named() -> None:
 def _prepared(linear: nn.Linear) -> nn.Linear:
     linear.qconfig = torch.ao.quantization.default_dynamic_qconfig  # type: ignore[assignment]
     return linear
+
+
+class OtherTensor(torch.Tensor):
+    """Stands for the weights of torchao, which bring products of their own."""
+
+
+def test_weights_of_other_tensor_classes_stay() -> None:
+    model = make_model("llama")
+    layers = [layer.self_attn for layer in model.model.layers]
+    layers[0].k_proj.weight = nn.Parameter(layers[0].k_proj.weight.as_subclass(OtherTensor), requires_grad=False)
+    enable(model, merge_projections=True, vattn_linears=True)
+    kinds = [[type(linear) for linear in (layer.q_proj, layer.k_proj)] for layer in layers]
+    assert kinds == [[VattnLinear, nn.Linear], [MergedPart, MergedPart]]
 
 
 class PeftModel(nn.Module):

@@ -68,7 +68,8 @@ def enable(
         query_format: with a calibration, as in `QuantConfig`; each layer's scale of the query is the calibration's.
         merge_projections: compute query, key and value by one product, and gate and up by one; their weights become
             views of one storage, and the model must not be moved or cast afterwards. FP8 linears merge where their
-            format and the scale of their input are the same.
+            format and the scale of their input are the same. Weights of other tensor classes, as of torchao, stay as
+            they are, here and for `vattn_linears`.
         vattn_linears: run linear layers by `vattn::linear`, which has faster kernels for steps of few tokens on GPUs of
             compute capability 9.0; elsewhere, and for larger steps, it runs torch's. FP8 linears of blocks stay.
             Weights must not be computed in the step, as a parametrisation does: they are read before it begins.

@@ -158,6 +158,7 @@ def _mergeable(parts: list[Any]) -> bool:
     return all(
         type(part) in MERGED
         and type(part) is type(first)
+        and _plain_weight(part)
         and "forward" not in part.__dict__
         and not part._forward_hooks
         and not part._forward_pre_hooks
@@ -166,6 +167,11 @@ def _mergeable(parts: list[Any]) -> bool:
         and (part.weight.dtype, part.weight.device) == (first.weight.dtype, first.weight.device)
         for part in parts
     ) and (not isinstance(first, FP8Linear) or _one_input(parts))
+
+
+def _plain_weight(linear: nn.Linear) -> bool:
+    """Return whether a weight is a tensor of torch itself: torchao's bring products of their own."""
+    return type(linear.weight) in (nn.Parameter, Tensor)
 
 
 def _one_input(parts: list[FP8Linear]) -> bool:
@@ -216,8 +222,10 @@ def replace_linears(model: nn.Module) -> int:
                 merged.quantised.uses_vattn_linear = True
         elif type(module) is FP8Linear:
             module.uses_vattn_linear = True
-        elif type(module) is nn.Linear and not (
-            "forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks
+        elif (
+            type(module) is nn.Linear
+            and _plain_weight(module)
+            and not ("forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks)
         ):
             module.__class__ = VattnLinear  # type: ignore[assignment]
         else:
