@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import vattn
-from vattn.errors import ConfigError
+from vattn.errors import ConfigError, GraphContractError
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.hybrid import GroupedMetadata
 
@@ -70,6 +70,30 @@ def test_steps_with_prompts_are_replayed(hybrid: bool) -> None:
         assert request.output == chosen(model, request.prompt, request.output)
     assert (3, 3) in log and len(set(log)) > 3
     assert len(log) < generator.statistics().steps, "steps beyond the largest size run without"
+    check_empty(generator)
+
+
+def test_a_graph_of_another_adapter_is_not_replayed() -> None:
+    """Weights may get other values in place, which replays read; a switch is not in the graph."""
+    model = make_model("llama")
+    layer = model.model.layers[0].mlp
+    layer.active_adapter = "a"
+    packed = enable(model, num_blocks=64)
+    generator = make_generator(packed, graph_sizes=[2])
+    log = stand_in(generator)
+    sampling = vattn.Sampling(4, stop_token_ids=())
+    before = generator.generate(PROMPTS[:1], sampling)[0].output
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1 + 0.3 * torch.randn_like(parameter))
+    after = generator.generate(PROMPTS[:1], sampling)[0].output
+    assert after != before and len(log) > 4
+    layer.active_adapter = "b"
+    request = generator.add(PROMPTS[0], sampling)
+    with pytest.raises(GraphContractError, match=r"changed since its capture, in .*layers\.0\.mlp"):
+        while not request.done:
+            generator.step()
+    generator.cancel(request)
     check_empty(generator)
 
 

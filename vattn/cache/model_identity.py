@@ -105,7 +105,8 @@ class ModelIdentity:
         found = list(_reachable(self.model))
         modules = [value for _, value, _ in found if isinstance(value, nn.Module)]
         self._modules, self._classes = modules, {cast(Any, type(module)) for module in modules}
-        self._attributes = [vars(module) for module in modules]
+        # vattn's layers note more about themselves while they run.
+        self._attributes = [vars(module) for module in modules if not _of_vattn(module)]
         self._tensor_dicts = [each for module in modules for each in (module._parameters, module._buffers)]
         copied = [(path, value) for path, value, _ in found if isinstance(value, _COPIED)]
         reads = [(path, read) for path, value, _ in found if (read := _read(value)) is not None]

@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 from vattn.backends import selector
 from vattn.backends.mla.registry import mla_backends
 from vattn.cache.bindings import CacheBindings, cache_address
+from vattn.cache.model_identity import ModelIdentity
 from vattn.compilation.graph_edges import start_early
 from vattn.config.arguments import integer, read_count
 from vattn.errors import ConfigError, GraphContractError, UnsupportedRequestError
@@ -113,6 +114,9 @@ class CUDAGraphRunner:
         UnsupportedRequestError: a backend of the layers cannot be captured.
         DeviceError: CUDA refuses to change edges of a captured graph; it is thrown away.
 
+    Graphs hold the model of the capture: values written into its weights count, but after other changes (an adapter,
+    a hook, a submodule, an attribute) `build` refuses steps that a graph would run.
+
     Without a CUDA device the function runs as it is, on the padded inputs; `report.reason` says so and it is logged.
     Warm-up and capture write nothing to the caches (all slots are -1) and take no KV scale.
 
@@ -166,6 +170,8 @@ class CUDAGraphRunner:
         # From large to small: the later captures fit into the memory of the first.
         costs = tuple(cost for size in sizes if (cost := self._prepare(*size)) is not None)
         self._bindings = CacheBindings(self._layers, cache_address)
+        model = getattr(function, "__self__", function)
+        self._identity = ModelIdentity(model) if isinstance(model, nn.Module) else None
         by_tokens = any(isinstance(size, tuple) for size in batch_sizes)
         self.report = CaptureReport(None if cuda else f"device {builder.device.type}", costs, by_tokens)
         logger.info("%s", self.report)
@@ -295,7 +301,8 @@ class CUDAGraphRunner:
         """Build a step padded to the smallest capture that holds it; arguments of `AttentionMetadataBuilder.build`.
 
         Raises:
-            GraphContractError: no capture holds the step (ask `key_for` first), or it contradicts the capture.
+            GraphContractError: no capture holds the step (ask `key_for` first), it contradicts the capture, or the
+                model has changed since by more than the values of its weights.
             MetadataError: as `AttentionMetadataBuilder.build`.
         """
         query_lens = read_integers("query_lens", query_lens)
@@ -306,6 +313,14 @@ class CUDAGraphRunner:
             raise GraphContractError(
                 f"a step of {num_reqs} requests and {num_tokens} tokens", f"up to {sizes}", "run it without the runner"
             )
+        if self._entries[key].graph is not None and self._identity is not None:
+            self._identity.look()
+            if self._identity.moves:
+                raise GraphContractError(
+                    f"a model that has changed since its capture, in {self._identity.changed}",
+                    "the weights, adapters, hooks and attributes of the capture; weights may get other values in place",
+                    "capture it again by a new runner or generator, or run it without graphs",
+                )
         return self.builder.build(query_lens, seq_lens, block_tables, capture_key=key, **options)
 
     def __call__(self, *inputs: Tensor, metadata: AttentionMetadata) -> Any:
