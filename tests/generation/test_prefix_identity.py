@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import time
 import types
 from collections.abc import Callable
 from typing import Any
@@ -270,3 +272,52 @@ def test_other_salts_are_refused_before_anything_runs(packed: Any, salt: Any) ->
     with pytest.raises(errors.ConfigError, match="cache_salt="):
         generator.add(PROMPT[0], GREEDY, cache_salt=salt)
     assert not generator.busy
+
+
+@pytest.mark.long
+def test_a_minute_of_switches_tenants_and_cancels() -> None:
+    """Results equal isolated runs of the adapter, and no request reuses blocks of another tenant or adapter."""
+    model, packed = adapted()
+    part, draw = projection(model), random.Random(7)
+    expected = {}
+    for adapter in "ab":
+        part.active_adapter = part.listed[0] = part.shared.active = part.slots.active = adapter
+        alone = make_generator(packed, reuse_prefixes=False)
+        expected |= {(adapter, place): alone.generate([p], GREEDY)[0].output for place, p in enumerate(PROMPTS)}
+    assert expected["a", 0] != expected["b", 0]
+    generator = make_generator(packed)
+    seen: set[tuple[str, tuple[int, ...]]] = set()
+    compared = shared = switches = 0
+    begin = time.monotonic()
+    while time.monotonic() < begin + 60:
+        if draw.random() < 0.5:
+            adapter, switches = draw.choice("ab"), switches + 1
+            seen = set() if adapter != part.active_adapter else seen
+            part.active_adapter = part.listed[0] = part.shared.active = part.slots.active = adapter
+        adapter, requests = part.active_adapter, []
+        for _ in range(draw.randint(1, 6)):
+            place, tenant = draw.randrange(len(PROMPTS)), draw.choice("xyz")
+            requests.append((place, tenant, generator.add(PROMPTS[place], GREEDY, cache_salt=tenant)))
+        spoiled = draw.random() < 0.3
+        for _ in range(draw.randint(0, 8)):
+            generator.step()
+            if draw.random() < 0.1:
+                generator.cancel(draw.choice(requests)[2])
+        if spoiled:
+            part.active_adapter = "b" if adapter == "a" else "a"
+            for _ in range(3):
+                generator.step()
+            for _, _, request in requests:
+                generator.cancel(request)
+            part.active_adapter, seen = adapter, set()
+        while generator.busy:
+            generator.step()
+        begun = {(tenant, tuple(PROMPTS[place][:16])) for place, tenant, _ in requests}
+        for place, tenant, request in requests:
+            assert not request.reused or (tenant, tuple(PROMPTS[place][:16])) in seen | begun
+            if request.state == "finished":
+                assert request.output == expected[adapter, place]
+                compared, shared = compared + 1, shared + (request.reused > 0)
+        seen |= begun
+        check_empty(generator)
+    assert compared > 20 and shared and switches
