@@ -9,7 +9,7 @@ from torch import Tensor
 
 import vattn.ops.schemas  # noqa: F401  registers the ops
 from tests.support import make_config, poisoned_empty
-from vattn.cache.layout import kv_cache_dtype, kv_cache_shape
+from vattn.cache.layout import kv_cache_dtype, kv_cache_shape, op_views
 from vattn.ops.arguments import AttentionArgs
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
 
@@ -58,8 +58,9 @@ class Requests:
         lse = poisoned_empty(query.shape[:2], torch.float32, self.device)
         torch.ops.vattn.attention(
             *AttentionArgs(
-                query, self.cache, starts, seq_lens, table, output, scales, lse, self.output_scale, None, self.scale,
-                self.scale, self.slopes, self.sinks, None, None, None, None, None, [], None, config.encode(),
+                query, *op_views(self.cache, config), starts, seq_lens, table, output, scales, lse, self.output_scale,
+                None, self.scale, self.scale, self.slopes, self.sinks, None, None, None, None, None, [], None,
+                config.encode(),
             )
         )  # fmt: skip
         results = [part for part in (output.view(torch.uint8), scales, lse) if part is not None]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import vattn
 from vattn.backends import selector
-from vattn.cache.layout import kv_cache_dtype, kv_cache_shape
+from vattn.cache.layout import kv_cache_dtype, kv_cache_shape, op_views
 from vattn.cache.stored_rows import decode_stored, encode_stored
 from vattn.config.attention import AttentionConfig
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, VarlenAttentionArgs
@@ -175,8 +175,24 @@ def with_cache(model: Any, num_blocks: int) -> Any:
 
 
 def moved(args: Any, device: torch.device | str) -> Any:
-    """Return an op's arguments with every tensor on a device."""
-    return args._replace(**{name: t.to(device) for name, t in args._asdict().items() if isinstance(t, Tensor)})
+    """Return an op's arguments with every tensor on a device, keys and values as views of one storage there."""
+    there = args._replace(**{name: t.to(device) for name, t in args._asdict().items() if isinstance(t, Tensor)})
+    return with_storage(there, storage_of(args).to(device)) if hasattr(args, "key_cache") else there
+
+
+def storage_of(args: Any) -> Tensor:
+    """Return the raw storage that an op's keys and values are views of."""
+    if args.value_cache is None:
+        return args.key_cache
+    config, keys = AttentionConfig.parse(args.config), args.key_cache
+    flat = torch.empty(0, dtype=kv_cache_dtype(config), device=keys.device).set_(keys.untyped_storage())
+    return flat.view(kv_cache_shape(config, keys.shape[0]))
+
+
+def with_storage(args: Any, storage: Tensor) -> Any:
+    """Return an op's arguments with the keys and values of another raw storage."""
+    key_cache, value_cache = op_views(storage, AttentionConfig.parse(args.config))
+    return args._replace(key_cache=key_cache, value_cache=value_cache)
 
 
 def poisoned_like(tensor: Tensor | None) -> Tensor | None:
@@ -233,9 +249,11 @@ def random_paged_batch(
                 GARBAGE_BYTE
             )
     query, queries, q_scale = _query(config, query_lens, num_padding_tokens, poison, rng)
+    key_cache, value_cache = op_views(kv_cache, config)
     args = AttentionArgs(
         query=query,
-        kv_cache=kv_cache,
+        key_cache=key_cache,
+        value_cache=value_cache,
         query_start_loc=_starts(query_lens, num_padding_reqs),
         seq_lens=torch.tensor([*seq_lens, *[0] * num_padding_reqs], dtype=torch.int32),
         block_table=table,
@@ -347,7 +365,7 @@ def _store(
         return
     position = torch.arange(key.shape[0])
     slots = blocks[position // config.block_size] * config.block_size + position % config.block_size
-    update = CacheUpdateArgs(key, value, kv_cache, slots, scales[0], scales[1], config.encode())
+    update = CacheUpdateArgs(key, value, *op_views(kv_cache, config), slots, scales[0], scales[1], config.encode())
     reference.kv_cache_update(update, config)
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import vattn.ops.schemas  # noqa: F401  registers the ops
 from benchmarks.harness import add_row, machine, parser_of, table, time_in_turn, versions_of
-from vattn.cache.layout import key_value_views
+from vattn.cache.layout import op_views
 from vattn.config.attention import AttentionConfig
 from vattn.config.rope import RopeConfig
 from vattn.kernels.triton.attention.launch import update_kv_cache
@@ -63,8 +63,8 @@ class Case:
 
     def rope_args(self) -> RopeUpdateArgs:
         return RopeUpdateArgs(
-            self.query, self.key, self.value, self.cos, self.sin, self.positions, self.query_out, self.cache,
-            self.slots, None, None, *self.scales, ROPE.encode(), CONFIG.encode(),
+            self.query, self.key, self.value, self.cos, self.sin, self.positions, self.query_out,
+            *op_views(self.cache, CONFIG), self.slots, None, None, *self.scales, ROPE.encode(), CONFIG.encode(),
         )  # fmt: skip
 
     def fused(self) -> Callable[[], None]:
@@ -73,7 +73,12 @@ class Case:
 
     def plain(self) -> Callable[[], None]:
         args = CacheUpdateArgs(
-            self.key, self.value, self.cache, self.slots, self.scales[1], self.scales[2], CONFIG.encode()
+            self.key,
+            self.value,
+            *op_views(self.cache, CONFIG),
+            self.slots,
+            *self.scales[1:],
+            CONFIG.encode(),
         )
         return lambda: update_kv_cache(args, CONFIG)
 
@@ -133,7 +138,7 @@ def written_out(
         return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
     codes = encode_query(turn(query), scales[0], KV_HEADS)
-    torch.ops.vattn.kv_cache_update(turn(key), value, cache, slots, scales[1], scales[2], ENCODED)
+    torch.ops.vattn.kv_cache_update(turn(key), value, *op_views(cache, CONFIG), slots, scales[1], scales[2], ENCODED)
     return codes
 
 
@@ -141,9 +146,10 @@ def check(case: Case) -> dict[str, float]:
     """Compare the fused kernel with the reference; returns the shares of codes that differ, at most one step."""
     case.query_out.view(torch.uint8).fill_(0x7F)
     case.fused()()
-    args = case.rope_args()._replace(query_out=torch.empty_like(case.query_out), kv_cache=torch.zeros_like(case.cache))
+    keys, values = op_views(torch.zeros_like(case.cache), CONFIG)
+    args = case.rope_args()._replace(query_out=torch.empty_like(case.query_out), key_cache=keys, value_cache=values)
     update = rope_reference.rotate_all(args, ROPE, CONFIG)
-    key_cache, value_cache = (view.view(torch.uint8) for view in key_value_views(case.cache, CONFIG))
+    key_cache, value_cache = (view.view(torch.uint8) for view in op_views(case.cache, CONFIG))
     at = case.slots // BLOCK, case.slots % BLOCK
     pairs = {
         "query": (case.query_out, args.query_out),

@@ -21,7 +21,7 @@ import vattn.ops.schemas  # noqa: F401  registers the ops
 from benchmarks.attention.kv_format_peers import DECODE_PEERS, STORE_PEERS, DecodePeer, StorePeer
 from benchmarks.harness import machine, parser_of, table, timer
 from vattn.backends import selector
-from vattn.cache.layout import kv_cache_dtype, kv_cache_shape
+from vattn.cache.layout import kv_cache_dtype, kv_cache_shape, op_views
 from vattn.cli.bench.cell import Cell
 from vattn.cli.bench.peers import NotThisCellError, Peer, choose_peers
 from vattn.cli.bench.report import write_result
@@ -82,7 +82,9 @@ class Filled:
     def store(self, slots: Tensor) -> None:
         """Write the keys and values into slots."""
         scales = (self.scale, self.scale)
-        torch.ops.vattn.kv_cache_update(self.key, self.value, self.storage, slots, *scales, self.config.encode())
+        torch.ops.vattn.kv_cache_update(
+            self.key, self.value, *op_views(self.storage, self.config), slots, *scales, self.config.encode()
+        )
 
     def step(self, seq_len: int, query: Tensor, table: Tensor) -> AttentionArgs:
         """Return a decode step with its schedule, after comparing two of its rows with the reference."""
@@ -95,8 +97,9 @@ class Filled:
             plan = [torch.empty(shape, dtype=torch.int32, device=device)]
             torch.ops.vattn.plan(starts, lengths, plan[0], config.encode())
         args = AttentionArgs(
-            query, self.storage, starts, lengths, table, torch.empty_like(query), None, None, None, None, self.scale,
-            self.scale, None, None, None, None, None, None, None, plan, None, config.encode(),
+            query, *op_views(self.storage, config), starts, lengths, table, torch.empty_like(query),
+            None, None, None, None, self.scale, self.scale, None, None, None, None, None, None, None, plan, None,
+            config.encode(),
         )  # fmt: skip
         torch.ops.vattn.attention(*args)
         two = args._replace(query=query[:2], query_start_loc=starts[:3], seq_lens=lengths[:2], block_table=table[:2])

@@ -333,7 +333,7 @@ def test_two_attentions_of_twice_the_width() -> None:
 
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             if func is torch.ops.vattn.attention.default:
-                self.calls.append((args[5].shape, AttentionConfig.parse(args[-1])))
+                self.calls.append((args[6].shape, AttentionConfig.parse(args[-1])))
             return func(*args, **(kwargs or {}))
 
     text = Text(make_layer())

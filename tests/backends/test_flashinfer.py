@@ -196,7 +196,7 @@ def batch_of(row: Row) -> Batch:
 
 
 def cache_of(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
-    key, value = key_value_views(batch.args.kv_cache, batch.config)
+    key, value = key_value_views(batch.args.key_cache, batch.args.value_cache, batch.config)
     hnd = batch.config.kv_cache_layout == "HND"
     return (key.transpose(1, 2), value.transpose(1, 2)) if hnd else (key, value)
 
@@ -232,7 +232,7 @@ def plan_batch(batch: Batch, schedule: torch.Tensor | None = None) -> list[torch
     step = HostPlanArgs(
         query_lens=torch.tensor(batch.query_lens), kv_lens=torch.tensor(batch.seq_lens),
         query_start_loc=args.query_start_loc, seq_lens=args.seq_lens, block_table=args.block_table,
-        num_tokens=args.query.shape[0], num_blocks=args.kv_cache.shape[1], schedule=schedule, host_plan=host_plan,
+        num_tokens=args.query.shape[0], num_blocks=args.key_cache.shape[0], schedule=schedule, host_plan=host_plan,
     )  # fmt: skip
     flashinfer_plan.plan(step, batch.config)
     assert host_plan[0] > 0
@@ -349,7 +349,7 @@ def test_the_builder_plans_once_a_step(stand_in: None, monkeypatch) -> None:
     monkeypatch.setattr(type(backend), "plan_on_host", lambda self, args, config: flashinfer_plan.plan(args, config))
     selector.forget_decisions()
     row = batch_of(PLANNED["plain"])
-    builder = AttentionMetadataBuilder(6, 32, 64, 8, layers=[row.config] * 3, num_blocks=row.args.kv_cache.shape[1])
+    builder = AttentionMetadataBuilder(6, 32, 64, 8, layers=[row.config] * 3, num_blocks=row.args.key_cache.shape[0])
     assert builder.host_planned == {"FLASHINFER"}
     for lens in (((1, 26), (5, 5)), ((1, 9), (1, 40), (1, 1)), ((3, 3),)):
         query_lens, seq_lens = zip(*lens, strict=True)

@@ -21,7 +21,7 @@ from tests.conformance.cases import batch_of_row
 from tests.conformance.compare import call, compare, on_cpu
 from tests.conformance.rows import CAP, DECODES, FP8, LSE, MIXED, SINKS, Row
 from tests.layers.layer_support import make_inputs, make_layer
-from tests.support import Batch, capture, make_config, usable
+from tests.support import Batch, capture, make_config, storage_of, usable, with_storage
 from vattn.backends import selector, xformers
 from vattn.backends.triton_attn import TritonAttentionBackend
 from vattn.config.device import DeviceInfo
@@ -180,14 +180,12 @@ def test_a_captured_decode_follows_lengths_and_tables(calls: list[int]) -> None:
         for lens in (((1, 40), (1, 900), (1, 64)), ((1, 700), (1, 1), (1, 333)))
     )
     width = max(batch.args.block_table.shape[1] for batch in (first, second))
-    cache = torch.zeros_like(max((first, second), key=lambda batch: batch.args.kv_cache.numel()).args.kv_cache)
-    args = first.args._replace(
-        kv_cache=cache,
-        block_table=torch.zeros(first.args.block_table.shape[0], width, dtype=torch.int32, device="cuda"),
-    )
+    cache = torch.zeros_like(storage_of(max((first, second), key=lambda batch: batch.args.key_cache.numel()).args))
+    table = torch.zeros(first.args.block_table.shape[0], width, dtype=torch.int32, device="cuda")
+    args = with_storage(first.args._replace(block_table=table), cache)
 
     def fill(batch: object) -> None:
-        cache[:, : batch.args.kv_cache.shape[1]] = batch.args.kv_cache
+        cache[:, : batch.args.key_cache.shape[0]] = storage_of(batch.args)
         args.block_table[:, : batch.args.block_table.shape[1]] = batch.args.block_table
         for name in ("query", "query_start_loc", "seq_lens"):
             getattr(args, name).copy_(getattr(batch.args, name))
@@ -203,7 +201,7 @@ def test_a_captured_decode_follows_lengths_and_tables(calls: list[int]) -> None:
     compare(on_cpu(second), *on_cpu(second).expected())
     for tensor, before in zip((first.args.query, first.args.query_start_loc, first.args.seq_lens), kept, strict=True):
         tensor.copy_(before)
-    cache[:, : first.args.kv_cache.shape[1]] = first.args.kv_cache
+    cache[:, : first.args.key_cache.shape[0]] = storage_of(first.args)
     args.block_table[:, : first.args.block_table.shape[1]] = first.args.block_table
     graph.replay()
     first.args = first.args._replace(output=args.output.clone())

@@ -7,7 +7,7 @@ from torch import nn
 from tests.support import make_config, poisoned_empty
 from vattn.cache.allocation import allocate_kv_cache
 from vattn.cache.copies import copy_blocks, swap_blocks
-from vattn.cache.layout import key_value_views, kv_cache_dtype, kv_cache_shape
+from vattn.cache.layout import key_value_views, kv_cache_dtype, kv_cache_shape, op_views
 from vattn.cache.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -64,7 +64,7 @@ def test_page_size_is_what_a_block_of_the_storage_takes(layout, kv_cache_dtype_n
     storage = torch.zeros(spec.storage_shape(7), dtype=spec.storage_dtype)
     assert storage.shape == kv_cache_shape(config, 7) and storage.dtype == kv_cache_dtype(config)
     assert spec.page_size_bytes * 7 == storage_bytes(storage)
-    key, value = (rows.codes for rows in stored_views(storage, config))
+    key, value = (rows.codes for rows in stored_views(*op_views(storage, config), config))
     widths = [config.head_size, config.head_size_v]
     if fmt.packed:
         widths = [part.code_bytes(width) for part, width in zip(fmt.parts, widths, strict=True)]
@@ -205,12 +205,12 @@ def test_a_padded_storage_is_read_and_written_like_any():
     step = builder.build([20], [20], [[1, 3]])
     query, key, value = (torch.randn(20, heads * width) for heads, width in ((4, 16), (2, 16), (2, 24)))
     expected = bound(query, key, value, metadata=step)
-    bound.bind_kv_cache(padded, torch.float32)
+    bound.bind_kv_cache(padded, dtype=torch.float32)
     assert torch.equal(bound(query, key, value, metadata=step), expected)
     assert bool((padded[:, plain.shape[1] :] == 0xFF).all())
     assert torch.equal(padded[[1, 3], : plain.shape[1]][0], plain[1])
     with pytest.raises(CacheError, match="KV cache storage"):
-        bound.bind_kv_cache(torch.zeros((4, plain.shape[1] + 8), dtype=torch.uint8), torch.float32)
+        bound.bind_kv_cache(torch.zeros((4, plain.shape[1] + 8), dtype=torch.uint8), dtype=torch.float32)
     with pytest.raises(CacheError, match="padding included"):
         swap_blocks(plain, padded, [(0, 1)], bound.get_kv_cache_spec(torch.float32))
 
@@ -412,7 +412,10 @@ def filled(config, num_blocks, seed=0):
 
 def blocks_of(storage, config):
     """Return bytes of keys and values by block."""
-    return [view.contiguous().view(torch.uint8).flatten(1) for view in key_value_views(storage.clone(), config)]
+    return [
+        view.contiguous().view(torch.uint8).flatten(1)
+        for view in key_value_views(*op_views(storage.clone(), config), config)
+    ]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -9,11 +9,20 @@ import torch
 from torch import Tensor
 
 from tests.conformance.rows import Row
-from tests.support import Batch, make_config, poisoned_empty, random_packed_batch, random_paged_batch, random_scale
+from tests.support import (
+    Batch,
+    make_config,
+    poisoned_empty,
+    random_packed_batch,
+    random_paged_batch,
+    random_scale,
+    storage_of,
+    with_storage,
+)
 from vattn.backends import selector
-from vattn.cache.layout import kv_cache_dtype, kv_cache_shape
+from vattn.cache.layout import kv_cache_dtype, kv_cache_shape, op_views
 from vattn.config.attention import AttentionConfig
-from vattn.ops.arguments import CacheUpdateArgs
+from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
 from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES
 
 
@@ -92,8 +101,11 @@ def finite(batch: Batch) -> Batch:
             return torch.where(values.isnan(), 0, values).to(torch.float8_e4m3fn).view(torch.uint8)
         return torch.nan_to_num(tensor.float(), 0, 0, 0).to(tensor.dtype)
 
-    present = {name: getattr(batch.args, name, None) for name in ("kv_cache", "key", "value")}
-    batch.args = batch.args._replace(**{name: cleaned(t) for name, t in present.items() if t is not None})
+    args = batch.args
+    if isinstance(args, AttentionArgs):
+        batch.args = with_storage(args, cleaned(storage_of(args)))
+    else:
+        batch.args = args._replace(key=cleaned(args.key), value=cleaned(args.value))
     return batch
 
 
@@ -104,7 +116,7 @@ def break_table(batch: Batch, seed: int) -> None:
     """
     rng = torch.Generator().manual_seed(seed)
     table, tree_id = batch.args.block_table, batch.args.tree_id
-    num_blocks = batch.args.kv_cache.shape[0 if batch.args.kv_cache.ndim == 2 else 1]
+    num_blocks = batch.args.key_cache.shape[0]
     _overwrite_a_third(table, [-1, num_blocks, 2**31 - 1, -(2**31)], rng)
     if tree_id is not None:
         _overwrite_a_third(tree_id, [-2, 2, 2**31 - 1, -(2**31)], rng)
@@ -131,10 +143,13 @@ def make_cache_update(config: AttentionConfig, *, device: str = "cpu", seed: int
         # Strides as of a slice of one projection's result.
         return torch.cat([values, values], dim=1).to(dtype).to(device)[:, :heads]
 
+    storage = poisoned_empty(kv_cache_shape(config, num_blocks), kv_cache_dtype(config), device)
+    key_cache, value_cache = op_views(storage, config)
     return CacheUpdateArgs(
         key=rows(config.head_size),
         value=rows(config.head_size_v),
-        kv_cache=poisoned_empty(kv_cache_shape(config, num_blocks), kv_cache_dtype(config), device),
+        key_cache=key_cache,
+        value_cache=value_cache,
         slot_mapping=slots.to(device),
         k_scale=None if scales[0] is None else scales[0].to(device),
         v_scale=None if scales[1] is None else scales[1].to(device),

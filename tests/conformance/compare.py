@@ -322,13 +322,14 @@ def compare_cache_update(args: CacheUpdateArgs, config: AttentionConfig) -> bool
     expected = CacheUpdateArgs(
         *(t.detach().cpu().clone() if isinstance(t, Tensor) and not t.is_meta else t for t in args)
     )
-    with unchanged(args._replace(kv_cache=None)):
+    with unchanged(args._replace(key_cache=None, value_cache=None)):
         call(args)
     reference.kv_cache_update(expected, config)
-    caches = zip(stored_views(args.kv_cache.cpu(), config), stored_views(expected.kv_cache, config), strict=True)
+    caches = zip(*(stored_views(each.key_cache, each.value_cache, config) for each in (args, expected)), strict=True)
     for name, rows in zip(("keys", "values"), caches, strict=True):
         for got, want in zip(*rows, strict=True):
             if got is not None:
+                got = got.cpu()
                 _require(~_same_stored(got, want, config), f"stored {name}", got.float(), want.float())
     return True
 

@@ -32,7 +32,7 @@ from tests.conformance.compare import run_and_compare
 from tests.conformance.fuzz import failure_of, fuzz_seed
 from tests.support import make_config, random_paged_batch
 from vattn.backends import selector
-from vattn.cache.layout import PackedRows, kv_cache_dtype, kv_cache_shape, packed_views
+from vattn.cache.layout import PackedRows, kv_cache_dtype, kv_cache_shape, op_views, packed_views
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
 from vattn.kernels.triton.cache.packed_rows import TRITON_CODECS, part_constants
@@ -95,7 +95,7 @@ def stored(config: AttentionConfig, backend: str, slots: Tensor, seed: int, scal
     storage.view(torch.uint8).fill_(0xA5)
     widths = (config.head_size, config.head_size_v)
     key, value = (rows(width, seed + i, dtype).to(device) for i, width in enumerate(widths))
-    torch.ops.vattn.kv_cache_update(key, value, storage, slots, scale, scale, config.encode())
+    torch.ops.vattn.kv_cache_update(key, value, *op_views(storage, config), slots, scale, scale, config.encode())
     return storage
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.support import moved, poisoned_empty, relative_l2
-from vattn.cache.layout import row_view
+from tests.support import moved, poisoned_empty, relative_l2, storage_of, with_storage
+from vattn.cache.layout import op_views, row_view
 from vattn.cache.stored_rows import stored_views
 from vattn.config.attention import AttentionConfig
 from vattn.config.dcp import DCPShard
@@ -43,10 +43,10 @@ def share(args: Any, config: Any, shard: DCPShard, seed: int = 0, **changes: Any
     blocks = sum(needed) + 2
     free = torch.randperm(blocks, generator=rng).tolist()
     table = torch.randint(-9, 3 * blocks, (len(lengths), max([1, *needed]) + 1), generator=rng, dtype=torch.int32)
-    first = 1 if args.kv_cache.dim() == 5 else 0
-    shape = list(args.kv_cache.shape)
-    shape[first] = blocks
-    cache = poisoned_empty(shape, args.kv_cache.dtype)
+    whole = storage_of(args) if isinstance(args, AttentionArgs) else args.kv_cache
+    shape = list(whole.shape)
+    shape[1 if whole.dim() == 5 else 0] = blocks
+    cache = poisoned_empty(shape, whole.dtype)
     own = sharded(config, shard, **changes)
     for request, count in enumerate(held):
         taken, free = free[: needed[request]], free[needed[request] :]
@@ -55,14 +55,14 @@ def share(args: Any, config: Any, shard: DCPShard, seed: int = 0, **changes: Any
         position = shard.position(local)
         source = args.block_table[request].long()[position // size], position % size
         target = table[request].long()[local // size], local % size
-        for old, new in zip(_rows(args.kv_cache, config), _rows(cache, own), strict=True):
+        for old, new in zip(_rows(whole, config), _rows(cache, own), strict=True):
             new[target] = old[source]
     tokens, heads = args.query.shape[:2]
     width = own.v_head_dim if isinstance(own, MLAConfig) else own.head_size_v
     taken_out = {"sinks": None} if isinstance(args, AttentionArgs) else {}
     model = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[own.dtype]
-    return args._replace(
-        kv_cache=cache,
+    given = with_storage(args, cache) if isinstance(args, AttentionArgs) else args._replace(kv_cache=cache)
+    return given._replace(
         block_table=table,
         local_seq_lens=torch.tensor(held, dtype=torch.int32),
         output=poisoned_empty((tokens, heads, width), model),
@@ -110,7 +110,7 @@ def _rows(cache: Tensor, config: Any) -> Sequence[Tensor]:
     """Return views `[blocks, block_size, ...]` of everything that is stored of a token, as bytes."""
     if isinstance(config, MLAConfig):
         return [row_view(cache, config)]
-    parts = (part for rows in stored_views(cache, config) for part in rows if part is not None)
+    parts = (part for rows in stored_views(*op_views(cache, config), config) for part in rows if part is not None)
     return [part.view(torch.uint8) if part.dtype.itemsize == 1 else part for part in parts]
 
 

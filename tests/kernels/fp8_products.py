@@ -43,7 +43,7 @@ def summed_lse(batch: Batch, request: int, row: int) -> Tensor:
     config, args = batch.config, batch.args
     seq_len, query_len = batch.seq_lens[request], batch.query_lens[request]
     blocks = args.block_table[request, : -(-seq_len // config.block_size)].long()
-    keys = key_value_views(args.kv_cache, config)[0][blocks].view(torch.float8_e4m3fn).float()
+    keys = key_value_views(args.key_cache, args.value_cache, config)[0][blocks].view(torch.float8_e4m3fn).float()
     keys = keys.flatten(0, 1)[: seq_len - query_len + row + 1]
     query = args.query[int(args.query_start_loc[request]) + row].float()
     found = []

@@ -14,7 +14,6 @@ from torch import Tensor
 from tests.conformance.compare import compare
 from tests.support import Batch, make_config, poisoned_like, random_packed_batch, random_paged_batch
 from tools.compile_kernels.launches import TARGETS
-from vattn.cache.layout import key_value_views
 from vattn.kernels.triton.attention import launch
 from vattn.kernels.triton.attention.kernel import attention_kernel
 from vattn.kernels.triton.attention.reduce import finish_kernel
@@ -84,7 +83,7 @@ def test_a_key_that_is_nan_is_not_lost(cut: str) -> None:
     """Its split is not taken for an empty one: rows that see it are NaN, their log-sum-exp too, and others are not."""
     config = make_config(lse=True, block_size=8)
     batch = random_paged_batch(config, [2, 1], [45, 50])
-    key_value_views(batch.args.kv_cache, config)[0][int(batch.args.block_table[1, 0]), 3] = torch.nan
+    batch.args.key_cache[int(batch.args.block_table[1, 0]), 3] = torch.nan
     launch.paged_attention(batch.args, config, CUTS[cut])
     assert bool(batch.args.output[2:].isnan().all()) and bool(batch.args.lse[2:].isnan().all())
     assert bool(batch.args.output[:2].isfinite().all()) and bool(batch.args.lse[:2].isfinite().all())

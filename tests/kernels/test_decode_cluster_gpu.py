@@ -140,7 +140,7 @@ def test_results_of_every_size(dtype: str, arithmetic: str, name: str, head_size
     batch = decode_batch(
         [700, 1, 90], head_size=head_size, output_format=name, output_arithmetic=arithmetic, dtype=dtype, **LLAMA
     )
-    values = key_value_views(batch.args.kv_cache, batch.config)[1]
+    values = key_value_views(batch.args.key_cache, batch.args.value_cache, batch.config)[1]
     sizes = [0.0, 1.0, 1e-6, 3e4, float("inf"), float("nan"), 2.0**-12, 1e-3]
     for head, size in enumerate(sizes):
         values[:, :, head] *= size

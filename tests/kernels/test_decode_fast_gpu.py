@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.conformance.compare import compare, on_cpu
-from tests.support import Batch, capture, make_config, poisoned_empty, random_paged_batch, relative_l2
+from tests.support import Batch, capture, make_config, poisoned_empty, random_paged_batch, relative_l2, storage_of
 from vattn.backends import hopper_routes
 from vattn.config.device import DeviceInfo
 from vattn.config.rope import RopeConfig
@@ -381,7 +381,7 @@ def test_large_batches_of_plain_caches_use_gluon() -> None:
 def test_assembly_decodes_every_code_like_the_plain_lowering(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = decode_batch([256], num_heads=2, num_kv_heads=2, **FP8)
     codes = torch.arange(256, device="cuda").to(torch.uint8)
-    cache = batch.args.kv_cache
+    cache = storage_of(batch.args)
     finite = codes[(codes & 0x7F) != 0x7F]
     cache[:] = finite[torch.arange(cache.numel(), device="cuda") * 7 % finite.numel()].view(cache.shape)
     results = []
@@ -481,8 +481,8 @@ def test_rope_between_the_kernels_around_it(lengths: list[int], cache: dict[str,
     for _ in range(3):
         cos, sin = torch.randn(2, rows, 64, device="cuda")
         update = RopeUpdateArgs(
-            query, key, value, cos, sin, None, args.query, args.kv_cache, slots, None, None, None, args.k_scale,
-            args.v_scale, rope.encode(), config.encode(),
+            query, key, value, cos, sin, None, args.query, args.key_cache, args.value_cache, slots, None, None, None,
+            args.k_scale, args.v_scale, rope.encode(), config.encode(),
         )  # fmt: skip
         hidden = torch.randn(rows, 2048, device="cuda", dtype=torch.bfloat16)
         steps.append((hidden, update, args._replace(output=torch.empty_like(args.output))))

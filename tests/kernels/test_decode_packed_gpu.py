@@ -159,9 +159,9 @@ def test_stores_give_the_bytes_of_the_reference(
         slots = torch.randperm(24 * 16, generator=torch.Generator().manual_seed(1))[: len(rows)]
         scale = SCALE if config.kv_scale != "none" else None
         expected = torch.full(kv_cache_shape(config, 24), 0xA5, dtype=torch.uint8)
-        args = CacheUpdateArgs(rows, rows.flip(0), expected, slots, scale, scale, config.encode())
+        args = CacheUpdateArgs(rows, rows.flip(0), expected, None, slots, scale, scale, config.encode())
         on_gpu = moved(args, "cuda")
         reference.kv_cache_update(args, config)
         torch.ops.vattn.kv_cache_update(*on_gpu)
-        wrong = (on_gpu.kv_cache.cpu() != expected).sum().item()
+        wrong = (on_gpu.key_cache.cpu() != expected).sum().item()
         assert wrong == 0, f"{wrong} bytes differ"

@@ -92,7 +92,7 @@ def test_a_key_that_is_nan() -> None:
         num_heads=6, num_kv_heads=2, head_size=64, dtype="float16", block_size=16, kv_cache_dtype="turboquant_k8v4"
     )
     batch = random_paged_batch(config, [1] * len(LENGTHS), LENGTHS)
-    keys = packed_views(batch.args.kv_cache, config)[0]
+    keys = packed_views(batch.args.key_cache, config)[0]
     keys.codes[batch.args.block_table[2, 0], 3, 1, 5] = 0x7F
     decode_packed.decode(batch.args, config)
     seen = batch.args.output.isnan().all(-1)

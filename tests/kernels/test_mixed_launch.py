@@ -172,7 +172,7 @@ def test_layers_that_one_kernel_refuses_keep_the_general_one(monkeypatch: pytest
     decode_fast.runs.cache_clear()
     call: Any = SimpleNamespace(
         query=SimpleNamespace(shape=(4224, 32, 128), device="a GPU"), seq_lens=torch.zeros(136),
-        block_table=torch.zeros(136, 4), kv_cache=torch.zeros(2, 3, 16),
+        block_table=torch.zeros(136, 4), key_cache=torch.zeros(3, 16, 8, 128), value_cache=torch.zeros(3, 16, 8, 128),
     )  # fmt: skip
     assert mixed_launch.accepts(call, make_config(**LLAMA))
     for changes in ({"alibi": "linear"}, {"num_heads": 256}, {"block_size": 48}):

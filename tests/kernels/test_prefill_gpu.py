@@ -191,7 +191,7 @@ def test_queries_longer_than_their_sequences(changes: dict[str, Any]) -> None:
 def test_block_ids_out_of_range_hide_their_keys(changes: dict[str, Any]) -> None:
     batch = prefill_batch(**changes)
     table = batch.args.block_table
-    blocks = key_value_views(batch.args.kv_cache, batch.config)[0].shape[0]
+    blocks = key_value_views(batch.args.key_cache, batch.args.value_cache, batch.config)[0].shape[0]
     for request, column, block in ((0, 0, -1), (0, 3, blocks), (3, 7, 2**31 - 1), (3, 8, -(2**31)), (4, 0, blocks + 5)):
         if column < table.shape[1]:
             table[request, column] = block

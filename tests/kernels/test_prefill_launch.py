@@ -60,7 +60,8 @@ def test_other_devices_are_refused() -> None:
 def prefill_call(rows: int = 640, reqs: int = 2, width: int = 4, blocks: int = 3) -> Any:
     return SimpleNamespace(
         query=SimpleNamespace(shape=(rows, 8, 128), device="a GPU"), seq_lens=torch.zeros(reqs),
-        block_table=torch.zeros(reqs, width), kv_cache=torch.zeros(2, blocks, 16),
+        block_table=torch.zeros(reqs, width), key_cache=torch.zeros(blocks, 16, 8, 128),
+        value_cache=torch.zeros(blocks, 16, 8, 128),
     )  # fmt: skip
 
 
@@ -78,13 +79,19 @@ def test_many_rows_per_request_go_to_the_kernel(monkeypatch: pytest.MonkeyPatch)
     for changes in ({"kv_cache_dtype": "fp8_e4m3"}, {"head_size": 256}, {"dtype": "float16", "num_heads": 10}):
         assert hopper_routes.run(prefill_call(), make_config(**{**LLAMA, **changes}))
     del calls[2:]
-    strided = prefill_call()
-    strided.kv_cache = torch.zeros(2, 16, 3).transpose(1, 2)
-    assert not hopper_routes.run(strided, config)
+    for cache in (torch.zeros(3, 16, 8, 129)[..., :128], torch.zeros(3, 16, 8, 256)[..., :128]):
+        strided = prefill_call()
+        strided.key_cache = cache
+        assert not hopper_routes.run(strided, config)
     for changes in ({"alibi": "linear"}, {"dtype": "float32"}, {"block_size": 48}):
         assert not hopper_routes.run(prefill_call(), make_config(**{**LLAMA, **changes}))
-    prefill_launch.runs.cache_clear()
     assert len(calls) == 2
+    for pool, runs in ((torch.zeros(3, 8, 16, 256), True), (torch.zeros(3, 9, 16, 128)[:, 1:], False)):
+        heads_first = prefill_call()
+        heads_first.key_cache = heads_first.value_cache = pool[..., :128].transpose(1, 2)
+        assert hopper_routes.run(heads_first, make_config(**LLAMA, kv_cache_layout="HND")) == runs
+        assert not hopper_routes.run(heads_first, config)
+    prefill_launch.runs.cache_clear()
 
 
 def test_tensor_maps_describe_the_cache() -> None:

@@ -14,6 +14,7 @@ from torch._dynamo.testing import EagerAndRecordGraphs
 
 import vattn
 from vattn.cache.block_pool import BlockPool, BlockTable
+from vattn.cache.layout import op_views
 from vattn.cache.stored_rows import stored_views
 from vattn.errors import BlockError, CacheError, ConfigError, GraphContractError, SignatureError, TransferError
 from vattn.kv_transfer import FileConnector, HostMemoryConnector, KVTransfer, TransferRequest, block_keys
@@ -157,7 +158,9 @@ def test_round_trips_are_bit_equal(cache_dtype, layout, connector):
 
 
 def views_as_bytes(storage, config):
-    parts = [part for rows in stored_views(storage.clone(), config) for part in rows if part is not None]
+    parts = [
+        part for rows in stored_views(*op_views(storage.clone(), config), config) for part in rows if part is not None
+    ]
     return [part.contiguous().view(torch.uint8).flatten(1) for part in parts]
 
 

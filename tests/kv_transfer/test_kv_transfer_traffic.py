@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 import vattn
 from vattn.cache.block_pool import BlockPool
-from vattn.cache.layout import key_value_views
+from vattn.cache.layout import key_value_views, op_views
 from vattn.errors import OutOfBlocksError, TransferError
 from vattn.kv_transfer import FileConnector, HostMemoryConnector, KVTransfer, TransferRequest, block_keys
 
@@ -45,7 +45,7 @@ QUERY = torch.randn(2, 16, generator=torch.Generator().manual_seed(3))
 def fill(cache, layers, keys, blocks):
     """Write the content that a key stands for into blocks: random values, from the key alone."""
     for layer, storage in zip(layers, cache.kv_caches, strict=True):
-        for view in key_value_views(storage, layer.config):
+        for view in key_value_views(*op_views(storage, layer.config), layer.config):
             for key, block in zip(keys, blocks, strict=True):
                 seed = int(hashlib.sha256(f"{key} {layer.prefix} {view.shape[-1]}".encode()).hexdigest()[:12], 16)
                 values = torch.randn(view[block].shape, generator=torch.Generator().manual_seed(seed))

@@ -98,7 +98,8 @@ def expected(layer: vattn.Attention, query: Tensor, step: AttentionMetadata, **c
     nothing: dict[str, Any] = dict.fromkeys(AttentionArgs._fields)
     args = nothing | {
         "query": query,
-        "kv_cache": layer.kv_cache,
+        "key_cache": layer.key_cache,
+        "value_cache": layer.value_cache,
         "query_start_loc": step.query_start_loc,
         "seq_lens": step.seq_lens,
         "block_table": step.block_table,

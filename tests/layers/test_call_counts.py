@@ -12,7 +12,7 @@ import torch
 
 import vattn
 from vattn.backends.triton_attn import TritonAttentionBackend
-from vattn.cache.layout import kv_cache_dtype, kv_cache_shape
+from vattn.cache.layout import kv_cache_dtype, kv_cache_shape, op_views
 from vattn.config import device as devices
 from vattn.config.attention import AttentionConfig
 from vattn.ops.arguments import AttentionArgs
@@ -98,11 +98,13 @@ def test_from_the_backend_to_the_launches_of_a_decode_on_hopper(monkeypatch: pyt
     config = AttentionConfig(32, 8, 128, 128, 128**-0.5, "bfloat16", "bfloat16", backend="TRITON_ATTN")
     query = meta(REQUESTS, 32, 128, dtype=torch.bfloat16)
     nothing = dict.fromkeys(AttentionArgs._fields)
+    key_cache, value_cache = op_views(meta(*kv_cache_shape(config, 64), dtype=kv_cache_dtype(config)), config)
     args = AttentionArgs(
         **{
             **nothing,
             "query": query,
-            "kv_cache": meta(*kv_cache_shape(config, 64), dtype=kv_cache_dtype(config)),
+            "key_cache": key_cache,
+            "value_cache": value_cache,
             "query_start_loc": meta(REQUESTS + 1),
             "seq_lens": meta(REQUESTS),
             "block_table": meta(REQUESTS, 256),

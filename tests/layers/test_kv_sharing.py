@@ -106,16 +106,16 @@ def test_layers_of_another_class_do_not_share():
         bind(nn.ModuleList([first, second]))
     bind(nn.ModuleList([first]))
     with pytest.raises(CacheError, match="is a Attention, the layer a CrossAttention"):
-        second.bind_kv_cache(first.kv_cache, torch.float32, first)
+        second.bind_kv_cache(first.kv_cache, dtype=torch.float32, target=first)
 
 
 def test_a_target_that_was_bound_again_is_noticed():
     model = make_pair()
     query, key, value = make_inputs(14)
-    model[0].bind_kv_cache(torch.zeros_like(model[0].kv_cache), torch.float32)
+    model[0].bind_kv_cache(torch.zeros_like(model[0].kv_cache), dtype=torch.float32)
     with pytest.raises(CacheError, match="has another cache by now"):
         model[1](query, None, None, metadata=make_step())
-    model[1].bind_kv_cache(model[0].kv_cache, torch.float32, model[0])
+    model[1].bind_kv_cache(model[0].kv_cache, dtype=torch.float32, target=model[0])
     model[0](query, key, value, metadata=make_step())
     assert model[1](query, None, None, metadata=make_step()).isfinite().all()
 

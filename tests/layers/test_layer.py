@@ -149,7 +149,7 @@ def test_moving_to_another_device_drops_the_cache():
 def test_a_storage_that_does_not_fit_is_refused(storage):
     layer = make_layer(bound=False)
     with pytest.raises(CacheError, match="KV cache storage"):
-        layer.bind_kv_cache(storage, torch.float32)
+        layer.bind_kv_cache(storage, dtype=torch.float32)
     assert layer.kv_cache is None
     assert layer.config is None
 
@@ -562,14 +562,14 @@ def test_binding_a_sharing_layer_by_hand():
     first, second = sharing_model()
     bind(first)
     with pytest.raises(CacheError, match="without a target"):
-        second.bind_kv_cache(first.kv_cache, torch.float32)
+        second.bind_kv_cache(first.kv_cache, dtype=torch.float32)
     with pytest.raises(CacheError, match="not bound to this storage"):
-        second.bind_kv_cache(first.kv_cache.clone(), torch.float32, first)
+        second.bind_kv_cache(first.kv_cache.clone(), dtype=torch.float32, target=first)
     with pytest.raises(CacheError, match="with a target"):
-        first.bind_kv_cache(first.kv_cache, torch.float32, first)
+        first.bind_kv_cache(first.kv_cache, dtype=torch.float32, target=first)
     with pytest.raises(CacheError, match=r"of float32.*of float16"):
-        second.bind_kv_cache(first.kv_cache, torch.float16, first)
-    second.bind_kv_cache(first.kv_cache, torch.float32, first)
+        second.bind_kv_cache(first.kv_cache, dtype=torch.float16, target=first)
+    second.bind_kv_cache(first.kv_cache, dtype=torch.float32, target=first)
     assert second.kv_cache is first.kv_cache
 
 
@@ -713,10 +713,10 @@ def test_what_is_no_storage_and_no_dtype_is_not_bound(make):
     layer = make()
     before = layer.kv_cache
     with pytest.raises(CacheError, match="storage of type NoneType"):
-        layer.bind_kv_cache(None, torch.float32)
+        layer.bind_kv_cache(None, dtype=torch.float32)
     for dtype in ("float32", torch.float64):
         with pytest.raises(DtypeError, match="dtype="):
-            layer.bind_kv_cache(torch.zeros(4, 16, 24), dtype)
+            layer.bind_kv_cache(torch.zeros(4, 16, 24), dtype=dtype)
     assert layer.kv_cache is before
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import vattn
 from tests.ops.rope_cases import MAX_POSITIONS, expected, make_call, steps_apart
-from tests.support import capture, make_config
+from tests.support import capture, make_config, storage_of
 from vattn.config.rope import RopeConfig
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "passes"))
@@ -65,13 +65,13 @@ def test_capture_with_changing_slots_and_positions() -> None:
         changed = ("query", "key", "value", "cos", "sin", "positions", "slot_mapping", "q_scale", "k_scale", "v_scale")
         for name in changed:
             getattr(static, name).copy_(getattr(step, name))
-        static.kv_cache.fill_(0x7F)
+        storage_of(static).fill_(0x7F)
         static.query_out.view(torch.uint8).fill_(0x7F)
         graph.replay()
-        replayed = [static.query_out.clone(), static.kv_cache.clone()]
-        static.kv_cache.fill_(0x7F)
+        replayed = [static.query_out.clone(), storage_of(static).clone()]
+        storage_of(static).fill_(0x7F)
         torch.ops.vattn.rope_kv_cache_update(*static)
-        for got, want in zip(replayed, (static.query_out, static.kv_cache), strict=True):
+        for got, want in zip(replayed, (static.query_out, storage_of(static)), strict=True):
             assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
         _, stored, _ = expected(static, rope, config)
         assert int(steps_apart(static.query_out, stored).max()) <= 1
@@ -150,4 +150,4 @@ def test_many_tokens() -> None:
     torch.ops.vattn.rope_kv_cache_update(*big)
     torch.ops.vattn.rope_kv_cache_update(*last)
     assert torch.equal(out[-5:], last.query_out)
-    assert torch.equal(big.kv_cache.view(torch.uint8), last.kv_cache.view(torch.uint8))
+    assert torch.equal(storage_of(big).view(torch.uint8), storage_of(last).view(torch.uint8))

@@ -27,7 +27,7 @@ from tests.layers.layer_support import (
 from tests.support import unchanged
 from vattn.backends import selector
 from vattn.backends.torch_sdpa.backend import TorchSDPABackend
-from vattn.cache.layout import key_value_views
+from vattn.cache.layout import key_value_views, op_views
 from vattn.errors import (
     CacheError,
     ConfigError,
@@ -94,7 +94,7 @@ def eager(
 
 def stored_sinks(layer) -> list[Tensor]:
     """Return what the reserved blocks hold, `[sink_len, K, width]` each."""
-    parts = key_value_views(layer.kv_cache, layer.config)
+    parts = key_value_views(*op_views(layer.kv_cache, layer.config), layer.config)
     return [part[1 : 1 + SINKS // BLOCK].flatten(0, 1).float() for part in parts]
 
 
@@ -330,7 +330,7 @@ def test_modules_made_on_meta_get_their_sinks_from_a_state_dict():
     with torch.device("meta"):
         layer = make_layer(bound=False, sinks=False)
     with pytest.raises(ConfigError, match="on meta"):
-        layer.bind_kv_cache(torch.zeros(2, NUM_BLOCKS, BLOCK, KV_HEADS, SIZE), torch.float32)
+        layer.bind_kv_cache(torch.zeros(2, NUM_BLOCKS, BLOCK, KV_HEADS, SIZE), dtype=torch.float32)
     layer.load_state_dict(saved, assign=True)
     bind(layer)
     assert_stored(layer)
@@ -439,7 +439,7 @@ def test_bad_options_are_refused_at_construction(options, error, named):
 def test_a_cache_without_room_for_sinks_is_refused():
     layer = make_layer(bound=False)
     with pytest.raises(CacheError, match="KV cache of 2 blocks"):
-        layer.bind_kv_cache(torch.zeros(2, 2, BLOCK, KV_HEADS, SIZE), torch.float32)
+        layer.bind_kv_cache(torch.zeros(2, 2, BLOCK, KV_HEADS, SIZE), dtype=torch.float32)
     assert layer.kv_cache is None and layer.config is None
 
 

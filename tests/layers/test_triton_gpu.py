@@ -14,7 +14,8 @@ from tests.conformance.compare import compare_cache_update, run_and_compare
 from tests.conformance.fuzz import check_request, fuzz_seed
 from tests.conformance.requests import PAIRS, Size, draw_request
 from tests.conformance.rows import ROWS
-from tests.support import Batch, capture, make_config, random_paged_batch
+from tests.support import Batch, capture, make_config, random_paged_batch, storage_of, with_storage
+from vattn.cache.layout import op_views
 from vattn.config.attention import AttentionConfig
 from vattn.kernels.triton.common.tiles import Limits, choose_tiles
 from vattn.ops.arguments import AttentionArgs
@@ -187,25 +188,28 @@ def test_a_cache_of_more_than_2_to_the_31_elements(dtype: str) -> None:
     """The last blocks of a huge cache give what the first blocks of a small one give, bit for bit."""
     config = make_config(**{**LLAMA, "num_kv_heads": 8, "kv_cache_dtype": dtype, "backend": "TRITON_ATTN"})
     small = make_batch(config, ((5, 40), (1, 100)), device="cuda", seed=4)
-    blocks = small.args.kv_cache.shape[1]
+    cache = storage_of(small.args)
+    blocks = cache.shape[1]
     huge_blocks = (2**31 // (16 * 8 * 128)) + 512
-    huge = torch.zeros((2, huge_blocks, *small.args.kv_cache.shape[2:]), dtype=small.args.kv_cache.dtype, device="cuda")
+    huge = torch.zeros((2, huge_blocks, *cache.shape[2:]), dtype=cache.dtype, device="cuda")
     assert huge[0].numel() > 2**31
-    huge[:, -blocks:] = small.args.kv_cache
+    huge[:, -blocks:] = cache
     table = small.args.block_table
     inside = (table >= 0) & (table < blocks)
     moved = torch.where(inside, table + (huge_blocks - blocks), -1)
     other = small.with_backend("TRITON_ATTN")
-    other.args = other.args._replace(kv_cache=huge, block_table=moved)
+    other.args = with_storage(other.args._replace(block_table=moved), huge)
     slot = torch.tensor([huge_blocks * 16 - 3, -1, huge_blocks * 16], device="cuda")
     rows = torch.randn(3, 8, 128, device="cuda", dtype=torch.bfloat16)
-    torch.ops.vattn.kv_cache_update(rows, rows, huge, slot, other.args.k_scale, other.args.v_scale, config.encode())
+    torch.ops.vattn.kv_cache_update(
+        rows, rows, *op_views(huge, config), slot, other.args.k_scale, other.args.v_scale, config.encode()
+    )
     written = torch.zeros(2, 16, 8, 128, dtype=huge.dtype, device="cuda")
     written[:, 13] = encode_kv(rows[:1], dtype, other.args.k_scale).view(huge.dtype)[0]
     if dtype == "fp8_e4m3":
         written[1, 13] = encode_kv(rows[:1], dtype, other.args.v_scale).view(huge.dtype)[0]
     assert torch.equal(huge[:, -1, 13], written[:, 13])
-    huge[:, -1] = small.args.kv_cache[:, -1]
+    huge[:, -1] = cache[:, -1]
     torch.ops.vattn.attention(*small.args)
     torch.ops.vattn.attention(*other.args)
     assert torch.equal(small.args.output, other.args.output)
@@ -214,8 +218,9 @@ def test_a_cache_of_more_than_2_to_the_31_elements(dtype: str) -> None:
 def _overwrite(args: AttentionArgs, source: AttentionArgs) -> None:
     """Copy another step's inputs into a captured step's buffers."""
     args.block_table.fill_(-1)
-    for field in ("block_table", "kv_cache"):
-        target, other = getattr(args, field), getattr(source, field)
+    for target, other in (
+        (args.block_table, source.block_table), (storage_of(args), storage_of(source)),
+    ):  # fmt: skip
         target[:, : other.shape[1]] = other[:, : target.shape[1]]
     for field in ("query", "query_start_loc", "seq_lens", "k_scale", "v_scale", "output_scale"):
         if getattr(args, field) is not None:
@@ -244,12 +249,12 @@ def test_a_captured_graph_is_right_for_later_lengths_tables_and_scales(tokens: i
         return make_batch(config, lens, (tokens - sum(q for q, _ in lens), 0), device="cuda", seed=seed)
 
     captured = step_of(steps[0], 0)
-    blocks = captured.args.kv_cache.shape[1] + 80
-    cache = torch.full((2, blocks, *captured.args.kv_cache.shape[2:]), 0xFF, dtype=torch.uint8, device="cuda")
-    cache[:, : captured.args.kv_cache.shape[1]] = captured.args.kv_cache
+    blocks = captured.args.key_cache.shape[0] + 80
+    cache = torch.full((2, blocks, *storage_of(captured.args).shape[2:]), 0xFF, dtype=torch.uint8, device="cuda")
+    cache[:, : captured.args.key_cache.shape[0]] = storage_of(captured.args)
     table = torch.full((6, 64), -1, dtype=torch.int32, device="cuda")
     table[:, : captured.args.block_table.shape[1]] = captured.args.block_table
-    captured.args = captured.args._replace(kv_cache=cache, block_table=table)
+    captured.args = with_storage(captured.args._replace(block_table=table), cache)
     torch.ops.vattn.attention(*captured.args)
     graph, _ = capture(lambda: torch.ops.vattn.attention(*captured.args))
     names = ("output", "output_block_scale", "lse")

@@ -33,7 +33,7 @@ def fill(layer: Any) -> None:
     tokens = torch.arange(BLOCK, 8 * BLOCK)
     key, value = (torch.randn(len(tokens), KV_HEADS, SIZE, generator=torch.Generator().manual_seed(i)) for i in (1, 2))
     torch.ops.vattn.kv_cache_update(
-        key, value, layer.kv_cache, tokens, layer.k_scale, layer.v_scale, layer.config.encode()
+        key, value, layer.key_cache, layer.value_cache, tokens, layer.k_scale, layer.v_scale, layer.config.encode()
     )
 
 

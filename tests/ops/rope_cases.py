@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.support import poisoned_empty, random_scale
-from vattn.cache.layout import kv_cache_dtype, kv_cache_shape
+from vattn.cache.layout import kv_cache_dtype, kv_cache_shape, op_views
 from vattn.config.attention import AttentionConfig
 from vattn.config.rope import RopeConfig
 from vattn.ops.arguments import CacheUpdateArgs, RopeUpdateArgs
@@ -61,6 +61,8 @@ def make_call(
         )
     out_dtype = dtype if config.query_format == "none" else torch.float8_e4m3fn
     q_scale, k_scale, v_scale = (None if s is None else s.to(device) for s in scales)
+    storage = poisoned_empty(kv_cache_shape(config, NUM_BLOCKS), kv_cache_dtype(config), device)
+    key_cache, value_cache = op_views(storage, config)
     return RopeUpdateArgs(
         query=query.unflatten(1, (heads, -1)),
         key=key.unflatten(1, (kv_heads, -1)),
@@ -69,7 +71,8 @@ def make_call(
         sin=sin,
         positions=taken,
         query_out=poisoned_empty((num_tokens, heads, config.head_size), out_dtype, device),
-        kv_cache=poisoned_empty(kv_cache_shape(config, NUM_BLOCKS), kv_cache_dtype(config), device),
+        key_cache=key_cache,
+        value_cache=value_cache,
         slot_mapping=slots.to(device),
         q_weight=q_weight,
         k_weight=k_weight,
@@ -112,7 +115,14 @@ def expected(args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig) ->
     copies: Any = [t.detach().cpu().clone() if isinstance(t, Tensor) else t for t in args]
     copied = RopeUpdateArgs(*copies)
     update = CacheUpdateArgs(
-        key, copied.value, copied.kv_cache, copied.slot_mapping, copied.k_scale, copied.v_scale, copied.config
+        key,
+        copied.value,
+        copied.key_cache,
+        copied.value_cache,
+        copied.slot_mapping,
+        copied.k_scale,
+        copied.v_scale,
+        copied.config,
     )
     assert encode_kv(key, config.kv_cache_dtype, update.k_scale) is not None
     return exact, stored, update

@@ -13,7 +13,7 @@ from torch import Tensor
 import vattn.ops.schemas  # noqa: F401  registers the ops
 from tests.support import make_config, poisoned_empty, random_packed_batch, random_paged_batch, unchanged
 from vattn import errors
-from vattn.cache.layout import kv_cache_dtype, kv_cache_shape
+from vattn.cache.layout import kv_cache_dtype, kv_cache_shape, op_views
 from vattn.config.attention import AttentionConfig
 from vattn.ops import checks
 from vattn.ops.arguments import CacheUpdateArgs, MergeArgs, PlanArgs
@@ -36,6 +36,7 @@ FULL: dict[str, Any] = {
 DYNAMIC = {"output_format": "fp8_group64"}
 COLUMNS = {"output_format": "fp8_group64_col"}
 UNEQUAL = {"head_size": 24, "head_size_v": 8}
+PACKED = {"kv_cache_dtype": "int8_per_token_head", "head_size": 32, "head_size_v": 32}
 TREE = {"tree_bias": True}
 
 Edit = Callable[[Tensor], "Tensor | None"]
@@ -80,7 +81,7 @@ SHAPES = [
     "mm_ranges",
     "output",
     "query",
-    "kv_cache",
+    "key_cache",
 ]
 SCALES = ["q_scale", "k_scale", "v_scale", "output_scale"]
 
@@ -108,10 +109,7 @@ ATTENTION: list[Case] = [
     ({}, "query", lambda x: x.half(), errors.DtypeError, "query has dtype float16.*Allowed: float32"),
     ({}, "query", lambda x: x.to(torch.float8_e4m3fn), errors.DtypeError, "float8_e4m3fn.*Allowed: float32"),
     *((FULL, name, strided, errors.StrideError, f"{name} has strides.*") for name in SHAPES),
-    *(
-        (FULL, name, gap_between_rows, errors.StrideError, "contiguous memory")
-        for name in ("output", "lse", "kv_cache")
-    ),
+    *((FULL, name, gap_between_rows, errors.StrideError, "contiguous memory") for name in ("output", "lse")),
     *((FULL, name, absent, errors.ScaleError, f"{name} is missing.*a tensor.*pass {name}") for name in SCALES),
     *(
         (FULL, name, absent, errors.ConfigError, f"{name} is missing, but the config has .*a tensor.*pass {name}")
@@ -121,17 +119,21 @@ ATTENTION: list[Case] = [
     (FULL, "q_scale", lambda x: x.expand(2), errors.ScaleError, r"q_scale has shape \(2,\).*one value"),
     (FULL, "v_scale", lambda x: x.expand(2, 2)[0].repeat(2)[::2], errors.StrideError, "v_scale has strides"),
     (FULL, "output_scale", lambda x: x.view(1, 1), errors.ScaleError, r"shape \(1, 1\).*one value"),
-    (FULL, "kv_cache", lambda x: x[:, :0], errors.ShapeError, r"kv_cache has shape \(2, 0, .*num_blocks >= 1"),
-    (FULL, "kv_cache", lambda x: x.view(torch.float8_e4m3fn), errors.DtypeError, "float8_e4m3fn.*Allowed: uint8"),
-    (FULL, "kv_cache", lambda x: x.transpose(2, 3), errors.ShapeError, "kv_cache has shape"),
-    (UNEQUAL, "kv_cache", lambda x: x[:, 1:], errors.ShapeError, "kv_cache has shape"),
-    (UNEQUAL, "kv_cache", lambda x: x[:0], errors.ShapeError, "num_blocks >= 1"),
+    (FULL, "key_cache", lambda x: x[:0], errors.ShapeError, r"key_cache has shape \(0, .*num_blocks >= 1"),
+    (FULL, "key_cache", lambda x: x.view(torch.float8_e5m2), errors.DtypeError, "float8_e5m2.*float8_e4m3fn or uint8"),
+    (FULL, "key_cache", lambda x: x.transpose(1, 2), errors.ShapeError, "key_cache has shape"),
+    (FULL, "key_cache", lambda x: x[:1].expand(x.shape), errors.StrideError, "key_cache has strides.*elements overlap"),
+    (FULL, "value_cache", absent, errors.ShapeError, "key_cache without value_cache"),
+    (UNEQUAL, "value_cache", lambda x: x[1:], errors.ShapeError, "value_cache has shape.*the blocks of key_cache"),
+    (UNEQUAL, "value_cache", strided, errors.StrideError, "value_cache has strides.*columns lie apart"),
+    (PACKED, "key_cache", lambda x: x[:0], errors.ShapeError, "num_blocks >= 1"),
+    (PACKED, "key_cache", strided, errors.StrideError, "key_cache has strides"),
     (
-        UNEQUAL,
-        "kv_cache",
+        PACKED,
+        "key_cache",
         lambda x: torch.zeros(x.numel() + 2, dtype=torch.uint8)[2:].view(x.shape),
         errors.StrideError,
-        "byte 2 of its storage.*a multiple of 4",
+        "starts at byte 2 of its memory.*multiples of 4",
     ),
     (TREE, "bias", absent, errors.ConfigError, "bias is missing, but the config has tree_bias=True"),
     (TREE, "tree_id", absent, errors.ConfigError, "tree_id is missing"),
@@ -325,9 +327,9 @@ UPDATE: list[Case] = [
         r"\(2,\).*\(4,\) = \[T\], one slot per row of key.*query and key of the step",
     ),
     ({}, "slot_mapping", on_meta, errors.DeviceError, "slot_mapping is on meta"),
-    ({}, "kv_cache", lambda x: x[:1], errors.ShapeError, "kv_cache has shape"),
-    ({}, "kv_cache", lambda x: x.bfloat16(), errors.DtypeError, "bfloat16.*float32"),
-    ({}, "kv_cache", strided, errors.StrideError, "kv_cache has strides.*would not be written back"),
+    ({}, "key_cache", lambda x: x[:1], errors.ShapeError, "value_cache has shape"),
+    ({}, "value_cache", lambda x: x.bfloat16(), errors.DtypeError, "bfloat16.*float32"),
+    ({}, "key_cache", strided, errors.StrideError, "key_cache has strides.*columns lie apart"),
     ({}, "k_scale", lambda x: torch.ones(1), errors.ScaleError, "k_scale was given"),
     ({"kv_cache_dtype": "fp8_e4m3"}, "v_scale", absent, errors.ScaleError, "v_scale is missing"),
     ({"kv_cache_dtype": "fp8_e4m3"}, "k_scale", lambda x: torch.ones(2), errors.ScaleError, r"\(2,\).*one value"),
@@ -339,7 +341,7 @@ def update_args(changes: dict[str, Any]) -> CacheUpdateArgs:
     scale = torch.full((1,), 0.01) if config.kv_scale != "none" else None
     key, value = torch.randn(4, 2, config.head_size), torch.randn(4, 2, config.head_size_v)
     cache = poisoned_empty(kv_cache_shape(config, 3), kv_cache_dtype(config))
-    return CacheUpdateArgs(key, value, cache, torch.arange(4), scale, scale, config.encode())
+    return CacheUpdateArgs(key, value, *op_views(cache, config), torch.arange(4), scale, scale, config.encode())
 
 
 def test_keys_in_the_cache_dtype_are_accepted() -> None:

@@ -254,7 +254,7 @@ class Layer(nn.Module):
         codes, q_scale = self.way(self.proj(x), self.scale)
         output = x.new_empty((x.shape[0], 8, 128))
         scales = (q_scale, self.kv_scale, self.kv_scale)
-        given = (codes.reshape(-1, 8, 128), self.cache, starts, lens, table, output, None, None, None, *scales)
+        given = (codes.reshape(-1, 8, 128), *self.cache, starts, lens, table, output, None, None, None, *scales)
         torch.ops.vattn.attention(*given, *[None] * 7, [], None, self.config.encode())
         return output
 

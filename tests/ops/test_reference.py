@@ -368,7 +368,7 @@ def test_garbage_never_reaches_a_result(name: str) -> None:
 def test_keys_of_blocks_out_of_range_are_not_seen(bad: int | None) -> None:
     config = make_config(block_size=8, lse=True)
     batch = random_paged_batch(config, [3], [20])
-    bad = batch.args.kv_cache.shape[1] if bad is None else bad
+    bad = batch.args.key_cache.shape[0] if bad is None else bad
     batch.args.block_table[0, 1] = bad
     out, lse = batch.expected()
     positions = torch.tensor([*range(8), *range(16, 20)])

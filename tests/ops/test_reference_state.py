@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tests.support import make_config, poisoned_empty, relative_l2
-from vattn.cache.layout import key_value_views, kv_cache_dtype, kv_cache_shape
+from tests.support import make_config, poisoned_empty, relative_l2, storage_of
+from vattn.cache.layout import key_value_views, kv_cache_dtype, kv_cache_shape, op_views
 from vattn.config.attention import AttentionConfig
 from vattn.ops.arguments import CacheUpdateArgs, MergeArgs
 from vattn.ops.reference import attention as reference
@@ -41,7 +41,7 @@ def update_args(config: AttentionConfig, slots: list[int]) -> CacheUpdateArgs:
     return CacheUpdateArgs(
         torch.randn(len(slots), heads, config.head_size).to(dtype),
         torch.randn(len(slots), heads, config.head_size_v).to(dtype),
-        poisoned_empty(kv_cache_shape(config, NUM_BLOCKS), kv_cache_dtype(config)),
+        *op_views(poisoned_empty(kv_cache_shape(config, NUM_BLOCKS), kv_cache_dtype(config)), config),
         torch.tensor(slots, dtype=torch.int64),
         scale,
         None if scale is None else scale * 1.7,
@@ -69,7 +69,7 @@ def first_byte(config: AttentionConfig, slot: int, head: int, is_value: bool) ->
 def test_an_update_writes_its_slots_and_nothing_else(name: str) -> None:
     config = make_config(block_size=BLOCK_SIZE, **UPDATES[name])
     args = update_args(config, SLOTS)
-    expected = torch.full((args.kv_cache.numel() * args.kv_cache.element_size(),), 0xFF, dtype=torch.uint8)
+    expected = torch.full((storage_of(args).numel() * storage_of(args).element_size(),), 0xFF, dtype=torch.uint8)
     for row, slot in enumerate(SLOTS):
         for head in range(config.num_kv_heads if 0 <= slot < NUM_BLOCKS * BLOCK_SIZE else 0):
             for part, scale, is_value in ((args.key, args.k_scale, False), (args.value, args.v_scale, True)):
@@ -78,7 +78,7 @@ def test_an_update_writes_its_slots_and_nothing_else(name: str) -> None:
                 start = first_byte(config, slot, head, is_value)
                 expected[start : start + stored.numel()] = stored.flatten()
     reference.kv_cache_update(args, config)
-    assert torch.equal(args.kv_cache.view(torch.uint8).flatten(), expected)
+    assert torch.equal(storage_of(args).view(torch.uint8).flatten(), expected)
 
 
 def test_fp8_keys_are_stored_as_they_are() -> None:
@@ -86,7 +86,7 @@ def test_fp8_keys_are_stored_as_they_are() -> None:
     args = update_args(config, [3, 30])
     codes = torch.arange(64, dtype=torch.uint8).view(2, 2, 16)
     reference.kv_cache_update(args._replace(key=codes.view(torch.float8_e4m3fn)), config)
-    key_cache, _ = key_value_views(args.kv_cache, config)
+    key_cache, _ = key_value_views(args.key_cache, args.value_cache, config)
     assert torch.equal(key_cache.view(torch.uint8)[[0, 3], [3, 6]], codes)
 
 
@@ -95,14 +95,14 @@ def test_an_update_without_slots_writes_nothing(slots: list[int]) -> None:
     config = make_config(block_size=BLOCK_SIZE)
     args = update_args(config, slots)
     reference.kv_cache_update(args, config)
-    assert args.kv_cache.isnan().all()
+    assert storage_of(args).isnan().all()
 
 
 def test_of_two_tokens_with_one_slot_one_is_stored() -> None:
     config = make_config(block_size=BLOCK_SIZE)
     args = update_args(config, [9, 9])
     reference.kv_cache_update(args, config)
-    assert any(torch.equal(key_value_views(args.kv_cache, config)[0][1, 1], row) for row in args.key)
+    assert any(torch.equal(args.key_cache[1, 1], row) for row in args.key)
 
 
 def merge(parts: list[tuple[Tensor, Tensor]], dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 import vattn
 from tests.ops.rope_cases import MAX_POSITIONS, expected, make_call, steps_apart
 from tests.quantization.codec_kernels import encode_quotients, encode_values
-from tests.support import make_config, unchanged
+from tests.support import make_config, storage_of, unchanged
 from tools.compile_kernels.launches import TARGETS
 from vattn import errors
 from vattn.backends import hopper_routes
@@ -88,7 +88,8 @@ def compare(args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig) -> 
     limit = 1 if config.dtype != "float32" else 1 << 12
     close(args.query_out, query, limit if args.q_scale is None else 1)
     (key, value), (other_key, other_value) = (
-        [view.cpu() for view in key_value_views(cache, config)] for cache in (args.kv_cache, update.kv_cache)
+        [view.cpu() for view in key_value_views(cached.key_cache, cached.value_cache, config)]
+        for cached in (args, update)
     )
     close(key, other_key, limit)
     close(value, other_value, 0)
@@ -97,7 +98,7 @@ def compare(args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig) -> 
         assert torch.equal(as_bytes(before), as_bytes(after)), field_name
 
 
-WRITTEN = ("query_out", "kv_cache")
+WRITTEN = ("query_out", "key_cache", "value_cache")
 
 
 def as_bytes(x: Tensor) -> Tensor:
@@ -134,7 +135,7 @@ def test_slots_outside_of_the_cache_write_nothing_but_queries_are_written() -> N
     config = make_config(backend="TORCH_SDPA")
     args = make_call(config, RopeConfig(16))
     args.slot_mapping.fill_(-1)
-    with unchanged(args.kv_cache):
+    with unchanged(storage_of(args)):
         torch.ops.vattn.rope_kv_cache_update(*args)
     assert not bool(args.query_out.isnan().any())
 
@@ -145,12 +146,21 @@ def test_the_public_function() -> None:
     args = make_call(config, rope)
     optional = {n: getattr(args, n) for n in "positions q_weight k_weight q_scale k_scale v_scale".split()}
     out = vattn.rope_update_kv_cache(
-        args.query, args.key, args.value, args.cos, args.sin, args.kv_cache, args.slot_mapping, rope, config, **optional
+        args.query,
+        args.key,
+        args.value,
+        args.cos,
+        args.sin,
+        storage_of(args),
+        args.slot_mapping,
+        rope,
+        config,
+        **optional,
     )
     again = make_call(config, rope)
     torch.ops.vattn.rope_kv_cache_update(*again)
     assert torch.equal(as_bytes(out), as_bytes(again.query_out))
-    assert torch.equal(as_bytes(args.kv_cache), as_bytes(again.kv_cache))
+    assert torch.equal(as_bytes(storage_of(args)), as_bytes(storage_of(again)))
 
 
 QUANTISED: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_dtype": "fp8_e4m3", **FP8_QUERY}
@@ -269,9 +279,8 @@ def test_every_cut_gives_the_same_bytes(elements: int) -> None:
     calls = [make_call(config, rope, num_tokens=3) for _ in range(2)]
     torch.ops.vattn.rope_kv_cache_update(*calls[0])
     rope_update(calls[1], rope, config, tiles=RopeTiles(elements, 4))
-    for name in ("query_out", "kv_cache"):
-        first, second = (getattr(call, name).view(torch.uint8) for call in calls)
-        assert torch.equal(first, second)
+    for first, second in ([call.query_out for call in calls], list(map(storage_of, calls))):
+        assert torch.equal(first.view(torch.uint8), second.view(torch.uint8))
 
 
 @pytest.mark.parametrize(

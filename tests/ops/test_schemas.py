@@ -15,7 +15,7 @@ from tests.ops.rope_cases import MAX_POSITIONS, make_call
 from tests.support import make_config, poisoned_empty, random_packed_batch, random_paged_batch, with_cache
 from vattn.backends import dispatch, selector
 from vattn.backends.torch_sdpa.backend import TorchSDPABackend
-from vattn.cache.layout import kv_cache_dtype, kv_cache_shape
+from vattn.cache.layout import kv_cache_dtype, kv_cache_shape, op_views, separate
 from vattn.config.attention import AttentionConfig
 from vattn.config.rope import RopeConfig
 from vattn.errors import GradientError
@@ -47,8 +47,8 @@ ARGUMENTS: dict[str, Any] = {
     "mla_attention": MLAAttentionArgs,
 }
 WRITTEN = {
-    "kv_cache_update": {"kv_cache"},
-    "rope_kv_cache_update": {"query_out", "kv_cache"},
+    "kv_cache_update": {"key_cache", "value_cache"},
+    "rope_kv_cache_update": {"query_out", "key_cache", "value_cache"},
     "attention": {"output", "output_block_scale", "lse", "workspace"},
     "varlen_attention": {"output", "output_block_scale", "lse", "workspace"},
     "plan": {"schedule"},
@@ -71,7 +71,9 @@ def update_args(**changes: Any) -> CacheUpdateArgs:
     scale = torch.tensor([0.0113]) if config.kv_scale == "tensor" else None
     cache = torch.zeros(kv_cache_shape(config, 3), dtype=kv_cache_dtype(config))
     key, value = torch.randn(4, 2, config.head_size), torch.randn(4, 2, config.head_size_v)
-    return CacheUpdateArgs(key, value, cache, torch.tensor([5, -1, 23, 99]), scale, scale, config.encode())
+    return CacheUpdateArgs(
+        key, value, *op_views(cache, config), torch.tensor([5, -1, 23, 99]), scale, scale, config.encode()
+    )
 
 
 def merge_args() -> MergeArgs:
@@ -165,8 +167,8 @@ def rope_args(**changes: Any) -> RopeUpdateArgs:
     config = make_config(block_size=8, backend="TORCH_SDPA", **changes)
     args = make_call(config, RopeConfig(config.head_size // 2, norm="rms", norm_eps=1e-6), num_tokens=5)
     args.query_out.zero_()
-    args.kv_cache.zero_()
-    return args
+    keys, values = separate((args.key_cache.zero_(), args.value_cache.zero_()))
+    return args._replace(key_cache=keys, value_cache=values)
 
 
 def test_opcheck_of_rope_kv_cache_update() -> None:
@@ -271,7 +273,7 @@ def shift_by_two(cache: Tensor, config: str) -> tuple[Tensor, Tensor]:
     rows = cache.shape[1] * cache.shape[2]
     key, value = cache[0].flatten(0, 1), cache[1].flatten(0, 1)
     moved = cache.clone()
-    torch.ops.vattn.kv_cache_update(key, value, moved, torch.arange(rows) + 2, None, None, config)
+    torch.ops.vattn.kv_cache_update(key, value, moved[0], moved[1], torch.arange(rows) + 2, None, None, config)
     return moved, cache
 
 
@@ -335,7 +337,7 @@ def test_merging_writes_into_poisoned_outputs() -> None:
 def test_no_cuda_graph_may_hold_a_transfer_op(name: str) -> None:
     assert torch.Tag.cudagraph_unsafe in overload(name).tags
     written = {a.name for a in overload(name)._schema.arguments if a.alias_info is not None and a.alias_info.is_write}
-    assert written == {"kv_transfer_wait": {"kv_cache"}, "kv_transfer_save": {"token"}}[name]
+    assert written == {"kv_transfer_wait": {"key_cache", "value_cache"}, "kv_transfer_save": {"token"}}[name]
 
 
 @torch.no_grad()

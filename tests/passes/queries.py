@@ -154,7 +154,7 @@ class Written(nn.Module):
         return (out.output, *others)
 
     def attend(self, query: Tensor, q_scale: Tensor, output: Tensor) -> None:
-        given = (query, self.cache, self.starts, self.lens, self.table, output, None, None, None, q_scale)
+        given = (query, *self.cache, self.starts, self.lens, self.table, output, None, None, None, q_scale)
         torch.ops.vattn.attention(*given, *[None] * 9, [], None, self.config.encode())
 
 

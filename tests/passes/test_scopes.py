@@ -48,7 +48,7 @@ def test_the_log_sum_exp_and_other_outputs_stay() -> None:
 
     def both(query: Tensor, starts: Tensor, lens: Tensor, table: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         out = new_output(query, config)
-        args = (query, cache, starts, lens, table, out.output, None, out.lse, *[None] * 11, [], None, config.encode())
+        args = (query, *cache, starts, lens, table, out.output, None, out.lse, *[None] * 11, [], None, config.encode())
         torch.ops.vattn.attention(*args)
         return static(out.output.flatten(1), s), out.lse
 

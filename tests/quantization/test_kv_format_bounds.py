@@ -18,8 +18,8 @@ from torch import Tensor
 
 import vattn.ops.schemas  # noqa: F401  registers the ops
 from tests.quantization.test_kv_formats import ERRORS, error_of
-from tests.support import Batch, make_config, random_paged_batch, relative_l2
-from vattn.cache.layout import kv_cache_dtype, kv_cache_shape
+from tests.support import Batch, make_config, random_paged_batch, relative_l2, storage_of, with_storage
+from vattn.cache.layout import kv_cache_dtype, kv_cache_shape, op_views
 from vattn.cache.stored_rows import stored_views
 from vattn.config.attention import AttentionConfig
 from vattn.ops.arguments import AttentionArgs
@@ -74,13 +74,14 @@ def sized(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 def stored(batch: Batch, rows: tuple[Tensor, Tensor, Tensor], config: AttentionConfig) -> AttentionArgs:
     """Return the batch's arguments over a cache that holds the rows."""
     slots, key, value = rows
-    storage = torch.zeros(kv_cache_shape(config, batch.args.kv_cache.shape[1]), dtype=kv_cache_dtype(config))
+    storage = torch.zeros(kv_cache_shape(config, batch.args.key_cache.shape[0]), dtype=kv_cache_dtype(config))
     scale = None
     if KV_FORMATS[config.kv_cache_dtype].quantised:
         sizes = torch.tensor([1.0, 0.1] if config.kv_scale == "head" else [1.0])
         scale = sizes * 4.5 / KV_FORMATS[config.kv_cache_dtype].max_value
-    torch.ops.vattn.kv_cache_update(key, value, storage, slots, scale, scale, config.encode())
-    return batch.args._replace(kv_cache=storage, k_scale=scale, v_scale=scale, config=config.encode())
+    torch.ops.vattn.kv_cache_update(key, value, *op_views(storage, config), slots, scale, scale, config.encode())
+    args = batch.args._replace(k_scale=scale, v_scale=scale, config=config.encode())
+    return with_storage(args, storage)
 
 
 def run(args: AttentionArgs) -> Tensor:
@@ -93,10 +94,10 @@ def mutants(args: AttentionArgs, config: AttentionConfig) -> dict[str, Attention
     """Return the same bytes as a wrong reader would take them."""
 
     def changed(change: Callable[[Tensor, Tensor | None], None], of: Sequence[int] = (0, 1)) -> AttentionArgs:
-        storage = args.kv_cache.clone()
-        for rows in (stored_views(storage, config)[index] for index in of):
+        storage = storage_of(args).clone()
+        for rows in (stored_views(*op_views(storage, config), config)[index] for index in of):
             change(rows.codes.view(torch.uint8) if rows.codes.dtype != torch.uint8 else rows.codes, rows.scales)
-        return args._replace(kv_cache=storage)
+        return with_storage(args, storage)
 
     def put(target: Tensor, source: Tensor) -> None:
         target.copy_(source.clone())
@@ -104,12 +105,17 @@ def mutants(args: AttentionArgs, config: AttentionConfig) -> dict[str, Attention
     def swap_nibbles(codes: Tensor, scales: Tensor | None) -> None:
         put(codes, (codes >> 4) | (codes << 4))
 
-    other, blocks = config.replace(kv_cache_layout="HND"), stored_views(args.kv_cache, config)[0].codes.shape[0]
+    other, blocks = (
+        config.replace(kv_cache_layout="HND"),
+        args.key_cache.shape[0],
+    )
     found = {
         "heads": changed(lambda codes, scales: put(codes, codes.flip(2))),
         "columns": changed(lambda codes, scales: put(codes, codes.roll(codes.shape[-1] // 3 + 1, -1))),
         "values of other tokens": changed(lambda codes, scales: put(codes, codes.roll(3, 1)), of=[1]),
-        "layout": args._replace(kv_cache=args.kv_cache.view(kv_cache_shape(other, blocks)), config=other.encode()),
+        "layout": with_storage(
+            args._replace(config=other.encode()), storage_of(args).view(kv_cache_shape(other, blocks))
+        ),
     }
     fmt = KV_FORMATS[config.kv_cache_dtype]
     if all(part.scale_dtype is not None for part in fmt.parts) if fmt.packed else False:

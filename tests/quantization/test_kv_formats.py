@@ -323,7 +323,7 @@ def test_a_storage_of_another_format_is_refused() -> None:
     assert kv_cache_shape(config, 4) == (4, 16 * 2 * 72)
     for shape, dtype in (((4, 16 * 2 * 72), torch.uint8), ((2, 4, 16, 2, 64), torch.uint8)):
         with pytest.raises(CacheError, match="KV cache storage"):
-            model.bind_kv_cache(torch.zeros(shape, dtype=dtype), torch.float32)
+            model.bind_kv_cache(torch.zeros(shape, dtype=dtype), dtype=torch.float32)
     owner = layer(0, "int4_per_token_head")
     reader = vattn.Attention(
         4, 64, 0.125, 2, prefix="layers.1", kv_sharing_target_layer_name="layers.0",
@@ -339,7 +339,7 @@ def test_rebinding_finds_the_scales_in_the_new_storage() -> None:
     expected = attend(model, *rows)
     moved = first.kv_caches[0].clone()
     first.kv_caches[0].fill_(255)
-    model.bind_kv_cache(moved, torch.float32)
+    model.bind_kv_cache(moved, dtype=torch.float32)
     assert torch.equal(attend(model, *rows), expected)
 
 
@@ -394,7 +394,7 @@ def test_calculated_scales_of_nvfp4_use_its_whole_range() -> None:
 def test_batches_hold_what_their_rows_were_encoded_to(name: str) -> None:
     """The batch makers of the suite read keys back from the cache as the codecs store them."""
     batch = random_paged_batch(make_config(head_size=32, kv_cache_dtype=name, block_size=8), [3], [21])
-    rows = stored_views(batch.args.kv_cache, batch.config)[0]
+    rows = stored_views(batch.args.key_cache, batch.args.value_cache, batch.config)[0]
     blocks = batch.args.block_table[0, :3].long()
     codes, scales = rows.codes[blocks].flatten(0, 1)[:21], rows.scales[blocks].flatten(0, 1)[:21]
     assert torch.equal(decode_stored(type(rows)(codes, scales), batch.config, False, None), batch.keys[0])
@@ -434,13 +434,13 @@ def test_rotated_keys_are_stored_as_by_two_calls(name: str, backend: str) -> Non
     torch.ops.vattn.rope_kv_cache_update(*other)
     assert torch.equal(args.query_out, other.query_out)
     slots = args.slot_mapping
-    inside = (slots >= 0) & (slots < other.kv_cache.shape[1] * 8)
+    inside = (slots >= 0) & (slots < other.key_cache.shape[0] * 8)
     blocks, offsets = slots[inside] // 8, slots[inside] % 8
-    stored = torch.full_like(args.kv_cache, 255)
-    rows = [rows.codes[blocks, offsets] for rows in stored_views(other.kv_cache, plain)]
+    stored = torch.full_like(args.key_cache, 255)
+    rows = [rows.codes[blocks, offsets] for rows in stored_views(other.key_cache, other.value_cache, plain)]
     scales = (args.k_scale, args.v_scale)
-    torch.ops.vattn.kv_cache_update(*rows, stored, slots[inside], *scales, config.encode())
-    assert torch.equal(args.kv_cache, stored)
+    torch.ops.vattn.kv_cache_update(*rows, stored, None, slots[inside], *scales, config.encode())
+    assert torch.equal(args.key_cache, stored)
 
 
 def test_the_benchmark_runs_small(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -531,6 +531,6 @@ def test_kernels_store_hard_rows_as_the_reference(name: str) -> None:
         one = config.replace(backend=backend)
         storage = torch.full(kv_cache_shape(one, 4), 0xA5, dtype=torch.uint8)
         slots = torch.arange(len(rows))
-        torch.ops.vattn.kv_cache_update(rows, rows.flip(0), storage, slots, *scales, one.encode())
+        torch.ops.vattn.kv_cache_update(rows, rows.flip(0), storage, None, slots, *scales, one.encode())
         caches.append(storage)
     assert torch.equal(*caches)

@@ -13,13 +13,13 @@ import torch
 from tools.compile_kernels.launches import (
     TARGETS,
     Launch,
+    cache_arguments,
     integers,
     meta,
     paged_arguments,
     record,
     shared_arguments,
 )
-from vattn.cache.layout import kv_cache_dtype, kv_cache_shape
 from vattn.config.attention import AttentionConfig
 from vattn.config.dcp import DCPShard
 from vattn.config.rope import RopeConfig
@@ -127,7 +127,7 @@ def _update(name: str, target: str, config: AttentionConfig) -> Iterator[Launch]
     args = CacheUpdateArgs(
         meta(64, config.num_kv_heads, config.head_size, dtype=MODEL_DTYPES[config.dtype]),
         meta(64, config.num_kv_heads, config.head_size_v, dtype=MODEL_DTYPES[config.dtype]),
-        meta(*kv_cache_shape(config, 1024), dtype=kv_cache_dtype(config)), meta(64, dtype=torch.int64),
+        *cache_arguments(config, 1024), meta(64, dtype=torch.int64),
         scale, scale, config.encode(),
     )  # fmt: skip
     return record(name, target, lambda: launch.update_kv_cache(args, config, TARGETS[target]))
@@ -146,7 +146,7 @@ def _rope(name: str, target: str, config: AttentionConfig, kind: str, next_may_s
         meta(tokens, heads, size, dtype=dtype), meta(tokens, config.num_kv_heads, size, dtype=dtype),
         meta(tokens, config.num_kv_heads, config.head_size_v, dtype=dtype), table, table, slots,
         meta(tokens, heads, size, dtype=out_dtype),
-        meta(*kv_cache_shape(config, 1024), dtype=kv_cache_dtype(config)), slots, weight, weight, q_scale, kv_scale,
+        *cache_arguments(config, 1024), slots, weight, weight, q_scale, kv_scale,
         kv_scale, rope.encode(), config.encode(),
     )  # fmt: skip
     return record(name, target, partial(rope_update, args, rope, config, TARGETS[target], None, next_may_start))

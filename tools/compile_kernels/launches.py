@@ -12,7 +12,7 @@ import torch
 import triton
 from torch import Tensor
 
-from vattn.cache.layout import kv_cache_dtype, kv_cache_shape
+from vattn.cache.layout import kv_cache_dtype, kv_cache_shape, op_views
 from vattn.config import device
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
@@ -125,12 +125,19 @@ def shared_arguments(config: AttentionConfig, num_tokens: int, num_reqs: int) ->
     }
 
 
+def cache_arguments(config: AttentionConfig, num_blocks: int) -> tuple[Tensor, Tensor | None]:
+    """Return the keys and values of a cache as the ops take them."""
+    return op_views(meta(*kv_cache_shape(config, num_blocks), dtype=kv_cache_dtype(config)), config)
+
+
 def paged_arguments(
     config: AttentionConfig, num_tokens: int, num_reqs: int, table_width: int, num_blocks: int = 64
 ) -> AttentionArgs:
     """Return the arguments of `vattn::attention`."""
+    key_cache, value_cache = cache_arguments(config, num_blocks)
     return AttentionArgs(
-        kv_cache=meta(*kv_cache_shape(config, num_blocks), dtype=kv_cache_dtype(config)),
+        key_cache=key_cache,
+        value_cache=value_cache,
         seq_lens=integers(num_reqs),
         block_table=integers(num_reqs, table_width),
         local_seq_lens=integers(num_reqs) if config.context_parallel else None,

@@ -120,6 +120,7 @@ class Capabilities:
             scores summed with less than fp32.
         negative_scales: whether the scores may be multiplied by 0 or less.
         tree_masks_only: whether a tree's biases must be 0 or -inf; a call with others is refused.
+        strided_caches: whether blocks, tokens and heads of keys and values may have gaps between them.
         garbage_safe: NaN in unused table entries, unwritten block tails and blocks outside a window never reaches a
             result.
     """
@@ -148,6 +149,7 @@ class Capabilities:
     fp8_weights: bool = False
     negative_scales: bool = True
     tree_masks_only: bool = False
+    strided_caches: bool = True
     garbage_safe: bool = True
 
     def refusals(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:

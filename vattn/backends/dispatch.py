@@ -122,12 +122,12 @@ def merge_attn_states(*arguments: Any) -> None:
     merge(args)
 
 
-def kv_transfer_wait(kv_cache: Tensor) -> None:
-    kv_transfer_points.kv_transfer_wait(kv_cache)
+def kv_transfer_wait(key_cache: Tensor, value_cache: Tensor | None) -> None:
+    kv_transfer_points.kv_transfer_wait(key_cache)
 
 
-def kv_transfer_save(kv_cache: Tensor, token: Tensor) -> None:
-    kv_transfer_points.kv_transfer_save(kv_cache, token)
+def kv_transfer_save(key_cache: Tensor, value_cache: Tensor | None, token: Tensor) -> None:
+    kv_transfer_points.kv_transfer_save(key_cache, token)
 
 
 def quant_fp8_static(input: Tensor, scale: Tensor) -> Tensor:

@@ -52,6 +52,7 @@ class XFormersBackend(TritonAttentionBackend):
             *_OURS.exclusions,
             *(Exclusion(frozenset({kind}), "XFormers does not support alibi slopes yet") for kind in _ALIBI),
         ),
+        strided_caches=False,
         package=Package(module="xformers", distribution="xformers", minimum=(0, 0, 33), extra="xformers"),
         # Block ids that name no block are read as the nearest one, and a sequence ends with its row of the table.
         garbage_safe=False,
@@ -126,7 +127,7 @@ def _decode(args: AttentionArgs, config: AttentionConfig) -> None:
     """Let xFormers attend, every query row as a request of its own that ends with its position."""
     from xformers.ops import fmha
 
-    key, value = key_value_views(args.kv_cache, config)
+    key, value = key_value_views(args.key_cache, args.value_cache, config)
     request, lengths, _ = rows_as_requests(args.query_start_loc, args.seq_lens, args.query.shape[0])
     real = lengths > 0
     # An id that names no block would be read outside the cache; rows that see nothing read one key of block 0.

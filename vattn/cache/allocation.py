@@ -29,7 +29,7 @@ class KVCacheLayer(Protocol):
     def resolve_config(self, dtype: torch.dtype, device: torch.device | str, target: Any = None) -> Any:
         """Raise what `bind_kv_cache` would raise for a request that no backend runs; change nothing."""
 
-    def bind_kv_cache(self, storage: Tensor, dtype: torch.dtype, target: Any = None) -> None:
+    def bind_kv_cache(self, storage: Tensor, /, *, dtype: torch.dtype, target: Any = ...) -> None:
         """Take a storage; `target` is the layer that owns it when it is shared."""
 
 
@@ -237,9 +237,9 @@ def allocate_kv_cache(
         if adds:
             storages[place] = _zeros(spec, count, device)
         if name in targets:
-            module.bind_kv_cache(storages[place], dtype, modules[owner])
+            module.bind_kv_cache(storages[place], dtype=dtype, target=modules[owner])
         else:
-            module.bind_kv_cache(storages[place], dtype)
+            module.bind_kv_cache(storages[place], dtype=dtype)
         if hasattr(module, "kv_cache_group"):
             module.kv_cache_group = holders[index] if grouping else None
         layers.append(LayerCache(name, spec, storages[place], targets.get(name), index, adds))

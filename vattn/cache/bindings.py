@@ -81,4 +81,5 @@ def cached_blocks(layer: Any) -> int | None:
     cache, config = getattr(layer, "kv_cache", None), getattr(layer, "config", None)
     if not isinstance(cache, Tensor) or config is None:
         return None
-    return cache.shape[0] if isinstance(config, MLAConfig) else num_blocks_of(cache, config)
+    keys = cache if isinstance(config, MLAConfig) else getattr(layer, "key_cache", None)
+    return num_blocks_of(cache, config) if keys is None else keys.shape[0]

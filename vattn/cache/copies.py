@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn.cache.allocation import KVCacheAllocation
-from vattn.cache.layout import CacheGeometry, kv_cache_dtype, shape_of_storage
-from vattn.cache.stored_rows import stored_views
+from vattn.cache.layout import CacheGeometry, kv_cache_dtype, op_views, packed_views, shape_of_storage
 from vattn.config.attention import AttentionConfig
 from vattn.errors import CacheError, CacheNotBoundError, ConfigError, DeviceError, ShapeError, UnsupportedRequestError
 from vattn.quantization.formats import dtype_name
@@ -173,7 +172,7 @@ def move_slots(layers: nn.Module | Iterable[nn.Module], source: Tensor, target: 
             raise ShapeError(
                 f"{name} is {slots.dtype} {tuple(slots.shape)}", f"int64 [{source.numel()}]", "pass one slot per token"
             )
-    for cache, _ in caches:
+    for cache, _, _ in caches:
         if {source.device, target.device} != {cache.device}:
             raise DeviceError(
                 f"slots on {source.device} and {target.device} for a cache on {cache.device}",
@@ -181,14 +180,15 @@ def move_slots(layers: nn.Module | Iterable[nn.Module], source: Tensor, target: 
                 "move the slots there",
             )
     if source.numel():
-        for cache, config in caches:
-            _move(cache, config, source, target)
+        for key_cache, value_cache, config in caches:
+            _move(_stored(key_cache, value_cache, config), config.block_size, source, target)
 
 
-def _bound_caches(layers: nn.Module | Iterable[nn.Module]) -> list[tuple[Tensor, AttentionConfig]]:
-    found: dict[tuple[int, ...], tuple[Tensor, AttentionConfig]] = {}
+def _bound_caches(layers: nn.Module | Iterable[nn.Module]) -> list[tuple[Tensor, Tensor | None, AttentionConfig]]:
+    found: dict[tuple[int, ...], tuple[Tensor, Tensor | None, AttentionConfig]] = {}
     groups: list[object] = []
-    for layer in layers.modules() if isinstance(layers, nn.Module) else layers:
+    modules: Iterable[Any] = layers.modules() if isinstance(layers, nn.Module) else layers
+    for layer in modules:
         if not hasattr(layer, "bind_kv_cache"):
             continue
         cache, config = layer.kv_cache, layer.config
@@ -208,7 +208,10 @@ def _bound_caches(layers: nn.Module | Iterable[nn.Module]) -> list[tuple[Tensor,
         if config.attn_type == "decoder" and group not in groups:
             groups.append(group)
         if config.attn_type == "decoder":
-            found.setdefault((cache.data_ptr(), *cache.shape), (cache, config))
+            keys, values = (
+                (layer.key_cache, layer.value_cache) if hasattr(layer, "key_cache") else op_views(cache, config)
+            )
+            found.setdefault((keys.data_ptr(), *keys.shape), (keys, values, config))
     if len(groups) > 1:
         raise ConfigError(
             f"layers of {len(groups)} groups of a hybrid cache, or block sizes",
@@ -218,9 +221,8 @@ def _bound_caches(layers: nn.Module | Iterable[nn.Module]) -> list[tuple[Tensor,
     return list(found.values())
 
 
-def _move(cache: Tensor, config: AttentionConfig, source: Tensor, target: Tensor) -> None:
-    size = config.block_size
-    for rows in _stored(cache, config):
+def _move(stored: list[Tensor], size: int, source: Tensor, target: Tensor) -> None:
+    for rows in stored:
         slots = rows.shape[0] * size
         valid = (source >= 0) & (source < slots) & (target >= 0) & (target < slots)
         # What is dropped repeats the first valid copy; without one, slot 0 gets its own content.
@@ -232,9 +234,9 @@ def _move(cache: Tensor, config: AttentionConfig, source: Tensor, target: Tensor
         rows[to_slot // size, to_slot % size] = rows[from_slot // size, from_slot % size]
 
 
-def _stored(cache: Tensor, config: AttentionConfig) -> list[Tensor]:
+def _stored(key_cache: Tensor, value_cache: Tensor | None, config: AttentionConfig) -> list[Tensor]:
     """Return views `[num_blocks, block_size, ...]` that cover all bytes of every token."""
-    if config.head_pairs == "none":
-        return [part for rows in stored_views(cache, config) for part in rows if part is not None]
-    # Pairs of heads have an ordinary cache, and a config names one half of it. FP8 is copied as bytes.
-    return [part.view(torch.uint8) if part.element_size() == 1 else part for part in cache.unbind(0)]
+    if value_cache is None:
+        return [part for rows in packed_views(key_cache, config) for part in rows if part is not None]
+    # FP8 is copied as bytes.
+    return [part.view(torch.uint8) if part.itemsize == 1 else part for part in (key_cache, value_cache)]

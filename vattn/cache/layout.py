@@ -16,7 +16,8 @@ Latent attention has one row per token: `(num_blocks, block_size, L + R)` for pl
 bytes_per_block)` uint8 for packed ones, a block's rows one after the other and padded likewise.
 
 The storage is contiguous. Its dtype is the format's `storage_dtype`: the model's own for plain formats, uint8 for
-quantised ones (which `model.to(dtype)` leaves alone).
+quantised ones (which `model.to(dtype)` leaves alone). The ops take keys and values as two views of it, or of an
+engine's memory (`op_views`), and packed formats as the storage.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack, to_dlpack
 
 from vattn.config.mla import MLAConfig
 from vattn.quantization.formats import KV_FORMATS, PackedPart
@@ -126,18 +128,17 @@ def num_blocks_of(storage: Tensor, config: CacheGeometry) -> int:
     return storage.shape[axis] if storage.dim() == dimensions else 0
 
 
-def key_value_views(kv_cache: Tensor, config: CacheGeometry) -> tuple[Tensor, Tensor]:
-    """Return typed views `[num_blocks, block_size, num_kv_heads, head_size]` and `[..., head_size_v]` of a raw storage.
+def op_views(kv_cache: Tensor, config: CacheGeometry) -> tuple[Tensor, Tensor | None]:
+    """Return a raw storage as the ops take it: `key_cache` and `value_cache`, never a copy.
 
-    The views share the storage's bytes; in `HND` order their block and head strides are swapped. Never a copy. Packed
-    formats have none: see `packed_views`.
+    They are typed views `[num_blocks, block_size, num_kv_heads, head_size]` and `[..., head_size_v]`; in `HND` order
+    their strides of tokens and heads are swapped. Of pairs of heads they hold all heads; of packed formats they are the
+    storage and `None`.
     """
     fmt = KV_FORMATS[config.kv_cache_dtype]
-    if config.head_pairs != "none":
-        keys, values = kv_cache.view(fmt.value_dtype).unbind(0)
-        first = ("even", "odd").index(config.head_pairs)
-        return keys[:, :, first::2], values.unflatten(2, (config.num_kv_heads, 2)).flatten(3)
-    if config.head_size == config.head_size_v:
+    if fmt.packed:
+        return kv_cache, None
+    if not is_in_bytes(config):
         typed = kv_cache.view(fmt.value_dtype)
         if config.kv_cache_layout == "HND":
             typed = typed.transpose(2, 3)
@@ -148,6 +149,38 @@ def key_value_views(kv_cache: Tensor, config: CacheGeometry) -> tuple[Tensor, Te
         _logical(key.view(fmt.value_dtype), config.head_size, config),
         _logical(value.view(fmt.value_dtype), config.head_size_v, config),
     )
+
+
+def key_value_views(key_cache: Tensor, value_cache: Tensor | None, config: CacheGeometry) -> tuple[Tensor, Tensor]:
+    """Return the keys and values that a config reads of `op_views`, in the dtype of its format; never a copy.
+
+    Of pairs of heads these are the even or odd keys, and the values of each pair as one row. Packed formats have none:
+    see `packed_views`.
+    """
+    assert value_cache is not None
+    dtype = KV_FORMATS[config.kv_cache_dtype].value_dtype
+    keys, values = key_cache.view(dtype), value_cache.view(dtype)
+    if config.head_pairs == "none":
+        return keys, values
+    first = ("even", "odd").index(config.head_pairs)
+    return keys[:, :, first::2], values.unflatten(2, (config.num_kv_heads, 2)).flatten(3)
+
+
+def separate(views: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
+    """Return the same memory as tensors that torch takes for storages of their own.
+
+    A graph that writes into two inputs of one storage copies both for every op; keys and values never overlap.
+    """
+    key, value = views
+    return _own_storage(key), None if value is None else _own_storage(value)
+
+
+def _own_storage(view: Tensor) -> Tensor:
+    if type(view) is not Tensor or view.is_meta:
+        return view
+    with torch.inference_mode(False):
+        as_bytes = view.view(torch.uint8) if view.itemsize == 1 else view  # DLPack has no FP8 before torch 2.9.
+        return from_dlpack(to_dlpack(as_bytes.detach())).view(view.dtype)
 
 
 def packed_views(kv_cache: Tensor, config: CacheGeometry) -> tuple[PackedRows, PackedRows]:

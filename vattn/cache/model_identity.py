@@ -26,7 +26,9 @@ _COMPILED = ("_compiled_call_impl", "_is_torch_compile")
 _BOOKKEEPING = frozenset(vars(nn.Module())) | {*_COMPILED, "_is_hf_initialized", "generation_config"}
 """Attributes of modules that are read by themselves, or decide no output."""
 
-_WRITTEN = {"kv_cache", "index_cache", "kv_transfer_token", "clip_counts", "topk_indices", "scales_ready"}
+_WRITTEN = set(
+    "kv_cache key_cache value_cache index_cache kv_transfer_token clip_counts topk_indices scales_ready".split()
+)
 """Buffers of vattn's layers that steps write."""
 
 _CALCULATED = {"k_scale", "v_scale", "q_scale"}

@@ -15,15 +15,17 @@ from vattn.quantization.formats import KV_FORMATS
 from vattn.quantization.packed import decode_rows, encode_rows
 
 
-def stored_views(kv_cache: Tensor, config: AttentionConfig) -> tuple[PackedRows, PackedRows]:
-    """Return keys and values `[num_blocks, block_size, K, ...]` as views of a raw storage; FP8 as bytes.
+def stored_views(
+    key_cache: Tensor, value_cache: Tensor | None, config: AttentionConfig
+) -> tuple[PackedRows, PackedRows]:
+    """Return keys and values `[num_blocks, block_size, K, ...]` as views of what the ops take; FP8 as bytes.
 
     Not every torch indexes FP8 tensors on every device; bytes always work.
     """
     fmt = KV_FORMATS[config.kv_cache_dtype]
     if fmt.packed:
-        return packed_views(kv_cache, config)
-    key, value = key_value_views(kv_cache, config)
+        return packed_views(key_cache, config)
+    key, value = key_value_views(key_cache, value_cache, config)
     if fmt.quantised:
         key, value = key.view(torch.uint8), value.view(torch.uint8)
     return PackedRows(key, None), PackedRows(value, None)

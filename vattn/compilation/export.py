@@ -154,14 +154,20 @@ def _refuse_unexportable(layers: dict[str, nn.Module]) -> None:
         wrong = {
             "belongs to a group of a hybrid cache": getattr(layer, "kv_cache_group", None),
             "has a connector": getattr(layer, "kv_transfer_token", None),
+            "has an engine's cache": None if _is_storage(layer) else True,
         }
         for what, found in wrong.items():
             if found is not None:
                 raise UnsupportedRequestError(
                     f"export of a model whose layer {name!r} {what}",
                     "caches that are inputs of their own, one for each layer",
-                    "allocate without hybrid=True, and detach() the KVTransfer, before exporting",
+                    "call allocate_kv_cache without hybrid=True, and detach() the KVTransfer, before exporting",
                 )
+
+
+def _is_storage(layer: nn.Module) -> bool:
+    """Return whether the bound cache is a raw storage, not keys alone."""
+    return layer._buffers.get("value_cache") is None or layer.get_buffer("kv_cache").dim() != 4
 
 
 def _dynamic_shapes(sample: StepInputs) -> tuple[Any, ...]:
@@ -196,11 +202,12 @@ def _cached_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def _without_caches(layers: dict[str, nn.Module]) -> Iterator[None]:
-    held = {name: layer._buffers["kv_cache"] for name, layer in layers.items()}
-    for layer in layers.values():
-        layer._buffers["kv_cache"] = None
+    names = ("kv_cache", "key_cache", "value_cache")
+    held = [{name: layer._buffers[name] for name in names if name in layer._buffers} for layer in layers.values()]
+    for layer, caches in zip(layers.values(), held, strict=True):
+        layer._buffers.update(dict.fromkeys(caches))
     try:
         yield
     finally:
-        for name, layer in layers.items():
-            layer._buffers["kv_cache"] = held[name]
+        for layer, caches in zip(layers.values(), held, strict=True):
+            layer._buffers.update(caches)

@@ -13,6 +13,8 @@ from enum import Enum
 from functools import lru_cache
 from typing import Any, ClassVar, TypeVar
 
+import torch
+
 from vattn.errors import ConfigError
 
 NOTE_MARK = " # "
@@ -106,7 +108,8 @@ def _canonical(name: str, kind: str, value: object) -> object:
         value, fits = int(value), True
     else:
         fits = type(value).__name__ == base
-    check(fits, f"{name}={value!r}", f"{kind}{', finite' if base == 'float' else ''}", f"pass {name} as {kind}")
+    fix = f"pass {name}={str(value)[6:]!r}" if isinstance(value, torch.dtype) else f"pass {name} as {kind}"
+    check(fits, f"{name}={value!r}", f"{kind}{', finite' if base == 'float' else ''}", fix)
     return value
 
 

@@ -114,9 +114,15 @@ class CrossAttention(CachedAttention):
         """Return what cache this layer needs for a model of `dtype`; `None` if it shares another layer's."""
         return None if self.kv_sharing_target_layer_name is not None else CrossAttentionSpec(**self._spec_fields(dtype))
 
-    def bind_kv_cache(self, storage: Tensor, dtype: torch.dtype, target: BoundCache | None = None) -> None:
-        """Give the layer its raw storage and fix dtype, device and backend; see `Attention`."""
-        super().bind_kv_cache(storage, dtype, target)
+    def bind_kv_cache(
+        self,
+        key_cache: Tensor,
+        value_cache: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        target: BoundCache | None = None,
+    ) -> None:
+        """Bind a cache and fix dtype, device and backend; see `Attention`."""
+        super().bind_kv_cache(key_cache, value_cache, dtype, target)
         # Schedules count the keys of self-attention: this key has none, except where an export needs an empty one.
         self._plan_key += " encoder_decoder"
 

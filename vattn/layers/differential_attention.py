@@ -143,11 +143,17 @@ class DifferentialAttention(Attention):
         half = half_of(config, "even")
         return selector.choose(half, device, self.prefix).runs_on(half, DeviceInfo.of(device))
 
-    def bind_kv_cache(self, storage: Tensor, dtype: torch.dtype, target: BoundCache | None = None) -> None:
-        """Bind the raw storage of an ordinary cache; see `Attention`."""
-        super().bind_kv_cache(storage, dtype, target)
+    def bind_kv_cache(
+        self,
+        key_cache: Tensor,
+        value_cache: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        target: BoundCache | None = None,
+    ) -> None:
+        """Bind an ordinary cache; see `Attention`."""
+        super().bind_kv_cache(key_cache, value_cache, dtype, target)
         assert self.config is not None
-        device = DeviceInfo.of(storage.device)
+        device = DeviceInfo.of(key_cache.device)
         self._update_op = self.config.encode()
         self._ops, self._refused = step_configs(half_of(self.config, "even"), device)
         why = dict.fromkeys((*self._ops, *self._refused), "differential attention: both halves would need both parts")

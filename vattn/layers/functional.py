@@ -8,11 +8,17 @@ import torch
 from torch import Tensor
 
 import vattn.ops.schemas  # noqa: F401  registers the ops
+from vattn.cache.layout import op_views
 from vattn.config.attention import AttentionConfig
 from vattn.config.rope import RopeConfig
 from vattn.errors import ConfigError, MetadataError, ShapeError
 from vattn.metadata.attention_metadata import AttentionMetadata, step_of
+from vattn.ops.checks import check_storage
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
+
+KVCache = Tensor | tuple[Tensor, Tensor]
+"""A storage of `vattn.kv_cache_shape(config, num_blocks)`, or a tuple of keys `[num_blocks, block_size, num_kv_heads,
+head_size]` and values `[..., head_size_v]` in memory of your own: any strides but adjacent columns."""
 
 
 class AttentionOutput(NamedTuple):
@@ -41,7 +47,7 @@ def new_output(query: Tensor, config: AttentionConfig) -> AttentionOutput:
 def update_kv_cache(
     key: Tensor,
     value: Tensor,
-    kv_cache: Tensor,
+    kv_cache: KVCache,
     slot_mapping: Tensor,
     config: AttentionConfig,
     *,
@@ -52,7 +58,8 @@ def update_kv_cache(
 
     Args:
         key, value: `[T, num_kv_heads, head_size]` and `[T, num_kv_heads, head_size_v]`.
-        kv_cache: storage of `vattn.kv_cache_shape(config, num_blocks)`; mutated.
+        kv_cache: storage of `vattn.kv_cache_shape(config, num_blocks)`, or keys and values as views with any strides;
+            mutated.
         slot_mapping: int64 `[T]`, `block * block_size + offset`; out of range (-1 by convention) writes nothing.
         k_scale, v_scale: fp32, for a quantised cache.
 
@@ -61,9 +68,10 @@ def update_kv_cache(
         UnsupportedRequestError: no backend, or not the one named in the config, writes it on the cache's device.
     """
     _check_config(config)
-    _check_tensors(key=key, value=value, kv_cache=kv_cache, slot_mapping=slot_mapping)
+    _check_tensors(key=key, value=value, slot_mapping=slot_mapping)
     _check_tensors(optional=True, k_scale=k_scale, v_scale=v_scale)
-    torch.ops.vattn.kv_cache_update(key, value, kv_cache, slot_mapping, k_scale, v_scale, config.encode())
+    cache = _views(kv_cache, config)
+    torch.ops.vattn.kv_cache_update(key, value, *cache, slot_mapping, k_scale, v_scale, config.encode())
 
 
 def rope_update_kv_cache(
@@ -72,7 +80,7 @@ def rope_update_kv_cache(
     value: Tensor,
     cos: Tensor,
     sin: Tensor,
-    kv_cache: Tensor,
+    kv_cache: KVCache,
     slot_mapping: Tensor,
     rope: RopeConfig,
     config: AttentionConfig,
@@ -94,7 +102,7 @@ def rope_update_kv_cache(
         key, value: `[T, num_kv_heads, head_size]` and `[T, num_kv_heads, head_size_v]`.
         cos, sin: float `[N, R / 2]`, one angle per pair, or `[N, R]`, one factor per column; R = `rope.rotary_dim`. Row
             t is token t's (N = T), or row `positions[t]`.
-        kv_cache: storage of `vattn.kv_cache_shape(config, num_blocks)`; mutated.
+        kv_cache: as for `update_kv_cache`; mutated.
         slot_mapping: int64 `[T]`, as for `update_kv_cache`; a slot out of range writes nothing.
         rope: the rotation and the norm before it.
         positions: int32 or int64 `[T]`; rows of the tables.
@@ -135,7 +143,7 @@ def rope_update_kv_cache(
         sin,
         positions,
         query_out,
-        kv_cache,
+        *_views(kv_cache, config),
         slot_mapping,
         q_weight,
         k_weight,
@@ -150,7 +158,7 @@ def rope_update_kv_cache(
 
 def paged_attention(
     query: Tensor,
-    kv_cache: Tensor,
+    kv_cache: KVCache,
     metadata: AttentionMetadata,
     config: AttentionConfig,
     *,
@@ -184,7 +192,7 @@ def paged_attention(
                 [1., 1.]])
     """
     seq_lens, block_table = _keys_of(metadata, config)
-    _check_tensors(query=query, kv_cache=kv_cache)
+    _check_tensors(query=query)
     _check_tensors(
         optional=True, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, output_scale=output_scale,
         alibi_slopes=alibi_slopes, sinks=sinks,
@@ -192,7 +200,7 @@ def paged_attention(
     result = new_output(query, config)
     torch.ops.vattn.attention(
         query,
-        kv_cache,
+        *_views(kv_cache, config),
         metadata.query_start_loc,
         seq_lens,
         block_table,
@@ -220,6 +228,20 @@ def paged_attention(
 def _check_config(config: AttentionConfig) -> None:
     if not isinstance(config, AttentionConfig):
         raise ConfigError(f"a config of type {type(config).__name__}", "an AttentionConfig", "make one for the layer")
+
+
+def _views(kv_cache: KVCache, config: AttentionConfig) -> tuple[Tensor, Tensor | None]:
+    """Return what the ops take of a cache."""
+    if isinstance(kv_cache, tuple) and len(kv_cache) == 2:
+        _check_tensors(key_cache=kv_cache[0], value_cache=kv_cache[1])
+        return kv_cache
+    if not isinstance(kv_cache, Tensor):
+        raise ShapeError(
+            f"kv_cache is {type(kv_cache).__name__}", "a tensor, or a tuple of keys and values", "pass layer.kv_cache"
+        )
+    if not torch.compiler.is_compiling():
+        check_storage(kv_cache, config)
+    return op_views(kv_cache, config)
 
 
 def _check_tensors(optional: bool = False, **given: object) -> None:

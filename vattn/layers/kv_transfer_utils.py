@@ -17,14 +17,14 @@ from vattn.ops import kv_transfer_points
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def wait_for_layer_load(kv_cache: Tensor | None) -> None:
+def wait_for_layer_load(key_cache: Tensor, value_cache: Tensor | None) -> None:
     """Wait until this step's loads of a layer have reached its cache; call it before the cache is read."""
-    torch.ops.vattn.kv_transfer_wait(kv_cache)
+    torch.ops.vattn.kv_transfer_wait(key_cache, value_cache)
 
 
-def save_kv_layer(kv_cache: Tensor | None, token: Tensor) -> None:
+def save_kv_layer(key_cache: Tensor, value_cache: Tensor | None, token: Tensor) -> None:
     """Start this step's saves of a layer; call it after the cache was written."""
-    torch.ops.vattn.kv_transfer_save(kv_cache, token)
+    torch.ops.vattn.kv_transfer_save(key_cache, value_cache, token)
 
 
 def maybe_transfer_kv_layer(function: Function) -> Function:
@@ -70,9 +70,9 @@ def maybe_transfer_kv_layer(function: Function) -> Function:
             raise ConfigError(
                 f"two models with connectors have a layer {name!r}", "different prefixes", "detach() one of them"
             )
-        wait_for_layer_load(point.kv_cache)
+        wait_for_layer_load(point.kv_cache, None)
         result = function(*args, **kwargs)
-        save_kv_layer(point.kv_cache, point.token)
+        save_kv_layer(point.kv_cache, None, point.token)
         return result
 
     return call  # type: ignore[return-value]

@@ -164,22 +164,28 @@ class StaticSinkAttention(Attention):
                 "share the cache of an equal layer",
             )
 
-    def bind_kv_cache(self, storage: Tensor, dtype: torch.dtype, target: BoundCache | None = None) -> None:
-        """Bind the raw storage, fix dtype, device and backend, and write the sinks; see `Attention`.
+    def bind_kv_cache(
+        self,
+        key_cache: Tensor,
+        value_cache: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        target: BoundCache | None = None,
+    ) -> None:
+        """Bind a cache, fix dtype, device and backend, and write the sinks; see `Attention`.
 
         Raises:
-            CacheError: the storage does not fit the request or has no room for the sinks, or the target differs.
+            CacheError: the cache does not fit the request or has no room for the sinks, or the target differs.
             ConfigError: the sinks have no values yet.
         """
         needed = 1 + self.sink_len // self.cache_config.block_size
-        blocks = storage.shape[1 if storage.dim() == 5 else 0] if storage.dim() > 1 else needed
+        blocks = key_cache.shape[1 if key_cache.dim() == 5 else 0] if key_cache.dim() > 1 else needed
         if blocks < needed:
             raise CacheError(
                 f"a KV cache of {blocks} blocks for layer {self.prefix!r} with {self.sink_len} sink tokens",
                 f"more than {needed} blocks, since requests cannot use the null block and those of the sinks",
                 "allocate more blocks",
             )
-        super().bind_kv_cache(storage, dtype, target)
+        super().bind_kv_cache(key_cache, value_cache, dtype, target)
         assert self.config is not None
         self._plan_key = plan_key(self._plan_key, self.sink_len)
         self.refresh_sinks()
@@ -208,7 +214,8 @@ class StaticSinkAttention(Attention):
             torch.ops.vattn.kv_cache_update(
                 self.sink_key.to(device, dtype),
                 self.sink_value.to(device, dtype),
-                self.kv_cache,
+                self.key_cache,
+                self.value_cache,
                 torch.arange(first, first + self.sink_len, device=device),
                 self.k_scale,
                 self.v_scale,

@@ -2,7 +2,7 @@
 
 A backend, the reference and the checks receive these instead of two dozen positional arguments.
 Letters: T query tokens (padding included), B requests (padding included), H query heads, K KV heads, D key width,
-V value width, S block size, W columns of the block table.
+V value width, N blocks of the cache, S block size, W columns of the block table.
 """
 
 from __future__ import annotations
@@ -19,8 +19,11 @@ class CacheUpdateArgs(NamedTuple):
     """`[T, K, D]`, model dtype or already in the cache's FP8 dtype (then stored as it is)."""
     value: Tensor
     """`[T, K, V]`."""
-    kv_cache: Tensor
-    """This layer's storage (`vattn.kv_cache_shape`); mutated."""
+    key_cache: Tensor
+    """`[N, S, K, D]`, any strides but rows of adjacent elements, dtype of the format or uint8; mutated. Packed formats:
+    their storage `[N, bytes]`."""
+    value_cache: Tensor | None
+    """`[N, S, K, V]`, likewise; mutated. Packed formats: `None`."""
     slot_mapping: Tensor
     """int64 `[T]`: `block * block_size + offset`; anything outside the cache (-1 by convention) writes nothing."""
     k_scale: Tensor | None
@@ -50,8 +53,9 @@ class RopeUpdateArgs(NamedTuple):
     """int32 or int64 `[T]`: rows of a table. Negative ones count from its end; one outside of it gives NaN."""
     query_out: Tensor
     """`[T, H, D]`, model dtype, or e4m3 if the config has a query format; mutated."""
-    kv_cache: Tensor
-    """This layer's storage; mutated."""
+    key_cache: Tensor
+    """As for `kv_cache_update`; mutated, as the next."""
+    value_cache: Tensor | None
     slot_mapping: Tensor
     """int64 `[T]`; as for `kv_cache_update`."""
     q_weight: Tensor | None
@@ -73,8 +77,9 @@ class AttentionArgs(NamedTuple):
     query: Tensor
     """`[T, H, D]`, model dtype, or e4m3 for a quantised query with `query_load="plain"`; rows of a request follow each
     other without padding."""
-    kv_cache: Tensor
-    """This layer's storage; read only."""
+    key_cache: Tensor
+    """`[N, S, K, D]` as for `kv_cache_update`; read only, as the next."""
+    value_cache: Tensor | None
     query_start_loc: Tensor
     """int32 `[B + 1]`, rising; rows from its last entry on are padding and come out zero."""
     seq_lens: Tensor

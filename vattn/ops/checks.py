@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vattn.cache.layout import is_in_bytes, kv_cache_dtype, num_blocks_of, shape_of_storage, storage_alignment
+from vattn.cache.layout import kv_cache_dtype, num_blocks_of, shape_of_storage, storage_alignment
 from vattn.config.attention import AttentionConfig
 from vattn.config.rope import RopeConfig
 from vattn.errors import (
@@ -60,7 +60,7 @@ def check_kv_cache_update(args: CacheUpdateArgs) -> None:
     check_rows("key", args.key, (num_tokens, num_kv_heads, config.head_size), dtypes, device)
     check_rows("value", args.value, (num_tokens, num_kv_heads, config.head_size_v), dtypes, device)
     check_tensor("slot_mapping", args.slot_mapping, (num_tokens,), _INT64, device)
-    _check_kv_cache(args.kv_cache, config, device)
+    check_cache(args.key_cache, args.value_cache, config, device)
     check_scale("k_scale", args.k_scale, config.kv_scale, num_kv_heads, device)
     check_scale("v_scale", args.v_scale, config.kv_scale, num_kv_heads, device)
 
@@ -100,7 +100,7 @@ def check_rope_kv_cache_update(args: RopeUpdateArgs, rope: RopeConfig, config: A
     out_dtype = model if config.query_format == "none" else torch.float8_e4m3fn
     check_tensor("query_out", args.query_out, query_shape, (out_dtype,), device)
     check_tensor("slot_mapping", args.slot_mapping, (num_tokens,), _INT64, device)
-    _check_kv_cache(args.kv_cache, config, device)
+    check_cache(args.key_cache, args.value_cache, config, device)
     for name, weight in (("q_weight", args.q_weight), ("k_weight", args.k_weight)):
         if weight is not None:
             check_optional(name, weight, rope.norm != "none", (config.head_size,), (torch.float32, model), device)
@@ -134,7 +134,7 @@ def check_attention(args: AttentionArgs) -> None:
         ShapeError, DtypeError, DeviceError, StrideError, ScaleError, ConfigError: by kind of mistake.
     """
     config, device = AttentionConfig.parse(args.config), args.query.device
-    _check_kv_cache(args.kv_cache, config, device)
+    check_cache(args.key_cache, args.value_cache, config, device)
     num_reqs = check_lengths(args, device)
     check_optional("local_seq_lens", args.local_seq_lens, config.context_parallel, (num_reqs,), _INT32, device)
     _check_shared(args, config, num_reqs, device)
@@ -285,20 +285,89 @@ def _check_mask_inputs(
     check_optional("mm_ranges", ranges, config.mm_prefix != "none", (num_reqs, count, 2), _INT32, device)
 
 
-def _check_kv_cache(kv_cache: Tensor, config: AttentionConfig, device: torch.device) -> None:
+def check_cache(key_cache: Tensor, value_cache: Tensor | None, config: AttentionConfig, device: torch.device) -> None:
+    """Check the keys and values of a cache as the ops take them, for a config with any backend.
+
+    Raises:
+        ShapeError, DtypeError, DeviceError, StrideError, ConfigError: by kind of mistake.
+    """
     if config.block_size == 0:
         raise ConfigError(
             "a paged op with block_size=0", "a positive block_size", "use varlen_attention without a cache"
         )
-    shape = shape_of_storage(kv_cache, config, max(1, num_blocks_of(kv_cache, config)))
-    check_tensor("kv_cache", kv_cache, shape, (kv_cache_dtype(config),), device)
-    alignment = storage_alignment(config)
-    if is_in_bytes(config) and kv_cache.storage_offset() % alignment:
+    fmt, blocks = KV_FORMATS[config.kv_cache_dtype], max(1, key_cache.shape[0]) if key_cache.ndim else 1
+    if fmt.packed:
+        _check_storage(key_cache, value_cache, config, blocks, device)
+        return
+    if value_cache is None:
+        raise ShapeError(
+            "key_cache without value_cache",
+            f"both, for a cache of {fmt.name}",
+            "pass both views, or kv_cache of vattn.kv_cache_shape to vattn.paged_attention",
+        )
+    heads, width = config.num_kv_heads, config.head_size_v
+    if config.head_pairs != "none":
+        heads, width = 2 * heads, config.head_size
+    dtypes = tuple(dict.fromkeys((fmt.value_dtype, fmt.storage_dtype)))
+    for name, view, columns in (("key_cache", key_cache, config.head_size), ("value_cache", value_cache, width)):
+        refuse(name, view, (blocks, config.block_size, heads, columns), dtypes, device)
+        if overlaps_itself(view):
+            raise StrideError(
+                f"{name} has strides {view.stride()}, in which elements overlap or columns lie apart",
+                "rows of adjacent elements, each in memory of its own",
+                f"pass {name} as a view of memory with room for all of its elements",
+            )
+    if config.head_pairs != "none" and value_cache.stride(2) != width:
         raise StrideError(
-            f"kv_cache starts at byte {kv_cache.storage_offset()} of its storage",
-            f"a multiple of {alignment}, the size of one element",
+            f"value_cache has heads {value_cache.stride(2)} elements apart",
+            f"{width}: the values of a pair of heads are read as one row",
+            "keep the heads of a token together",
+        )
+
+
+def check_storage(kv_cache: Tensor, config: AttentionConfig) -> None:
+    """Check a raw storage of `kv_cache_shape`.
+
+    Raises:
+        ShapeError, DtypeError, StrideError: by kind of mistake.
+    """
+    shape = shape_of_storage(kv_cache, config, max(1, num_blocks_of(kv_cache, config)))
+    check_tensor("kv_cache", kv_cache, shape, (kv_cache_dtype(config),), kv_cache.device)
+
+
+def _check_storage(
+    storage: Tensor, value_cache: Tensor | None, config: AttentionConfig, blocks: int, device: torch.device
+) -> None:
+    """Check the storage of a packed format; its blocks may lie apart."""
+    if value_cache is not None:
+        raise ShapeError(
+            f"value_cache beside a cache of {config.kv_cache_dtype}",
+            "None: a block of the format holds keys and values",
+            "pass the storage as key_cache alone",
+        )
+    meaning = "vattn.kv_cache_shape(config, num_blocks) with num_blocks >= 1"
+    refuse("key_cache", storage, shape_of_storage(storage, config, blocks), (torch.uint8,), device, meaning)
+    alignment = storage_alignment(config)
+    by_block, by_byte = storage.stride()
+    if by_byte != 1 or by_block % alignment or overlaps_itself(storage) or storage.storage_offset() % alignment:
+        raise StrideError(
+            f"key_cache has strides {storage.stride()} and starts at byte {storage.storage_offset()} of its memory",
+            f"adjacent bytes, and blocks that start at multiples of {alignment}, the size of one element",
             "align the allocation that the cache is cut from",
         )
+
+
+def overlaps_itself(view: Tensor) -> bool:
+    """Return whether elements of a view may share memory, or the last dimension has gaps. Sound, not complete."""
+    sizes = sorted((stride, size) for stride, size in zip(view.stride(), view.shape, strict=True) if size > 1)
+    if not view.numel():
+        return False
+    end = 1
+    for stride, size in sizes:
+        if stride < end:
+            return True
+        end = stride * (size - 1) + end
+    return view.shape[-1] > 1 and view.stride(-1) != 1
 
 
 def _check_no_overlap(name: str, output: Tensor, inputs: tuple[Any, ...]) -> None:

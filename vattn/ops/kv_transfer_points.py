@@ -79,20 +79,20 @@ def _name_points() -> None:
         by_name[point.layer_name] = None if point.layer_name in by_name else point
 
 
-def find(kv_cache: Tensor, op: str) -> TransferPoint:
+def find(key_cache: Tensor, op: str) -> TransferPoint:
     """Return the point of a cache.
 
     Raises:
         GraphContractError: the call is being captured in a CUDA graph, or the tensor is no registered cache.
     """
-    if kv_cache.is_cuda and torch.cuda.is_current_stream_capturing():
+    if key_cache.is_cuda and torch.cuda.is_current_stream_capturing():
         raise GraphContractError(
             f"vattn::{op} inside the capture of a full CUDA graph: a replay would neither wait for nor save anything",
             "KV transfer in eager or compiled code, and between the graphs that torch.compile(mode='reduce-overhead') "
             "makes of the parts before and after it",
             "detach() the KVTransfer before capturing, or run the steps that transfer without the captured graph",
         )
-    point = _by_address.get(kv_cache.data_ptr())
+    point = _by_address.get(key_cache.data_ptr())
     if point is None:
         raise GraphContractError(
             f"vattn::{op} got a tensor that is no KV cache with a connector: the cache was bound again, or the "
@@ -103,13 +103,13 @@ def find(kv_cache: Tensor, op: str) -> TransferPoint:
     return point
 
 
-def kv_transfer_wait(kv_cache: Tensor) -> None:
+def kv_transfer_wait(key_cache: Tensor) -> None:
     """What `vattn::kv_transfer_wait` does."""
-    point = find(kv_cache, "kv_transfer_wait")
+    point = find(key_cache, "kv_transfer_wait")
     point.listener.before_layer(point)
 
 
-def kv_transfer_save(kv_cache: Tensor, token: Tensor) -> None:
+def kv_transfer_save(key_cache: Tensor, token: Tensor) -> None:
     """What `vattn::kv_transfer_save` does."""
-    point = find(kv_cache, "kv_transfer_save")
+    point = find(key_cache, "kv_transfer_save")
     point.listener.after_layer(point)

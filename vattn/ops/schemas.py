@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from vattn.errors import DeviceError, GradientError
 
-SCHEMA_VERSION = 8
+SCHEMA_VERSION = 9
 """Rises with every change of a signature or of what an argument means; part of every compile-cache key of ours."""
 
 _OPTIONAL_INPUTS = (
@@ -26,17 +26,17 @@ _OPTIONAL_INPUTS = (
 
 MUTATING_OPS: dict[str, str] = {
     "kv_cache_update": (
-        "(Tensor key, Tensor value, Tensor(a!) kv_cache, Tensor slot_mapping, Tensor? k_scale, Tensor? v_scale, "
-        "str config) -> ()"
+        "(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!)? value_cache, Tensor slot_mapping, "
+        "Tensor? k_scale, Tensor? v_scale, str config) -> ()"
     ),
     "rope_kv_cache_update": (
         "(Tensor query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor? positions, Tensor(a!) query_out, "
-        "Tensor(b!) kv_cache, Tensor slot_mapping, Tensor? q_weight, Tensor? k_weight, Tensor? q_scale, "
-        "Tensor? k_scale, Tensor? v_scale, str rope, str config) -> ()"
+        "Tensor(b!) key_cache, Tensor(c!)? value_cache, Tensor slot_mapping, Tensor? q_weight, Tensor? k_weight, "
+        "Tensor? q_scale, Tensor? k_scale, Tensor? v_scale, str rope, str config) -> ()"
     ),
     "attention": (
-        "(Tensor query, Tensor kv_cache, Tensor query_start_loc, Tensor seq_lens, Tensor block_table, "
-        "Tensor(a!) output, Tensor(b!)? output_block_scale, Tensor(c!)? lse, "
+        "(Tensor query, Tensor key_cache, Tensor? value_cache, Tensor query_start_loc, Tensor seq_lens, "
+        "Tensor block_table, Tensor(a!) output, Tensor(b!)? output_block_scale, Tensor(c!)? lse, "
         + _OPTIONAL_INPUTS
         + "Tensor? local_seq_lens, Tensor[] plan, Tensor(d!)? workspace, str config) -> ()"
     ),
@@ -74,8 +74,8 @@ MUTATING_OPS: dict[str, str] = {
 """Ops that write into tensors the caller gives."""
 
 TRANSFER_OPS: dict[str, str] = {
-    "kv_transfer_wait": "(Tensor(a!) kv_cache) -> ()",
-    "kv_transfer_save": "(Tensor kv_cache, Tensor(a!) token) -> ()",
+    "kv_transfer_wait": "(Tensor(a!) key_cache, Tensor(b!)? value_cache) -> ()",
+    "kv_transfer_save": "(Tensor key_cache, Tensor? value_cache, Tensor(a!) token) -> ()",
 }
 """Ops around a layer with a connector: loads arrive in the cache, saves mark a token so that nothing drops them. They
 wait on the host, so no CUDA graph may hold them."""

@@ -25,6 +25,8 @@ _LAYOUTS = {
     "key": "[T, num_kv_heads, head_size]",
     "value": "[T, num_kv_heads, head_size_v]",
     "kv_cache": "vattn.kv_cache_shape(config, num_blocks) with num_blocks >= 1",
+    "key_cache": "[num_blocks, block_size, num_kv_heads, head_size] with num_blocks >= 1",
+    "value_cache": "[num_blocks, block_size, num_kv_heads, head_size_v], the blocks of key_cache",
     "cos": "[N, rotary_dim / 2] or [N, rotary_dim]; N = T without positions",
     "sin": "as cos",
     "positions": "[T]",
@@ -117,7 +119,7 @@ class OncePerSignature(Generic[Args]):
         before, self._ahead = self._ahead, None
         if before is not None and _same_objects(before, args):
             return
-        plan, cache = getattr(args, "plan", ()), getattr(args, "kv_cache", None)
+        plan, cache = getattr(args, "plan", ()), getattr(args, "key_cache", None)
         signature = [
             (x.shape, x.stride(), x.dtype, x.device) if x is not None and isinstance(x, Tensor) else x
             for x in (*args, *plan)

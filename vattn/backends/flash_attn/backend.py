@@ -106,10 +106,10 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
         planning.fill_plan(args, config, _window(config))
 
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
-        if self._has_nothing_to_read(args, args.seq_lens, args.kv_cache, config):
+        if self._has_nothing_to_read(args, args.seq_lens, args.key_cache, config):
             return
         library = self._library_of(args.query)
-        key, value = key_value_views(args.kv_cache, config)
+        key, value = key_value_views(args.key_cache, args.value_cache, config)
         call = planning.paged_call(_call(args, config, key, value), args, config, has_schedule(library))
         self._run(library, call, args, args.seq_lens, config)
 

@@ -44,6 +44,7 @@ FLASHINFER = Capabilities(
     attn_types=("decoder", "encoder", "encoder_only", "encoder_decoder"),
     head_sizes=Sizes(values=(64, 128, 256)),
     block_sizes=Sizes(8, 8, 256),
+    strided_caches=False,
     features=frozenset(
         "bidirectional sliding_window logits_soft_cap sinks tree_bias kv_scale_per_head "
         "query_scale_per_head lse hnd_layout contiguous_kv".split()
@@ -117,7 +118,7 @@ class FlashInferBackend(TritonCacheUpdate, Backend):
         )
 
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
-        key, value = key_value_views(args.kv_cache, config)
+        key, value = key_value_views(args.key_cache, args.value_cache, config)
         if config.kv_cache_layout == "HND":
             key, value = key.transpose(1, 2), value.transpose(1, 2)
         cache = key, value
@@ -237,7 +238,7 @@ def _attend_paged(args: AttentionArgs, config: AttentionConfig, cache: tuple[Ten
     wrapper = _paged_wrapper(args.query.device, config.kv_cache_layout, family)
 
     def run(query: Tensor, output: Tensor) -> Tensor:
-        num_blocks = args.kv_cache.shape[1]
+        num_blocks = args.key_cache.shape[0]
         _building(
             config,
             lambda: wrapper.plan(

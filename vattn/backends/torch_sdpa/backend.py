@@ -63,7 +63,7 @@ class TorchSDPABackend(Backend):
 
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
         refuse_capture(args.query, "TORCH_SDPA", "it reads lengths on the host", "pass attn_backend='TRITON_ATTN'")
-        keys, values = stored_views(args.kv_cache, config)
+        keys, values = stored_views(args.key_cache, args.value_cache, config)
         capacity = args.block_table.shape[1] * config.block_size if keys.codes.shape[0] else 0
         starts, lengths = args.query_start_loc.tolist(), args.seq_lens.tolist()
         decodes = _even_decodes(starts, lengths, capacity) if _is_plain(config) else []

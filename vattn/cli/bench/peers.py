@@ -72,7 +72,8 @@ def attention_arguments(cell: Cell, backend: str, fp8_query: bool = False) -> At
         raise NotThisCellError("; ".join(explanation.refusals.get(backend, ("refused",))))
     given = {
         "query": cell.query.to(torch.float8_e4m3fn) if fp8_query else cell.query,
-        "kv_cache": cell.kv_cache.view(torch.uint8) if cell.fp8 else cell.kv_cache,
+        "key_cache": cell.kv_cache[0],
+        "value_cache": cell.kv_cache[1],
         "query_start_loc": cell.starts,
         "seq_lens": cell.seq_lens,
         "block_table": cell.table,

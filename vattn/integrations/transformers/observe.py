@@ -215,9 +215,16 @@ def _first_position(model: Any, run: Callable[[list[int] | None], _Run]) -> tupl
     RoBERTa and its relatives count from the id of padding on.
 
     Raises:
+        ConfigError: its logits are not finite.
         UnsupportedRequestError: neither 0 nor the first after the id of padding gives the model's own result.
     """
     own = run(None)
+    if not bool(own.logits.isfinite().all()):
+        raise ConfigError(
+            "a model whose logits are not finite for a few tokens",
+            "finite weights",
+            "check the checkpoint and its dtype",
+        )
     padding = getattr(model.config.get_text_config(), "pad_token_id", None)
     for start in (0, padding + 1 if isinstance(padding, int) else 0):
         first = run([start, start + 1, start + 2])
@@ -370,12 +377,6 @@ def _check_layers(model: Any, calls: dict[nn.Module, AttentionCall]) -> None:
 
 def _check_tokens_apart(model: Any, first: Tensor, other: Tensor) -> None:
     """Refuse a model in which the middle token's logits depend on its neighbours outside of attention."""
-    if not bool(first.isfinite().all()):
-        raise ConfigError(
-            "a model whose logits are not finite for a few tokens",
-            "finite weights",
-            "check the checkpoint and its dtype",
-        )
     difference = float((first[1] - other[1]).abs().max())
     # Products of other rows may be summed in another order where experts take different numbers of tokens.
     if not difference <= 1e-2 * float(first[1].abs().max()):

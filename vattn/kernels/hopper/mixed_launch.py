@@ -95,7 +95,7 @@ def tuning_of(config: AttentionConfig, num_reqs: int) -> Tuning:
 def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
     """Return whether this call takes a route: both kernels run the layer, and the shapes choose one."""
     device = args.query.device
-    has_keys = args.kv_cache.numel() > 0 and args.block_table.shape[1] > 0 and args.kv_cache.is_contiguous()
+    has_keys = prefill_launch.has_boxes(args, config)
     if not has_keys or not (prefill_launch.runs(config, device) and decode_fast.runs(config, device)):
         return False
     return route_of(config, args.query.shape[0], args.seq_lens.shape[0], device) != ""

@@ -17,6 +17,7 @@ from vattn.errors import (
     UnsupportedRequestError,
 )
 from vattn.layers.base.scales import QuantConfig, make_scale
+from vattn.ops.checks import check_cache
 from vattn.quantization.formats import dtype_name
 
 StepKind = tuple[str, bool, bool]
@@ -179,6 +180,24 @@ def check_storage(storage: Tensor, config: AttentionConfig) -> None:
             f"contiguous {kv_cache_shape(config, max(blocks, 1))} of {dtype_name(dtype)}, any number of blocks",
             "use vattn.allocate_kv_cache(model, num_blocks=...)",
         )
+
+
+def check_views(key_cache: Tensor, value_cache: Tensor, config: AttentionConfig) -> AttentionConfig:
+    """Refuse keys and values of an engine that the ops would refuse; return the config with the layout of the keys."""
+    if not isinstance(value_cache, Tensor):
+        raise CacheError(
+            f"a value_cache of type {type(value_cache).__name__}", "a tensor", "pass dtype= and target= by their names"
+        )
+    check_cache(key_cache, value_cache, config, key_cache.device)
+    _, by_token, by_head, _ = key_cache.stride()
+    dense = all(view.is_contiguous() or view.transpose(1, 2).is_contiguous() for view in (key_cache, value_cache))
+    if not dense and not selector.get_backend(config.backend).capabilities.strided_caches:
+        raise UnsupportedRequestError(
+            f"keys and values of strides {key_cache.stride()} on backend {config.backend}",
+            "blocks, tokens and heads without gaps between them",
+            "leave attn_backend out, or name a backend with strided_caches=True in its capabilities",
+        )
+    return config.replace(kv_cache_layout="HND" if by_head > by_token else "NHD")
 
 
 def check_sharing(prefix: str, config: AttentionConfig, target: AttentionConfig) -> None:

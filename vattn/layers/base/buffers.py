@@ -34,6 +34,10 @@ _OWN_BUFFERS = (
 parameter."""
 
 
+_VIEWS = frozenset(("key_cache", "value_cache"))
+"""What ops take of `kv_cache`; buffers, since compiled graphs read no other tensor of a layer without a view of it."""
+
+
 def own_tensor(source: Tensor | Sequence[float]) -> Tensor:
     """Return an fp32 copy of what a user gave. Numbers keep their values where modules are made on meta."""
     device = source.device if isinstance(source, Tensor) else "cpu"
@@ -50,12 +54,14 @@ class OwnBuffers(nn.Module):
     num_heads: int
     config: AttentionConfig | None
     kv_cache: Tensor | None
+    """What was bound: the raw storage, or an engine's keys."""
     num_blocks: int | None = None
     """Blocks of the cache that steps count in; `None` without one, and for encoder states."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name == "kv_cache":
+            self._buffers.update(dict.fromkeys(_VIEWS & self._buffers.keys()))
             count_binding()
 
     def _set_sizes(
@@ -111,9 +117,9 @@ class OwnBuffers(nn.Module):
 
         A cache does not move to another device: it is dropped, and using the layer then says so.
         """
-        kept = self._own_buffers()
-        if self.kv_cache is not None:
-            kept["kv_cache"] = self.kv_cache
+        found = {name: self._buffers.get(name) for name in ("kv_cache", *_VIEWS)}
+        caches = {name: cache for name, cache in found.items() if cache is not None}
+        kept = self._own_buffers() | caches
         for name in kept:
             self._buffers[name] = None
         try:
@@ -122,7 +128,7 @@ class OwnBuffers(nn.Module):
             self._buffers.update(kept)
         for name, buffer in kept.items():
             device = fn(torch.empty(0, dtype=buffer.dtype, device=buffer.device)).device
-            if name == "kv_cache" and device != buffer.device:
+            if name in caches and device != buffer.device:
                 self.config = self._buffers[name] = self.num_blocks = None
                 count_binding()
             elif not buffer.is_meta:

@@ -14,7 +14,7 @@ from torch import Tensor
 from vattn.backends import selector
 from vattn.cache.allocation import skip_names
 from vattn.cache.groups import CacheGroup
-from vattn.cache.layout import num_blocks_of
+from vattn.cache.layout import op_views, separate
 from vattn.cache.specs import KVCacheSpec
 from vattn.config.attention import AttentionConfig, CacheConfig
 from vattn.config.device import DeviceInfo
@@ -24,6 +24,7 @@ from vattn.layers.base.arguments import (
     StepKind,
     check_sharing,
     check_storage,
+    check_views,
     own_cache_dtype,
     scale_kind,
     step_configs,
@@ -58,6 +59,10 @@ class BoundCache(CacheScales):
     alibi_slopes: Tensor | None
     sinks: Tensor | None
     kv_cache: Tensor | None
+    key_cache: Tensor | None
+    """The keys `[num_blocks, block_size, num_kv_heads, head_size]`, or the storage of a packed format, for the ops."""
+    value_cache: Tensor | None
+    """The values `[..., head_size_v]`; `None` for a packed format."""
     kv_transfer_token: Tensor | None
 
     def __init__(
@@ -144,7 +149,8 @@ class BoundCache(CacheScales):
         self._register_per_head("sinks", sinks)
         quantised = self._cache_dtype != "auto" and KV_FORMATS[self._canonical(torch.bfloat16)].quantised
         self._register_scales(quantised, shared=self.kv_sharing_target_layer_name is not None)
-        self.register_buffer("kv_cache", None, persistent=False)
+        for name in ("key_cache", "value_cache", "kv_cache"):
+            self.register_buffer(name, None, persistent=False)
         # Given by KVTransfer; without it the layer has no transfer ops.
         self.register_buffer("kv_transfer_token", None, persistent=False)
 
@@ -216,19 +222,35 @@ class BoundCache(CacheScales):
                 "share the cache of an equal layer",
             )
 
-    def bind_kv_cache(self, storage: Tensor, dtype: torch.dtype, target: BoundCache | None = None) -> None:
-        """Give the layer its raw storage and fix dtype, device and backend.
+    def bind_kv_cache(
+        self,
+        key_cache: Tensor,
+        value_cache: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+        target: BoundCache | None = None,
+    ) -> None:
+        """Give the layer the memory of its cache and fix dtype, device and backend. Nothing is copied or cleared.
 
         Args:
-            storage: contiguous, of `kv_cache_shape(config, num_blocks)`; kept, not copied.
-            dtype: model dtype, that of the queries.
-            target: the layer to share storage and scales with; needed with `kv_sharing_target_layer_name`.
+            key_cache, value_cache: keys `[num_blocks, block_size, num_kv_heads, head_size]` and values
+                `[..., head_size_v]` in memory of your own: any strides but adjacent columns, apart or side by side, a
+                layer's part of one tensor for all layers; dtype of the format or uint8. Or `key_cache` alone: a
+                contiguous raw storage of `vattn.kv_cache_shape`; packed formats have no other.
+            dtype: of the model, that of the queries; by default that of `key_cache`.
+            target: the layer to share the cache and scales with; needed with `kv_sharing_target_layer_name`.
 
         Raises:
-            CacheError: the storage does not fit the request, or the target's geometry differs.
-            DtypeError: no model has the dtype.
-            UnsupportedRequestError: no backend, or not the requested one, runs the request on the storage's device.
+            CacheError: the memory does not fit the request, or the target's geometry differs.
+            ShapeError, DtypeError, StrideError: views of another shape, dtype or blocks, or with elements that overlap.
+            UnsupportedRequestError: no backend, or not the requested one, runs the request on the cache's device.
+
+        Example:
+            >>> import torch, vattn
+            >>> layer = vattn.Attention(num_heads=2, head_size=16, scale=0.25)
+            >>> pool = torch.zeros(12, 4, 16, 2, 32)  # blocks, layers, tokens, heads, a key and a value
+            >>> layer.bind_kv_cache(*pool[:, 1].split(16, dim=-1))
         """
+        storage, dtype = key_cache, getattr(key_cache, "dtype", None) if dtype is None else dtype
         check_storage_kind(self, storage, dtype)
         if (target is None) != (self.kv_sharing_target_layer_name is None):
             raise CacheError(
@@ -242,8 +264,14 @@ class BoundCache(CacheScales):
                 "the target's own storage",
                 "bind the target first",
             )
+        assert dtype is not None
         config = self.resolve_config(dtype, storage.device, target)
-        check_storage(storage, config)
+        if value_cache is None:
+            check_storage(storage, config)
+            views = op_views(storage, config)
+        else:
+            config = check_views(key_cache, value_cache, config)
+            views = key_cache, value_cache
         self._check_values()
         device = DeviceInfo.of(storage.device)
         if config.context_only:
@@ -254,13 +282,21 @@ class BoundCache(CacheScales):
         self.config = config
         self._plan_key = selector.get_backend(config.backend).plan_key(config)
         self.kv_cache = storage
-        self.num_blocks = None if config.attn_type == "encoder_decoder" else num_blocks_of(storage, config)
+        self.key_cache, self.value_cache = separate(views) if target is None else (target.key_cache, target.value_cache)
+        self.num_blocks = None if config.attn_type == "encoder_decoder" else views[0].shape[0]
         for name, buffer in self._own_buffers().items():
             self._buffers[name] = buffer.to(storage.device)
         # In a tuple the target is no submodule of this layer.
         self._target = () if target is None else (target,)
         if target is not None:
             self._buffers["k_scale"], self._buffers["v_scale"] = target.k_scale, target.v_scale
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # A copy has a storage of its own, of which its keys and values are views again.
+        storage = self._buffers.get("kv_cache")
+        if storage is not None and storage.dim() != 4 and self.config is not None:
+            self.key_cache, self.value_cache = separate(op_views(storage, self.config))
 
     def extra_repr(self) -> str:
         """Show the request and the chosen backend."""

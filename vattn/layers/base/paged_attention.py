@@ -12,11 +12,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
+from vattn.cache.layout import op_views
+from vattn.config.attention import AttentionConfig
 from vattn.errors import CacheError, MetadataError, ShapeError, UnsupportedRequestError, VattnError
 from vattn.layers.base.cache_binding import BoundCache
 from vattn.layers.base.checks import check_bound, check_inputs, check_no_gradients, given_step
 from vattn.layers.base.dcp import all_heads, attend_parts, check_step_ranks, partial_arguments
-from vattn.layers.base.step import LayerResult, LayerStep, given, part_of, split_heads
+from vattn.layers.base.step import CacheViews, LayerResult, LayerStep, given, part_of, split_heads
 from vattn.layers.base.two_parts import Part, attend_in_parts, cascade_parts, step_parts, suffix_config
 from vattn.layers.kv_transfer_utils import save_kv_layer, wait_for_layer_load
 from vattn.metadata import forward_context as context
@@ -83,21 +85,24 @@ class CachedAttention(BoundCache):
         if self.fast_prefill:
             step = step.kept(metadata)
         op_config = self._op_config(step)
-        args, update = step.arguments(own, query, result, op_config), None
+        cache = own.key_cache, own.value_cache
+        if cache[0] is None:  # An exported step brings storages as inputs.
+            cache = op_views(cast(Tensor, own.kv_cache), cast(AttentionConfig, self.config))
+        args, update = step.arguments(own, cast(CacheViews, cache), query, result, op_config), None
         if key is not None and value is not None:
             key = split_heads("key", key, self.num_kv_heads, self.head_size)
             value = split_heads("value", value, self.num_kv_heads, self.head_size_v)
             update = step.update(args, key, value, self._update_op or op_config)
         parts = self._parts(args, step, key, value)
         if compiling:
-            self._run(query, step, update, parts, result, own.kv_transfer_token)
+            self._run(query, step, update, parts, result, args, own.kv_transfer_token)
         else:
             check_step_ranks(self.prefix, parallel, metadata)
             try:
                 self._check_step(query, key, value, step, update, parts, own.kv_transfer_token)
                 # Gradients are refused by now: the ops need not look for them again.
                 with torch._C._AutoDispatchBelowAutograd():
-                    self._run(query, step, update, parts, result, own.kv_transfer_token)
+                    self._run(query, step, update, parts, result, args, own.kv_transfer_token)
             except BaseException as error:
                 checks.forget()
                 if isinstance(error, VattnError) and called(self) not in error.got:
@@ -112,16 +117,17 @@ class CachedAttention(BoundCache):
         update: CacheUpdateArgs | None,
         parts: tuple[Part, ...],
         result: LayerResult,
+        args: AttentionArgs,
         transfer: Tensor | None,
     ) -> None:
         """Write the keys and values of the step, then attend."""
         if transfer is not None:
-            wait_for_layer_load(self.kv_cache)
+            wait_for_layer_load(args.key_cache, args.value_cache)
         if update is not None:
             self._write_cache(query, step.query_slots, update)
         self._attend(query, parts, result)
         if transfer is not None:
-            save_kv_layer(self.kv_cache, transfer)
+            save_kv_layer(args.key_cache, args.value_cache, transfer)
 
     def _parts(
         self, args: AttentionArgs, step: LayerStep, key: Tensor | None, value: Tensor | None

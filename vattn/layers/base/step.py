@@ -19,6 +19,9 @@ from vattn.quantization.formats import OUTPUT_FORMATS
 
 Args = TypeVar("Args", AttentionArgs, MLAAttentionArgs)
 
+CacheViews = tuple[Tensor, Tensor | None]
+"""`key_cache` and `value_cache` of the ops."""
+
 
 def part_of(
     group: CacheGroup, metadata: AttentionMetadata | None, in_context: AttentionMetadata | None
@@ -147,21 +150,27 @@ class LayerStep(NamedTuple):
             )
         return causality, self.tree_bias is not None, self.mm_ranges is not None
 
-    def update(self, cache: Any, key: Tensor, value: Tensor, op_config: str) -> CacheUpdateArgs | None:
-        """Return the arguments of `vattn::kv_cache_update`; `None` where this step writes no keys.
-
-        Args:
-            cache: the object with `kv_cache`, `k_scale` and `v_scale`: the layer, or its `arguments`.
-        """
+    def update(self, args: AttentionArgs, key: Tensor, value: Tensor, op_config: str) -> CacheUpdateArgs | None:
+        """Return the arguments of `vattn::kv_cache_update` into the cache of `args`; `None`: no keys are written."""
         if self.key_slots is None:
             return None
-        return CacheUpdateArgs(key, value, cache.kv_cache, self.key_slots, cache.k_scale, cache.v_scale, op_config)
+        return CacheUpdateArgs(
+            key, value, args.key_cache, args.value_cache, self.key_slots, args.k_scale, args.v_scale, op_config
+        )
 
-    def arguments(self, layer: Any, query: Tensor, result: LayerResult, op_config: str) -> AttentionArgs:
+    def arguments(
+        self,
+        layer: Any,
+        cache: CacheViews,
+        query: Tensor,
+        result: LayerResult,
+        op_config: str,
+    ) -> AttentionArgs:
         """Return the arguments of `vattn::attention`; scales, slopes and sinks are the layer's own."""
         return AttentionArgs(
             query=query,
-            kv_cache=layer.kv_cache,
+            key_cache=cache[0],
+            value_cache=cache[1],
             query_start_loc=self.query_start_loc,
             seq_lens=self.seq_lens,
             block_table=self.block_table,

@@ -32,7 +32,9 @@ their positions (`None`: 0 to s - 1)."""
 def kv_cache_update(args: CacheUpdateArgs, config: AttentionConfig) -> None:
     """Write new keys and values `[T, K, *]` into their slots, without a sync; see `write_slots`."""
     new = ((args.key, args.k_scale), (args.value, args.v_scale))
-    for of_values, (cache, (rows, scale)) in enumerate(zip(stored_views(args.kv_cache, config), new, strict=True)):
+    for of_values, (cache, (rows, scale)) in enumerate(
+        zip(stored_views(args.key_cache, args.value_cache, config), new, strict=True)
+    ):
         stored = encode_stored(rows, config, bool(of_values), scale)
         for held, part in zip(cache, stored, strict=True):
             if held is not None and part is not None:
@@ -82,7 +84,7 @@ def write_results(args: Any, out: Tensor, lse: Tensor, config: Any) -> None:
 
 def paged_attention(args: AttentionArgs, config: AttentionConfig) -> tuple[Tensor, Tensor]:
     """Return what `vattn::attention` computes, before any rounding: fp32 `[T, H, V]` and LSE fp32 `[T, H]`."""
-    keys, values = stored_views(args.kv_cache, config)
+    keys, values = stored_views(args.key_cache, args.value_cache, config)
     seq_lens = held_lengths(None, args.seq_lens, None)
     stored = held_lengths(config.dcp_shard, args.seq_lens, args.local_seq_lens)
 

@@ -30,7 +30,14 @@ def rotate_all(args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig) 
         query = scale_query(query, args.q_scale, config.num_kv_heads, rope.query_arithmetic)
     args.query_out.copy_(query.to(args.query_out.dtype))
     return CacheUpdateArgs(
-        key, args.value, args.kv_cache, args.slot_mapping, args.k_scale, args.v_scale, config.encode()
+        key,
+        args.value,
+        args.key_cache,
+        args.value_cache,
+        args.slot_mapping,
+        args.k_scale,
+        args.v_scale,
+        config.encode(),
     )
 
 

@@ -75,7 +75,7 @@ class FoundRope:
 
 def find_update(attention: Node) -> Node | None:
     """Return the cache update that an attention call is the first to read, `None` if there is none."""
-    cache = attention.kwargs.get("kv_cache")
+    cache = attention.kwargs.get("key_cache")
     while isinstance(cache, Node) and op_name(cache.target) in VIEWS:
         cache = cache.all_input_nodes[0]
     if not isinstance(cache, Node) or cache.target is not operator.getitem:

@@ -56,8 +56,10 @@ def refusals(args: AttentionArgs, config: AttentionConfig) -> list[str]:
         found.append(f"{config.group_size} query heads per KV head (runs up to {MAX_GROUP_SIZE})")
     if config.num_kv_heads * cluster_size(config, 1) < LEAST_CTAS:
         found.append(f"{config.num_kv_heads} KV heads (runs {LEAST_CTAS // 16} or more)")
-    if args.kv_cache.data_ptr() % 16 or args.query.data_ptr() % 16:
-        found.append("a query or a cache that is not aligned to 16 bytes")
+    if args.query.data_ptr() % 16:
+        found.append("a query that is not aligned to 16 bytes")
+    if args.value_cache is None or args.key_cache.stride() != args.value_cache.stride():
+        found.append("keys and values of different strides")
     return found
 
 
@@ -104,7 +106,7 @@ def kernel_arguments(args: AttentionArgs, config: AttentionConfig, output: Tenso
     """Return what the kernel is launched with, in clusters of `size`."""
     quantised = config.kv_cache_dtype in decode_fast.QUANTISED_CACHES
     tuning = decode_fast.Tuning(1, stages(config))
-    key, value = key_value_views(args.kv_cache, config)
+    key, value = key_value_views(args.key_cache, args.value_cache, config)
     if quantised:
         key, value = key.view(torch.int16), value.view(torch.int16)
     constants = decode_fast.decode_constants(config, tuning)

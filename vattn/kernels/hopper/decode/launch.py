@@ -209,7 +209,18 @@ def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
     tokens = rows_at_a_time(config, args.query.shape[0], num_reqs, args.query.device)
     # Queries of several rows of a request have not been rounded in their load on a GPU yet.
     has_run = config.query_load == "plain" or tokens == 1
-    return tokens > 0 and has_run and runs(config, args.query.device)
+    return tokens > 0 and has_run and runs(config, args.query.device) and has_boxes(args)
+
+
+def has_boxes(args: AttentionArgs) -> bool:
+    """Return whether tensor maps can hold the keys and values: there are some, and each row starts at 16 bytes."""
+    assert args.value_cache is not None
+    return args.block_table.shape[1] > 0 and all(map(_is_aligned, (args.key_cache, args.value_cache)))
+
+
+def _is_aligned(cache: Tensor) -> bool:
+    by_block, by_token, by_head, _ = cache.stride()
+    return cache.numel() > 0 and (cache.data_ptr() | cache.itemsize * (by_block | by_token | by_head)) % 16 == 0
 
 
 runs = hopper.runs_where(refusals)
@@ -416,7 +427,7 @@ def launch(
         grid = args.seq_lens.shape[0] * groups
     else:
         partial = {"schedule": schedule, **scratch(args, config, sizes.max_items * tokens)}
-    key, value = key_value_views(args.kv_cache, config)
+    key, value = key_value_views(args.key_cache, args.value_cache, config)
     kernel[(grid,)](
         key_boxes=_boxes(key, tuning), value_boxes=_boxes(value, tuning), num_blocks=key.shape[0],
         num_warps=warps, launch_pdl=bool(tuning.overlap), maxnreg=tuning.max_registers, **partial, **common, **lengths,

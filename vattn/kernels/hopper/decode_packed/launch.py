@@ -80,7 +80,8 @@ runs = hopper.runs_where(refusals)
 
 def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
     """Return whether the fast path takes this call: the layer is accepted and there are as many rows as requests."""
-    return args.query.shape[0] == args.seq_lens.shape[0] > 0 and runs(config, args.query.device)
+    aligned = (args.key_cache.data_ptr() | args.key_cache.stride(0)) % 16 == 0
+    return args.query.shape[0] == args.seq_lens.shape[0] > 0 and aligned and runs(config, args.query.device)
 
 
 def choose_tuning(config: AttentionConfig, num_reqs: int, device: torch.device) -> Tuning:
@@ -159,7 +160,7 @@ def _launch(
     partial: dict[str, Tensor],
     common: dict[str, Any],
 ) -> None:
-    key, value = packed_views(args.kv_cache, config)
+    key, value = packed_views(args.key_cache, config)
     short = KV_FORMATS[config.kv_cache_dtype].parts[0].bits == 3
     others = {"block_scale", "scale_stride", "group_stride", "GROUPS", "q_scale"}
     shared = common | decode_fast.step_arguments(args, config)

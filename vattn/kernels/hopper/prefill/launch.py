@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
@@ -177,9 +177,19 @@ def is_prefill(num_tokens: int, num_reqs: int) -> bool:
 
 def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
     """Return whether the fast path takes this call: a layer that `runs`, and a step that is a prefill."""
-    has_keys = args.kv_cache.numel() > 0 and args.block_table.shape[1] > 0 and args.kv_cache.is_contiguous()
+    has_keys = has_boxes(args, config)
     shapes = args.query.shape[0], args.seq_lens.shape[0]
     return is_prefill(*shapes) and has_keys and runs(config, args.query.device)
+
+
+def has_boxes(args: AttentionArgs, config: AttentionConfig) -> bool:
+    """Return whether `cache_boxes` can hold the keys and values: heads of a token, or of all blocks, without gaps."""
+    if not decode_fast.has_boxes(args):
+        return False
+    views = args.key_cache, cast(Tensor, args.value_cache)
+    if config.kv_cache_layout == "HND":
+        return all(view.stride(0) == view.shape[2] * view.stride(2) for view in views)
+    return all(view.stride(2) == view.shape[3] for view in views)
 
 
 def plan(
@@ -263,7 +273,7 @@ def launch(
     """
     if output is not args.output:
         config = config.with_plain_output()
-    key, value = key_value_views(args.kv_cache, config)
+    key, value = key_value_views(args.key_cache, args.value_cache, config)
     query, cache = args.query, products_of(config)
     if cache != "plain":
         key, value = key.view(torch.float8_e4m3fn), value.view(torch.float8_e4m3fn)

@@ -46,7 +46,7 @@ def paged_attention(
 ) -> None:
     """Run `vattn::attention`; `tiles` overrides the choice by shape, `limits` the limits of the device."""
     key_rows, value_rows = (
-        PackedRows(as_bytes(rows.codes), rows.scales) for rows in stored_views(args.kv_cache, config)
+        PackedRows(as_bytes(rows.codes), rows.scales) for rows in stored_views(args.key_cache, args.value_cache, config)
     )
     key, value = key_rows.codes, value_rows.codes
     sources = {
@@ -270,7 +270,7 @@ def update_kv_cache(args: CacheUpdateArgs, config: AttentionConfig, limits: Limi
     if num_tokens == 0:
         return
     limits = limits or Limits.of(args.key.device)
-    key_cache, value_cache = (as_bytes(view) for view in key_value_views(args.kv_cache, config))
+    key_cache, value_cache = (as_bytes(view) for view in key_value_views(args.key_cache, args.value_cache, config))
     widths = next_power_of_two(config.head_size), next_power_of_two(config.head_size_v)
     tile = min(max(1, 1024 // max(widths)), next_power_of_two(config.num_kv_heads))
     cache_update_kernel[(num_tokens, -(-config.num_kv_heads // tile))](

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vattn.cache.layout import key_value_views, kv_cache_dtype, kv_cache_shape
+from vattn.cache.layout import key_value_views, kv_cache_dtype, kv_cache_shape, op_views
 from vattn.config.attention import AttentionConfig
 from vattn.config.rope import RopeConfig
 from vattn.kernels.triton.attention.launch import TRITON_DTYPES, as_bytes
@@ -285,7 +285,7 @@ def rope_update(
         return
     limits = limits or Limits.of(args.query.device)
     tiles = tiles or FASTEST
-    key_cache, value_cache = (as_bytes(view) for view in key_value_views(args.kv_cache, config))
+    key_cache, value_cache = (as_bytes(view) for view in key_value_views(args.key_cache, args.value_cache, config))
     constants = rope_constants(rope, config, args.cos.shape[1] == rope.rotary_dim, limits, tiles)
     programs = -(-config.num_heads // constants["Q_TILE"]) - (-config.num_kv_heads // constants["KV_TILE"])
     early = start_of_launch(num_tokens, programs, limits, next_may_start)
@@ -322,10 +322,13 @@ def _rope_update_packed(
     shape = kv_cache_shape(plain, -(-num_tokens // config.block_size))
     rows = torch.empty(shape, dtype=kv_cache_dtype(plain), device=args.key.device)
     slots = torch.arange(num_tokens, dtype=torch.int64, device=args.key.device)
-    rotated = args._replace(kv_cache=rows, slot_mapping=slots, k_scale=None, v_scale=None)
+    key_rows, value_rows = op_views(rows, plain)
+    rotated = args._replace(key_cache=key_rows, value_cache=value_rows, slot_mapping=slots, k_scale=None, v_scale=None)
     rope_update(rotated, rope, plain, limits, tiles, next_may_start)
-    key = key_value_views(rows, plain)[0].flatten(0, 1)[:num_tokens]
-    update = CacheUpdateArgs(key, args.value, args.kv_cache, args.slot_mapping, args.k_scale, args.v_scale, args.config)
+    key = key_rows.flatten(0, 1)[:num_tokens]
+    update = CacheUpdateArgs(
+        key, args.value, args.key_cache, None, args.slot_mapping, args.k_scale, args.v_scale, args.config
+    )
     update_packed(update, config, limits)
 
 

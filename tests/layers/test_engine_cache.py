@@ -1,0 +1,180 @@
+"""Layers over an engine's own KV memory: views with strides, nothing copied, cleared or written beside their slots."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._inductor.utils import run_and_get_code
+
+import vattn
+from tests.layers.layer_support import BLOCK, KV_HEADS, NUM_BLOCKS, SIZE, backends, make_inputs, make_layer, make_step
+from vattn.backends import selector
+from vattn.errors import CacheError, DtypeError, ShapeError, StrideError, UnsupportedRequestError
+
+Views = tuple[Tensor, Tensor]
+LAYERS, LAYER = 3, 1
+
+
+def sizes(order: str) -> list[int]:
+    """Return a shape by letters: layers, blocks, heads, tokens of a block, a key and a value, key or value, columns."""
+    of = {"L": LAYERS, "B": NUM_BLOCKS, "H": KV_HEADS, "N": BLOCK, "C": 2 * SIZE, "2": 2, "D": SIZE}
+    return [of[letter] for letter in order]
+
+
+def vllm_views(order: str) -> Callable[[Tensor], Views]:
+    """Return vLLM's view of one layer: logically `[B, H, N, 2D]`, in memory as `order` says."""
+
+    def views(pool: Tensor) -> Views:
+        logical = pool.permute([order.index(letter) for letter in "LBHNC"])[LAYER]
+        key, value = logical.transpose(1, 2).split(SIZE, dim=-1)
+        return key, value
+
+    return views
+
+
+ENGINES: dict[str, tuple[str, Callable[[Tensor], Views]]] = {
+    "apart": ("2BNHD", lambda pool: (pool[0], pool[1])),
+    "nano-vllm": ("2LBNHD", lambda pool: (pool[0, LAYER], pool[1, LAYER])),
+    "sglang": ("L2BNHD", lambda pool: (pool[LAYER, 0], pool[LAYER, 1])),
+    "side by side": ("BN2HD", lambda pool: (pool[:, :, 0], pool[:, :, 1])),
+    "heads first": ("BL2HND", lambda pool: (pool[:, LAYER, 0].transpose(1, 2), pool[:, LAYER, 1].transpose(1, 2))),
+    **{name: (name, vllm_views(name)) for name in ("LBNHC", "LBHNC", "BLHNC", "BLNHC", "LHBNC", "BHLNC")},
+}
+
+
+def bound(engine: str, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[vattn.Attention, Tensor, Views]:
+    """Return a layer bound to a layer's part of an engine's pool of NaN, the pool, and the part."""
+    order, views = ENGINES[engine]
+    pool = torch.full(sizes(order), float("nan"), dtype=dtype)
+    layer, parts = make_layer(bound=False, **options), views(pool)
+    layer.bind_kv_cache(*parts)
+    return layer, pool, parts
+
+
+def run(layer: vattn.Attention) -> Tensor:
+    """Return the outputs of two prompts, then of a chunk and a decode."""
+    first = layer(*make_inputs(8), metadata=make_step([5, 3]))
+    return torch.cat((first, layer(*make_inputs(4, seed=1), metadata=make_step([3, 1], [8, 4]))))
+
+
+@pytest.mark.parametrize("backend", [name for name in ("TORCH_SDPA", "TRITON_ATTN") if name in backends()])
+@pytest.mark.parametrize("engine", list(ENGINES))
+def test_an_engines_memory_gives_what_an_own_cache_gives(engine: str, backend: str) -> None:
+    layer, pool, parts = bound(engine, attn_backend=backend)
+    own = make_layer(attn_backend=backend)
+    assert torch.equal(run(layer), run(own))
+    assert own.key_cache is not None and own.value_cache is not None
+    for part, written in zip(parts, (own.key_cache, own.value_cache), strict=True):
+        assert torch.equal(part.nan_to_num(7.0), written.nan_to_num(7.0))
+        part.fill_(0.0)
+    # What is not this layer's is as it was.
+    assert int(pool.isnan().sum()) == pool.numel() - 2 * parts[0].numel()
+    assert layer.num_blocks == NUM_BLOCKS
+
+
+@pytest.mark.parametrize("stored", [torch.uint8, torch.float8_e4m3fn])
+def test_fp8_caches_come_as_bytes_or_fp8(stored: torch.dtype) -> None:
+    options = {
+        "cache": {"cache_dtype": "fp8"},
+        "quant_config": vattn.QuantConfig(k_scale=0.02, v_scale=0.03),
+    }
+    layer, own = make_layer(bound=False, **options), make_layer(**options)
+    pool = torch.zeros(sizes("BL2NHD"), dtype=torch.uint8).view(stored)
+    layer.bind_kv_cache(pool[:, LAYER, 0], pool[:, LAYER, 1], dtype=torch.float32)
+    assert torch.equal(run(layer), run(own))
+    assert own.kv_cache is not None
+    # Unwritten slots are NaN in one and zeros in the other.
+    table = torch.tensor([3, 1])
+    assert torch.equal(pool.view(torch.uint8)[table, LAYER, 0, :4], own.kv_cache[0, table, :4])
+
+
+REFUSED: dict[str, tuple[Callable[[Views], Any], type[Exception], str]] = {
+    "other blocks": (lambda kv: (kv[0], kv[1][1:]), ShapeError, "value_cache has shape.*the blocks of key_cache"),
+    "other tokens": (lambda kv: (kv[0][:, 1:], kv[1][:, 1:]), ShapeError, "key_cache has shape"),
+    "overlap": (lambda kv: (kv[0][:1].expand(kv[0].shape), kv[1]), StrideError, "elements overlap"),
+    "columns apart": (lambda kv: (kv[0].mT.contiguous().mT, kv[1]), StrideError, "columns lie apart"),
+    "other dtype": (lambda kv: (kv[0], kv[1].double()), DtypeError, "value_cache has dtype float64"),
+    "no values": (lambda kv: (kv[0], torch.float32), CacheError, "value_cache of type dtype.*by their names"),
+    "no dtype": (lambda kv: tuple(part.view(torch.int32) for part in kv), DtypeError, "dtype=torch.int32"),
+    "keys alone": (lambda kv: (kv[0],), CacheError, "KV cache storage"),
+}
+
+
+@pytest.mark.parametrize("mistake", list(REFUSED))
+def test_wrong_views_are_refused_and_the_cache_that_was_bound_stays(mistake: str) -> None:
+    change, error, message = REFUSED[mistake]
+    layer, _, parts = bound("apart")
+    before = run(layer)
+    with pytest.raises(error, match=message):
+        layer.bind_kv_cache(*change(parts))
+    assert torch.equal(run(layer), before)
+
+
+def test_libraries_with_layouts_of_their_own_refuse_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    can = selector.get_backend("TORCH_SDPA").capabilities
+    monkeypatch.setattr(type(selector.get_backend("TORCH_SDPA")), "capabilities", replace(can, strided_caches=False))
+    bound("apart", attn_backend="TORCH_SDPA")
+    with pytest.raises(UnsupportedRequestError, match=r"strides .* on backend TORCH_SDPA"):
+        bound("side by side", attn_backend="TORCH_SDPA")
+
+
+def test_a_model_moves_and_copies_with_an_engines_cache() -> None:
+    layer, _, parts = bound("side by side")
+    before = run(layer)
+    layer.to(torch.bfloat16)
+    assert layer.key_cache is not None and layer.key_cache.data_ptr() == parts[0].data_ptr()
+    assert torch.equal(run(copy.deepcopy(layer)), before)
+
+
+def test_functions_take_keys_and_values() -> None:
+    layer, _, (keys, values) = bound("BLNHC")
+    config, step, (query, key, value) = layer.config, make_step([5, 3]), make_inputs(8)
+    assert config is not None
+    given = layer(query, key, value, metadata=step)
+    rows = [x.view(8, -1, SIZE) for x in (query, key, value)]
+    other = torch.full_like(keys, float("nan")), torch.full_like(values, float("nan"))
+    vattn.update_kv_cache(rows[1], rows[2], other, step.slot_mapping, config)
+    assert torch.equal(vattn.paged_attention(rows[0], other, step, config).output.flatten(1), given)
+    with pytest.raises(ShapeError, match="value_cache is NoneType"):
+        vattn.paged_attention(rows[0], (keys, None), step, config)  # type: ignore[arg-type]
+
+
+class Model(nn.Module):
+    """Layers whose keys and values are views of one tensor for all layers."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(make_layer(bound=False) for _ in range(count))
+        self.pool = torch.zeros(2, count, NUM_BLOCKS, BLOCK, KV_HEADS, SIZE)
+        for index, layer in enumerate(self.layers):
+            layer.bind_kv_cache(self.pool[0, index], self.pool[1, index])  # type: ignore[operator]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x, x[:, : KV_HEADS * SIZE], x[:, KV_HEADS * SIZE :])
+        return x
+
+
+@pytest.mark.slow
+def test_layers_over_one_tensor_compile_to_one_graph_without_copies() -> None:
+    model, x = Model(4), make_inputs(8)[0]
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    with torch.no_grad(), vattn.forward_context(make_step([5, 3])):
+        expected = model(x)
+        pool = model.pool.clone()
+        model.pool.zero_()
+        result, codes = run_and_get_code(compiled, x)
+        assert torch.equal(result, expected) and torch.equal(model.pool, pool)
+        with torch.compiler.set_stance("fail_on_recompile"):
+            assert torch.equal(compiled(x), expected)
+    assert len(codes) == 1
+    called = codes[0].split("def call(")[1].split("def benchmark_")[0].split("def get_args")[0]
+    assert "vattn.kv_cache_update" in called
+    assert not [word for word in ("clone", "copy_", "as_strided(") if word in called]
