@@ -15,9 +15,11 @@ from torch._inductor.utils import run_and_get_code
 import vattn
 from tests.layers.layer_support import BLOCK, KV_HEADS, NUM_BLOCKS, SIZE, backends, make_inputs, make_layer, make_step
 from vattn.backends import selector
-from vattn.errors import CacheError, DtypeError, ShapeError, StrideError, UnsupportedRequestError
+from vattn.errors import CacheError, DtypeError, ShapeError, StrideError, UnsupportedRequestError, VattnError
+from vattn.ops.checks import share_elements
 
 Views = tuple[Tensor, Tensor]
+LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 LAYERS, LAYER = 3, 1
 
 
@@ -103,6 +105,8 @@ REFUSED: dict[str, tuple[Callable[[Views], Any], type[Exception], str]] = {
     "no values": (lambda kv: (kv[0], torch.float32), CacheError, "value_cache of type dtype.*by their names"),
     "no dtype": (lambda kv: tuple(part.view(torch.int32) for part in kv), DtypeError, "dtype=torch.int32"),
     "keys alone": (lambda kv: (kv[0],), CacheError, "KV cache storage"),
+    "keys twice": (lambda kv: (kv[0], kv[0]), StrideError, "share elements"),
+    "a parameter": (lambda kv: (nn.Parameter(kv[0]), kv[1]), CacheError, "storage of type Parameter"),
 }
 
 
@@ -114,6 +118,40 @@ def test_wrong_views_are_refused_and_the_cache_that_was_bound_stays(mistake: str
     with pytest.raises(error, match=message):
         layer.bind_kv_cache(*change(parts))
     assert torch.equal(run(layer), before)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "shared"),
+    [
+        ((0, 6), (6, 12), False),
+        ((0, 6), (5, 11), True),
+        ((6, 12), (0, 6), False),
+        ((6, 12), (1, 7), True),
+    ],
+)
+def test_columns_of_keys_and_values_do_not_overlap(key: tuple[int, int], value: tuple[int, int], shared: bool) -> None:
+    pool = torch.zeros(5, 3, 2, 12)
+    views = pool[..., slice(*key)], pool[..., slice(*value)]
+    assert share_elements(*views) == share_elements(*(view[1:] for view in views)) == shared
+    assert share_elements(views[0][:-1], views[0][1:]) and not share_elements(views[0][:2], views[0][3:])
+
+
+def test_layers_that_share_an_engines_cache_share_its_tensors() -> None:
+    layer, pool, parts = bound("side by side")
+    reader = make_layer(bound=False, kv_sharing_target_layer_name="layer")
+    reader.bind_kv_cache(pool[:, :, 0], pool[:, :, 1], target=layer)
+    assert reader.key_cache is layer.key_cache and reader.value_cache is layer.value_cache
+    with pytest.raises(CacheError, match="not bound to this storage"):
+        reader.bind_kv_cache(parts[0], parts[1].clone(), target=layer)
+    copied = copy.deepcopy(nn.ModuleList([layer, reader]))
+    assert copied[0].key_cache is copied[1].key_cache is copied[0].kv_cache
+    assert copied[0].key_cache.data_ptr() != layer.key_cache.data_ptr()  # type: ignore[union-attr]
+
+
+def test_groups_of_a_hybrid_cache_share_their_tensors() -> None:
+    model = nn.ModuleList([make_layer(bound=False), make_layer(bound=False, per_layer_sliding_window=8)])
+    vattn.allocate_kv_cache(model, num_blocks=NUM_BLOCKS, dtype=torch.float32, hybrid=True, max_seq_len=32)
+    assert model[0].kv_cache is model[1].kv_cache and model[0].key_cache is model[1].key_cache
 
 
 def test_libraries_with_layouts_of_their_own_refuse_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +168,22 @@ def test_a_model_moves_and_copies_with_an_engines_cache() -> None:
     layer.to(torch.bfloat16)
     assert layer.key_cache is not None and layer.key_cache.data_ptr() == parts[0].data_ptr()
     assert torch.equal(run(copy.deepcopy(layer)), before)
+
+
+def test_differential_layers_refuse_what_they_cannot_read_and_keep_their_cache() -> None:
+    layer = vattn.DifferentialAttention(
+        4, 16, 0.25, 2, cache_config=vattn.CacheConfig(block_size=BLOCK), **dict.fromkeys(LAMBDAS, [0.1] * 16),
+        lambda_init=0.2,
+    )  # fmt: skip
+    vattn.allocate_kv_cache(layer, num_blocks=NUM_BLOCKS, dtype=torch.float32)
+    before, config, ops = layer.kv_cache, layer.config, dict(layer._ops)
+    pool = torch.zeros(5, BLOCK, 2, 32)
+    with pytest.raises(StrideError, match="32 elements apart"):
+        layer.bind_kv_cache(*pool.split(16, -1))
+    heads_first = torch.zeros(2, 5, 2, BLOCK, 16).transpose(2, 3)
+    with pytest.raises(VattnError):
+        layer.bind_kv_cache(heads_first[0], heads_first[1])
+    assert (layer.kv_cache, layer.config, layer._ops) == (before, config, ops)
 
 
 def test_functions_take_keys_and_values() -> None:

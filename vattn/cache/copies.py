@@ -208,9 +208,7 @@ def _bound_caches(layers: nn.Module | Iterable[nn.Module]) -> list[tuple[Tensor,
         if config.attn_type == "decoder" and group not in groups:
             groups.append(group)
         if config.attn_type == "decoder":
-            keys, values = (
-                (layer.key_cache, layer.value_cache) if hasattr(layer, "key_cache") else op_views(cache, config)
-            )
+            keys, values = layer.cache_views() if hasattr(layer, "cache_views") else op_views(cache, config)
             found.setdefault((keys.data_ptr(), *keys.shape), (keys, values, config))
     if len(groups) > 1:
         raise ConfigError(

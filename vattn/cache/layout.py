@@ -23,6 +23,7 @@ engine's memory (`op_views`), and packed formats as the storage.
 from __future__ import annotations
 
 from typing import NamedTuple, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -167,7 +168,7 @@ def key_value_views(key_cache: Tensor, value_cache: Tensor | None, config: Cache
 
 
 def separate(views: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None]:
-    """Return the same memory as tensors that torch takes for storages of their own.
+    """Return the same memory as tensors that torch takes for storages of their own; the same ones for the same views.
 
     A graph that writes into two inputs of one storage copies both for every op; keys and values never overlap.
     """
@@ -178,9 +179,20 @@ def separate(views: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor | None
 def _own_storage(view: Tensor) -> Tensor:
     if type(view) is not Tensor or view.is_meta:
         return view
+    key = (view.data_ptr(), view.shape, view.stride(), view.dtype, view.device)
+    found = _separate.get(key)
+    if found is not None:
+        return found
     with torch.inference_mode(False):
         as_bytes = view.view(torch.uint8) if view.itemsize == 1 else view  # DLPack has no FP8 before torch 2.9.
-        return from_dlpack(to_dlpack(as_bytes.detach())).view(view.dtype)
+        made = from_dlpack(to_dlpack(as_bytes.detach())).view(view.dtype)
+    if view.numel():
+        _separate[key] = made
+    return made
+
+
+_separate: WeakValueDictionary[tuple[object, ...], Tensor] = WeakValueDictionary()
+"""Made tensors by what they are views of: layers that share memory must share them, so that graphs know."""
 
 
 def packed_views(kv_cache: Tensor, config: CacheGeometry) -> tuple[PackedRows, PackedRows]:

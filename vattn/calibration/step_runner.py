@@ -45,7 +45,9 @@ class StepRunner:
         assert probe.num_blocks is not None
         self.capacity = (probe.num_blocks - 1) * config.block_size
         self.device = cache.device
-        self.storages = [layer.kv_cache for layer in layers if layer.kv_cache is not None]
+        names = ("kv_cache", "key_cache", "value_cache")
+        held = [layer._buffers.get(name) for layer in layers for name in names]
+        self.storages = [cache for cache in held if cache is not None]
         self.builder = AttentionMetadataBuilder(
             2, max(2, chunk), self.capacity, config.block_size, self.device, layers=model
         )

@@ -21,13 +21,14 @@ from torch import Tensor, nn
 from vattn.backends import selector
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
-from vattn.errors import ConfigError, ShapeError
+from vattn.errors import ConfigError, ShapeError, StrideError
 from vattn.layers.attention import Attention
 from vattn.layers.base.arguments import StepKind, step_configs
 from vattn.layers.base.buffers import own_tensor
 from vattn.layers.base.cache_binding import BoundCache
 from vattn.layers.base.step import LayerResult, LayerStep
 from vattn.layers.base.two_parts import CascadeOps, Part
+from vattn.metadata.lineage import called
 from vattn.ops.arguments import AttentionArgs
 from vattn.quantization.codecs import encode_query, quantise_output
 
@@ -150,7 +151,17 @@ class DifferentialAttention(Attention):
         dtype: torch.dtype | None = None,
         target: BoundCache | None = None,
     ) -> None:
-        """Bind an ordinary cache; see `Attention`."""
+        """Bind an ordinary cache; see `Attention`.
+
+        Raises:
+            StrideError: values in which the heads of a token lie apart: a pair of them is read as one row.
+        """
+        if isinstance(value_cache, Tensor) and value_cache.dim() == 4 and value_cache.stride(2) != self.head_size:
+            raise StrideError(
+                f"values with heads {value_cache.stride(2)} elements apart in {called(self)}",
+                f"{self.head_size}: the values of a pair of heads are read as one row",
+                "keep the heads of a token together",
+            )
         super().bind_kv_cache(key_cache, value_cache, dtype, target)
         assert self.config is not None
         device = DeviceInfo.of(key_cache.device)

@@ -24,6 +24,7 @@ from vattn.quantization.formats import MODEL_DTYPES, dtype_name
 if TYPE_CHECKING:
     from vattn.config.attention import AttentionConfig
     from vattn.layers.base.cache_binding import BoundCache
+from vattn.layers.base.checks import check_storage_kind
 
 
 class StaticSinkAttention(Attention):
@@ -177,6 +178,7 @@ class StaticSinkAttention(Attention):
             CacheError: the cache does not fit the request or has no room for the sinks, or the target differs.
             ConfigError: the sinks have no values yet.
         """
+        check_storage_kind(self, key_cache, torch.float32)
         needed = 1 + self.sink_len // self.cache_config.block_size
         blocks = key_cache.shape[1 if key_cache.dim() == 5 else 0] if key_cache.dim() > 1 else needed
         if blocks < needed:
@@ -214,8 +216,7 @@ class StaticSinkAttention(Attention):
             torch.ops.vattn.kv_cache_update(
                 self.sink_key.to(device, dtype),
                 self.sink_value.to(device, dtype),
-                self.key_cache,
-                self.value_cache,
+                *self.cache_views(),
                 torch.arange(first, first + self.sink_len, device=device),
                 self.k_scale,
                 self.v_scale,

@@ -380,6 +380,29 @@ def _check_no_overlap(name: str, output: Tensor, inputs: tuple[Any, ...]) -> Non
             raise StrideError(f"{name} overlaps an input", "memory of its own", f"allocate {name} separately")
 
 
+def share_elements(first: Tensor, second: Tensor) -> bool:
+    """Return whether two views with elements of their own have some in common, unless their strides show otherwise."""
+    if not first.numel() or not second.numel() or first.untyped_storage()._cdata != second.untyped_storage()._cdata:
+        return False
+    first, second = sorted((first, second), key=Tensor.data_ptr)
+    offset = (second.data_ptr() - first.data_ptr()) // first.itemsize
+    if offset >= _extent(first, max(first.stride()) + 1):
+        return False
+    if first.stride() != second.stride() or first.itemsize != second.itemsize:
+        return True
+    for pitch in sorted({stride for stride, size in zip(first.stride(), first.shape, strict=True) if size > 1})[:0:-1]:
+        offset %= pitch
+        if _extent(first, pitch) <= offset and offset + _extent(second, pitch) <= pitch:
+            return False
+    return True
+
+
+def _extent(view: Tensor, pitch: int) -> int:
+    """Return how many elements the dimensions with smaller strides span."""
+    steps = zip(view.stride(), view.shape, strict=True)
+    return 1 + sum((size - 1) * stride for stride, size in steps if stride < pitch)
+
+
 def forget() -> None:
     """Drop arguments that were checked for an attention op which will not run."""
     check_attention.forget()

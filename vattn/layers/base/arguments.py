@@ -14,10 +14,11 @@ from vattn.errors import (
     CacheError,
     ConfigError,
     ScaleError,
+    StrideError,
     UnsupportedRequestError,
 )
 from vattn.layers.base.scales import QuantConfig, make_scale
-from vattn.ops.checks import check_cache
+from vattn.ops.checks import check_cache, share_elements
 from vattn.quantization.formats import dtype_name
 
 StepKind = tuple[str, bool, bool]
@@ -182,14 +183,19 @@ def check_storage(storage: Tensor, config: AttentionConfig) -> None:
         )
 
 
-def check_views(key_cache: Tensor, value_cache: Tensor, config: AttentionConfig) -> AttentionConfig:
-    """Refuse keys and values of an engine that the ops would refuse; return the config with the layout of the keys."""
+def check_views(key_cache: Tensor, value_cache: Tensor, config: AttentionConfig) -> None:
+    """Refuse keys and values of an engine that the ops would refuse, or that share elements."""
     if not isinstance(value_cache, Tensor):
         raise CacheError(
             f"a value_cache of type {type(value_cache).__name__}", "a tensor", "pass dtype= and target= by their names"
         )
     check_cache(key_cache, value_cache, config, key_cache.device)
-    _, by_token, by_head, _ = key_cache.stride()
+    if share_elements(key_cache, value_cache):
+        raise StrideError(
+            f"keys and values of strides {key_cache.stride()} and {value_cache.stride()} that share elements",
+            "memory of their own for both",
+            "pass views that do not overlap",
+        )
     dense = all(view.is_contiguous() or view.transpose(1, 2).is_contiguous() for view in (key_cache, value_cache))
     if not dense and not selector.get_backend(config.backend).capabilities.strided_caches:
         raise UnsupportedRequestError(
@@ -197,7 +203,11 @@ def check_views(key_cache: Tensor, value_cache: Tensor, config: AttentionConfig)
             "blocks, tokens and heads without gaps between them",
             "leave attn_backend out, or name a backend with strided_caches=True in its capabilities",
         )
-    return config.replace(kv_cache_layout="HND" if by_head > by_token else "NHD")
+
+
+def layout_of(key_cache: Tensor) -> str:
+    """Return the layout that the strides of keys `[num_blocks, block_size, num_kv_heads, head_size]` show."""
+    return "HND" if key_cache.dim() == 4 and key_cache.stride(2) > key_cache.stride(1) else "NHD"
 
 
 def check_sharing(prefix: str, config: AttentionConfig, target: AttentionConfig) -> None:

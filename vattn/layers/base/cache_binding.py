@@ -25,6 +25,7 @@ from vattn.layers.base.arguments import (
     check_sharing,
     check_storage,
     check_views,
+    layout_of,
     own_cache_dtype,
     scale_kind,
     step_configs,
@@ -34,6 +35,7 @@ from vattn.layers.base.cache_scales import CacheScales
 from vattn.layers.base.checks import check_storage_kind
 from vattn.layers.base.dcp import check_context_parallel, partial_request
 from vattn.layers.base.scales import QuantConfig
+from vattn.layers.base.step import CacheViews
 from vattn.layers.base.two_parts import CascadeOps, cascade_ops, context_request, step_ops, step_request
 from vattn.quantization.formats import KV_FORMATS, dtype_name, resolve_kv_cache_dtype
 
@@ -258,19 +260,25 @@ class BoundCache(CacheScales):
                 f"target layer {self.kv_sharing_target_layer_name!r}",
                 "use vattn.allocate_kv_cache, which finds it",
             )
-        if target is not None and (target.config is None or storage is not target.kv_cache):
+        if target is not None and (target.config is None or not target.holds(key_cache, value_cache)):
             raise CacheError(
                 f"KV sharing target of layer {self.prefix!r} is not bound to this storage",
                 "the target's own storage",
                 "bind the target first",
             )
         assert dtype is not None
-        config = self.resolve_config(dtype, storage.device, target)
+        requested = self._request["kv_cache_layout"]
+        if value_cache is not None:
+            self._request["kv_cache_layout"] = layout_of(key_cache)
+        try:
+            config = self.resolve_config(dtype, storage.device, target)
+        finally:
+            self._request["kv_cache_layout"] = requested
         if value_cache is None:
             check_storage(storage, config)
             views = op_views(storage, config)
         else:
-            config = check_views(key_cache, value_cache, config)
+            check_views(key_cache, value_cache, config)
             views = key_cache, value_cache
         self._check_values()
         device = DeviceInfo.of(storage.device)
@@ -281,8 +289,9 @@ class BoundCache(CacheScales):
         self._cascade_ops = cascade_ops(config, device)
         self.config = config
         self._plan_key = selector.get_backend(config.backend).plan_key(config)
-        self.kv_cache = storage
-        self.key_cache, self.value_cache = separate(views) if target is None else (target.key_cache, target.value_cache)
+        views = separate(views)
+        self.kv_cache = storage if value_cache is None else views[0]
+        self.key_cache, self.value_cache = views if target is None else target.cache_views()
         self.num_blocks = None if config.attn_type == "encoder_decoder" else views[0].shape[0]
         for name, buffer in self._own_buffers().items():
             self._buffers[name] = buffer.to(storage.device)
@@ -291,12 +300,33 @@ class BoundCache(CacheScales):
         if target is not None:
             self._buffers["k_scale"], self._buffers["v_scale"] = target.k_scale, target.v_scale
 
+    def __getstate__(self) -> dict[str, Any]:
+        storage, state = self._buffers.get("kv_cache"), dict(self.__dict__)
+        if storage is not None and storage.dim() != 4:
+            # A copy makes them again.
+            state["_buffers"] = {**self._buffers, "key_cache": None, "value_cache": None}
+        return state
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         # A copy has a storage of its own, of which its keys and values are views again.
         storage = self._buffers.get("kv_cache")
         if storage is not None and storage.dim() != 4 and self.config is not None:
             self.key_cache, self.value_cache = separate(op_views(storage, self.config))
+
+    def holds(self, key_cache: Tensor, value_cache: Tensor | None) -> bool:
+        """Return whether this is the layer's cache: its storage, or the same views."""
+        if not isinstance(value_cache, Tensor):
+            return key_cache is self.kv_cache
+        key, value = separate((key_cache, value_cache))
+        return key is self.key_cache and value is self.value_cache
+
+    def cache_views(self) -> CacheViews:
+        """Return the keys and values as ops take them; a storage that was set by hand has none yet."""
+        if self.key_cache is not None:
+            return self.key_cache, self.value_cache
+        assert self.kv_cache is not None and self.config is not None
+        return op_views(self.kv_cache, self.config)
 
     def extra_repr(self) -> str:
         """Show the request and the chosen backend."""

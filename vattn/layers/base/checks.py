@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vattn.errors import (
     CacheError,
@@ -123,7 +123,7 @@ def check_storage_kind(layer: Any, storage: object, dtype: object) -> None:
     Raises:
         CacheError: no tensor. DtypeError: no dtype that models have.
     """
-    if not isinstance(storage, Tensor):
+    if not isinstance(storage, Tensor) or isinstance(storage, nn.Parameter):
         raise CacheError(
             f"a KV cache storage of type {type(storage).__name__} for {called(layer)}",
             "a tensor",

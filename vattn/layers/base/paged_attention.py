@@ -213,7 +213,7 @@ class CachedAttention(BoundCache):
     ) -> None:
         """Refuse what any op but the first would refuse, before that one writes. Eager calls only."""
         for target in self._target:
-            if target.kv_cache is not self.kv_cache:
+            if target.kv_cache is not self.kv_cache or target.value_cache is not self.value_cache:
                 raise CacheError(
                     f"the KV sharing target of layer {self.prefix!r} has another cache by now",
                     "the cache that both were bound to",
