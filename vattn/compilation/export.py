@@ -18,7 +18,10 @@ from vattn.metadata.attention_metadata import TENSOR_FIELDS, AttentionMetadata, 
 from vattn.metadata.forward_context import forward_context
 
 StepInputs = tuple[tuple[Tensor, ...], dict[str, Tensor], dict[str, Tensor]]
-"""What an exported program takes: the model's arguments, the metadata's tensors by name, the caches by layer."""
+"""What an exported program takes: the model's arguments, the metadata's tensors by name, the caches by buffer."""
+
+
+_BUFFERS = frozenset(("kv_cache", "key_cache", "value_cache"))
 
 
 class _Step(nn.Module):
@@ -36,7 +39,8 @@ class _Step(nn.Module):
         plans = {name.removeprefix("plans."): plan for name, plan in metadata.items() if name.startswith("plans.")}
         step = AttentionMetadata(**fields, plans=plans)
         for name, layer in self._layers.items():
-            layer._buffers["kv_cache"] = kv_caches[name]
+            held = {buffer: kv_caches[f"{name}.{buffer}"] for buffer in _BUFFERS if f"{name}.{buffer}" in kv_caches}
+            layer._buffers.update({"kv_cache": held.get("key_cache"), **held})
             # AOTInductor hands an op None for an empty list, so a missing schedule is one of no elements.
             step.plans.setdefault(getattr(layer, "_plan_key", ""), step.seq_lens.new_empty(0))
         try:
@@ -44,7 +48,7 @@ class _Step(nn.Module):
                 return self.model(*args)
         finally:
             for layer in self._layers.values():
-                layer._buffers["kv_cache"] = None
+                layer._buffers.update(dict.fromkeys(_BUFFERS & layer._buffers.keys()))
 
 
 @dataclass(frozen=True)
@@ -66,8 +70,7 @@ class ExportedStep:
             MetadataError: an older step than the newest of its builder.
         """
         step_of(metadata, "inputs() of an exported step")
-        caches = {name: layer.get_buffer("kv_cache") for name, layer in _cached_layers(self.model).items()}
-        return args, metadata.tensors(), caches
+        return args, metadata.tensors(), _caches(_cached_layers(self.model))
 
     def compile(self, package_path: str | os.PathLike[str]) -> Callable[..., Any]:
         """Compile the program with AOTInductor into the file `package_path` and load it; a serving process only loads.
@@ -142,7 +145,7 @@ def export_step(model: nn.Module, args: tuple[Tensor, ...], metadata: AttentionM
     causal = metadata.causal if isinstance(metadata.causal, bool) else True
     wrapper = _Step(model, layers, causal).eval()
     # Sample inputs are saved with the program: two blocks of cache represent all of them.
-    caches = {name: _two_blocks(layer.get_buffer("kv_cache")) for name, layer in layers.items()}
+    caches = {name: _two_blocks(cache) for name, cache in _caches(layers).items()}
     sample = (args, metadata.tensors(), caches)
     with _without_caches(layers), torch.no_grad():
         program = torch.export.export(wrapper, sample, dynamic_shapes=_dynamic_shapes(sample), strict=False)
@@ -154,20 +157,14 @@ def _refuse_unexportable(layers: dict[str, nn.Module]) -> None:
         wrong = {
             "belongs to a group of a hybrid cache": getattr(layer, "kv_cache_group", None),
             "has a connector": getattr(layer, "kv_transfer_token", None),
-            "has an engine's cache": None if _is_storage(layer) else True,
         }
         for what, found in wrong.items():
             if found is not None:
                 raise UnsupportedRequestError(
                     f"export of a model whose layer {name!r} {what}",
                     "caches that are inputs of their own, one for each layer",
-                    "call allocate_kv_cache without hybrid=True, and detach() the KVTransfer, before exporting",
+                    "allocate without hybrid=True, and detach() the KVTransfer, before exporting",
                 )
-
-
-def _is_storage(layer: nn.Module) -> bool:
-    """Return whether the bound cache is a raw storage, not keys alone."""
-    return layer._buffers.get("value_cache") is None or layer.get_buffer("kv_cache").dim() != 4
 
 
 def _dynamic_shapes(sample: StepInputs) -> tuple[Any, ...]:
@@ -177,19 +174,25 @@ def _dynamic_shapes(sample: StepInputs) -> tuple[Any, ...]:
     def batch(tensor: Tensor) -> dict[int, Any]:
         return {0: auto} if tensor.dim() else {}
 
-    blocks = {name: {_block_dimension(cache): auto} for name, cache in caches.items()}
+    blocks = {name: {0: auto} for name in caches}
     wide = {name: {0: auto, 1: auto} if name == "block_table" else batch(tensor) for name, tensor in metadata.items()}
     return tuple(batch(tensor) for tensor in args), wide, blocks
 
 
-def _block_dimension(cache: Tensor) -> int:
-    return 1 if cache.dim() > 2 else 0
+def _caches(layers: dict[str, nn.Module]) -> dict[str, Tensor]:
+    """Return what the ops take of each layer's cache, by the name of the buffer; latent layers have a storage alone."""
+    found = {}
+    for name, layer in layers.items():
+        if layer._buffers.get("key_cache") is None:
+            found[f"{name}.kv_cache"] = layer.get_buffer("kv_cache")
+            continue
+        views = {f"{name}.{buffer}": layer._buffers[buffer] for buffer in ("key_cache", "value_cache")}
+        found |= {buffer: view for buffer, view in views.items() if view is not None}
+    return found
 
 
 def _two_blocks(cache: Tensor) -> Tensor:
-    shape = list(cache.shape)
-    shape[_block_dimension(cache)] = 2
-    return cache.new_zeros(shape)
+    return cache.new_empty_strided((2, *cache.shape[1:]), cache.stride()).zero_()
 
 
 def _cached_layers(model: nn.Module) -> dict[str, nn.Module]:
@@ -202,8 +205,7 @@ def _cached_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def _without_caches(layers: dict[str, nn.Module]) -> Iterator[None]:
-    names = ("kv_cache", "key_cache", "value_cache")
-    held = [{name: layer._buffers[name] for name in names if name in layer._buffers} for layer in layers.values()]
+    held = [{name: layer._buffers[name] for name in _BUFFERS & layer._buffers.keys()} for layer in layers.values()]
     for layer, caches in zip(layers.values(), held, strict=True):
         layer._buffers.update(dict.fromkeys(caches))
     try:

@@ -86,7 +86,7 @@ class CachedAttention(BoundCache):
             step = step.kept(metadata)
         op_config = self._op_config(step)
         cache = own.key_cache, own.value_cache
-        if cache[0] is None:  # An exported step brings storages as inputs.
+        if cache[0] is None:  # A storage that was set by hand.
             cache = op_views(cast(Tensor, own.kv_cache), cast(AttentionConfig, self.config))
         args, update = step.arguments(own, cast(CacheViews, cache), query, result, op_config), None
         if key is not None and value is not None:
