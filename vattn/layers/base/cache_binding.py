@@ -236,7 +236,8 @@ class BoundCache(CacheScales):
         Args:
             key_cache, value_cache: keys `[num_blocks, block_size, num_kv_heads, head_size]` and values
                 `[..., head_size_v]` in memory of your own: any strides but adjacent columns, apart or side by side, a
-                layer's part of one tensor for all layers; dtype of the format or uint8. Or `key_cache` alone: a
+                layer's part of one tensor for all layers; dtype of the format or uint8. Their strides decide the
+                layout, whatever the request says. Or `key_cache` alone: a
                 contiguous raw storage of `vattn.kv_cache_shape`; packed formats have no other.
             dtype: of the model, that of the queries; by default that of `key_cache`.
             target: the layer to share the cache and scales with; needed with `kv_sharing_target_layer_name`.
