@@ -284,7 +284,7 @@ def test_explain_says_which_kernel_runs(changes: dict[str, Any], says: str, monk
 
 @pytest.fixture
 def package(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Put a stand-in where xFormers would be."""
+    """Install a fake xFormers."""
     install_stand_in(monkeypatch)
     real = importlib.metadata.version
     monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.0.35" if name == "xformers" else real(name))

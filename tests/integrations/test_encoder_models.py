@@ -88,7 +88,7 @@ def siglip(theirs: Any, attn: Any, hidden_states: Tensor, *_: Any, **__: Any) ->
 
 
 def qwen(theirs: Any, attn: Any, hidden_states: Tensor, cu_seqlens: Tensor, position_embeddings: Any, **_: Any) -> Any:
-    """`VisionAttention` of Qwen2-VL: images of any sizes in one row, told apart by offsets."""
+    """`VisionAttention` of Qwen2-VL: images of any sizes in one row, separated by offsets."""
     cos, sin = (t[:, None] for t in position_embeddings)
     query, key, value = theirs.qkv(hidden_states).unflatten(1, (3, -1, cos.shape[-1])).unbind(1)
     rows = (t[None] for t in (rotated(query, cos, sin), rotated(key, cos, sin), value))

@@ -103,7 +103,7 @@ def _prepared(linear: nn.Linear) -> nn.Linear:
 
 
 class OtherTensor(torch.Tensor):
-    """Stands for the weights of torchao, which bring products of their own."""
+    """Weights with products of their own, as those of torchao."""
 
 
 def test_weights_of_other_tensor_classes_stay() -> None:
@@ -116,7 +116,7 @@ def test_weights_of_other_tensor_classes_stay() -> None:
 
 
 class PeftModel(nn.Module):
-    """Stands for that of peft."""
+    """A wrapper with a base model inside, as that of peft."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

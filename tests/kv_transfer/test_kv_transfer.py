@@ -558,7 +558,7 @@ def adapted():
     return model
 
 
-def test_a_folder_says_whose_it_is(tmp_path):
+def test_a_folder_names_its_model(tmp_path):
     first = Setup(FileConnector(tmp_path))
     first.transfer.detach()
     (folder,) = tmp_path.iterdir()

@@ -200,7 +200,7 @@ def test_functions_take_keys_and_values() -> None:
 
 
 class Model(nn.Module):
-    """Layers whose keys and values are views of one tensor for all layers."""
+    """Layers with keys and values in one tensor for all layers."""
 
     def __init__(self, count: int) -> None:
         super().__init__()

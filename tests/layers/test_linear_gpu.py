@@ -48,7 +48,7 @@ def test_products(rows: int, features: int, columns: int, codes: str) -> None:
 )
 @pytest.mark.parametrize("rows", [1, 8])
 def test_streamed(rows: int, features: int, columns: int, codes: str) -> None:
-    """Rings that are never full, refilled once and many times; chunks and tiles that are not whole, NaN behind them:
+    """Rings that are never full, refilled once and many times; chunks and tiles that are not whole, followed by NaN:
     the tensor map ends at the last row and column."""
     from vattn.kernels.hopper.linear.launch import accepts, streamed_linear
 

@@ -181,7 +181,7 @@ def test_fast_decode_takes_the_loads_that_have_run_on_a_gpu(monkeypatch: pytest.
 
 
 # On a GPU: with exact arithmetic the oracle is a query rounded by torch before, with approximate arithmetic the unfused
-# compiled graph, whose divisions are those of generated code.
+# compiled graph, which divides as generated code does.
 
 LENGTHS = {
     "decode": ([1] * 5, [1, 300, 47, 129, 1000]),
@@ -230,7 +230,7 @@ def test_fast_decode_rounds_by_itself(num_reqs: int, cache: str, kind: str, load
 
 
 class Layer(nn.Module):
-    """A layer whose query comes from a projection alone."""
+    """A layer that takes its query from a projection alone."""
 
     def __init__(self, way: Any, scale: list[float], dtype: torch.dtype, cache: str) -> None:
         super().__init__()

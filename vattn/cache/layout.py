@@ -33,6 +33,9 @@ from vattn.config.mla import MLAConfig
 from vattn.quantization.formats import KV_FORMATS, PackedPart
 from vattn.quantization.mla_formats import MLA_FORMATS
 
+CACHE_BUFFERS = ("kv_cache", "key_cache", "value_cache")
+"""Buffers of a layer: what was bound, an engine's keys or a raw storage, and the two views of it that ops take."""
+
 
 class CacheGeometry(Protocol):
     """What decides the layout of a storage: an `AttentionConfig` or a `vattn.cache.specs.KVCacheSpec`."""

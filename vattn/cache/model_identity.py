@@ -20,15 +20,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as all_modules
 
+from vattn.cache.layout import CACHE_BUFFERS
+
 _COMPILED = ("_compiled_call_impl", "_is_torch_compile")
 """Attributes that a module has once it is compiled, which changes no output."""
 
 _BOOKKEEPING = frozenset(vars(nn.Module())) | {*_COMPILED, "_is_hf_initialized", "generation_config"}
 """Attributes of modules that are read by themselves, or decide no output."""
 
-_WRITTEN = set(
-    "kv_cache key_cache value_cache index_cache kv_transfer_token clip_counts topk_indices scales_ready".split()
-)
+_WRITTEN = {*CACHE_BUFFERS, "index_cache", "kv_transfer_token", "clip_counts", "topk_indices", "scales_ready"}
 """Buffers of vattn's layers that steps write."""
 
 _CALCULATED = {"k_scale", "v_scale", "q_scale"}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn.cache.bindings import take_cache
+from vattn.cache.layout import CACHE_BUFFERS
 from vattn.calibration.eval_mode import EvalMode
 from vattn.errors import ConfigError
 from vattn.layers.base.paged_attention import CachedAttention
@@ -45,8 +46,7 @@ class StepRunner:
         assert probe.num_blocks is not None
         self.capacity = (probe.num_blocks - 1) * config.block_size
         self.device = cache.device
-        names = ("kv_cache", "key_cache", "value_cache")
-        held = [layer._buffers.get(name) for layer in layers for name in names]
+        held = [layer._buffers.get(name) for layer in layers for name in CACHE_BUFFERS]
         self.storages = [cache for cache in held if cache is not None]
         self.builder = AttentionMetadataBuilder(
             2, max(2, chunk), self.capacity, config.block_size, self.device, layers=model

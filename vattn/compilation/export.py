@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vattn.cache.layout import CACHE_BUFFERS
 from vattn.config.device import parse_version
 from vattn.errors import CacheNotBoundError, ConfigError, MetadataError, UnsupportedRequestError
 from vattn.metadata.attention_metadata import TENSOR_FIELDS, AttentionMetadata, step_of
@@ -19,9 +20,6 @@ from vattn.metadata.forward_context import forward_context
 
 StepInputs = tuple[tuple[Tensor, ...], dict[str, Tensor], dict[str, Tensor]]
 """What an exported program takes: the model's arguments, the metadata's tensors by name, the caches by buffer."""
-
-
-_BUFFERS = frozenset(("kv_cache", "key_cache", "value_cache"))
 
 
 class _Step(nn.Module):
@@ -39,7 +37,8 @@ class _Step(nn.Module):
         plans = {name.removeprefix("plans."): plan for name, plan in metadata.items() if name.startswith("plans.")}
         step = AttentionMetadata(**fields, plans=plans)
         for name, layer in self._layers.items():
-            held = {buffer: kv_caches[f"{name}.{buffer}"] for buffer in _BUFFERS if f"{name}.{buffer}" in kv_caches}
+            found = {buffer: kv_caches.get(f"{name}.{buffer}") for buffer in CACHE_BUFFERS}
+            held = {buffer: cache for buffer, cache in found.items() if cache is not None}
             layer._buffers.update({"kv_cache": held.get("key_cache"), **held})
             # AOTInductor hands an op None for an empty list, so a missing schedule is one of no elements.
             step.plans.setdefault(getattr(layer, "_plan_key", ""), step.seq_lens.new_empty(0))
@@ -48,7 +47,7 @@ class _Step(nn.Module):
                 return self.model(*args)
         finally:
             for layer in self._layers.values():
-                layer._buffers.update(dict.fromkeys(_BUFFERS & layer._buffers.keys()))
+                layer._buffers.update(dict.fromkeys(layer._buffers.keys() & CACHE_BUFFERS))
 
 
 @dataclass(frozen=True)
@@ -186,7 +185,7 @@ def _caches(layers: dict[str, nn.Module]) -> dict[str, Tensor]:
         if layer._buffers.get("key_cache") is None:
             found[f"{name}.kv_cache"] = layer.get_buffer("kv_cache")
             continue
-        views = {f"{name}.{buffer}": layer._buffers[buffer] for buffer in ("key_cache", "value_cache")}
+        views = {f"{name}.{buffer}": layer._buffers[buffer] for buffer in CACHE_BUFFERS[1:]}
         found |= {buffer: view for buffer, view in views.items() if view is not None}
     return found
 
@@ -205,7 +204,7 @@ def _cached_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 @contextmanager
 def _without_caches(layers: dict[str, nn.Module]) -> Iterator[None]:
-    held = [{name: layer._buffers[name] for name in _BUFFERS & layer._buffers.keys()} for layer in layers.values()]
+    held = [{name: layer._buffers[name] for name in layer._buffers.keys() & CACHE_BUFFERS} for layer in layers.values()]
     for layer, caches in zip(layers.values(), held, strict=True):
         layer._buffers.update(dict.fromkeys(caches))
     try:

@@ -156,7 +156,7 @@ class FileConnector:
 
 
 def _claim(path: Path, owner: str) -> None:
-    """Write whose folder it is; refuse that of another model."""
+    """Write the model into its folder; refuse the folder of another model."""
     if path.exists() and path.read_text(errors="replace") != owner:
         raise ConfigError(
             f"{str(path)!r}, which names another model or is damaged",

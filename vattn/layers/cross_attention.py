@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from vattn.cache.specs import CrossAttentionSpec, KVCacheSpec
-from vattn.config.attention import AttentionType, CacheConfig
+from vattn.config.attention import AttentionConfig, AttentionType, CacheConfig
+from vattn.config.device import DeviceInfo
 from vattn.errors import ConfigError, MetadataError, ShapeError
 from vattn.layers.base.arguments import check_configs, check_type
 from vattn.layers.base.paged_attention import CachedAttention
 from vattn.layers.base.scales import QuantConfig
 from vattn.layers.base.step import LayerStep, given
 from vattn.metadata.attention_metadata import AttentionMetadata
-
-if TYPE_CHECKING:
-    from vattn.layers.base.cache_binding import BoundCache
 
 
 class CrossAttention(CachedAttention):
@@ -114,15 +111,7 @@ class CrossAttention(CachedAttention):
         """Return what cache this layer needs for a model of `dtype`; `None` if it shares another layer's."""
         return None if self.kv_sharing_target_layer_name is not None else CrossAttentionSpec(**self._spec_fields(dtype))
 
-    def bind_kv_cache(
-        self,
-        key_cache: Tensor,
-        value_cache: Tensor | None = None,
-        dtype: torch.dtype | None = None,
-        target: BoundCache | None = None,
-    ) -> None:
-        """Bind a cache and fix dtype, device and backend; see `Attention`."""
-        super().bind_kv_cache(key_cache, value_cache, dtype, target)
+    def _finish_binding(self, config: AttentionConfig, device: DeviceInfo) -> None:
         # Schedules count the keys of self-attention: this key has none, except where an export needs an empty one.
         self._plan_key += " encoder_decoder"
 

@@ -25,7 +25,6 @@ from vattn.errors import ConfigError, ShapeError, StrideError
 from vattn.layers.attention import Attention
 from vattn.layers.base.arguments import StepKind, step_configs
 from vattn.layers.base.buffers import own_tensor
-from vattn.layers.base.cache_binding import BoundCache
 from vattn.layers.base.step import LayerResult, LayerStep
 from vattn.layers.base.two_parts import CascadeOps, Part
 from vattn.metadata.lineage import called
@@ -144,32 +143,20 @@ class DifferentialAttention(Attention):
         half = half_of(config, "even")
         return selector.choose(half, device, self.prefix).runs_on(half, DeviceInfo.of(device))
 
-    def bind_kv_cache(
-        self,
-        key_cache: Tensor,
-        value_cache: Tensor | None = None,
-        dtype: torch.dtype | None = None,
-        target: BoundCache | None = None,
-    ) -> None:
-        """Bind an ordinary cache; see `Attention`.
-
-        Raises:
-            StrideError: values in which the heads of a token lie apart: a pair of them is read as one row.
-        """
+    def _check_cache(self, key_cache: Tensor, value_cache: Tensor | None) -> None:
         if isinstance(value_cache, Tensor) and value_cache.dim() == 4 and value_cache.stride(2) != self.head_size:
             raise StrideError(
                 f"values with heads {value_cache.stride(2)} elements apart in {called(self)}",
                 f"{self.head_size}: the values of a pair of heads are read as one row",
                 "keep the heads of a token together",
             )
-        super().bind_kv_cache(key_cache, value_cache, dtype, target)
-        assert self.config is not None
-        device = DeviceInfo.of(key_cache.device)
-        self._update_op = self.config.encode()
-        self._ops, self._refused = step_configs(half_of(self.config, "even"), device)
+
+    def _finish_binding(self, config: AttentionConfig, device: DeviceInfo) -> None:
+        self._update_op = config.encode()
+        self._ops, self._refused = step_configs(half_of(config, "even"), device)
         why = dict.fromkeys((*self._ops, *self._refused), "differential attention: both halves would need both parts")
         self._cascade_ops = CascadeOps({}, "", why, 0, "build the step without shared_prefix_len")
-        self._odd_ops, _ = step_configs(half_of(self.config, "odd"), device)
+        self._odd_ops, _ = step_configs(half_of(config, "odd"), device)
         # Plans are only made for layers with one kind of heads.
         self._plan_key = ""
 

@@ -23,8 +23,8 @@ from vattn.quantization.formats import MODEL_DTYPES, dtype_name
 
 if TYPE_CHECKING:
     from vattn.config.attention import AttentionConfig
+    from vattn.config.device import DeviceInfo
     from vattn.layers.base.cache_binding import BoundCache
-from vattn.layers.base.checks import check_storage_kind
 
 
 class StaticSinkAttention(Attention):
@@ -165,20 +165,7 @@ class StaticSinkAttention(Attention):
                 "share the cache of an equal layer",
             )
 
-    def bind_kv_cache(
-        self,
-        key_cache: Tensor,
-        value_cache: Tensor | None = None,
-        dtype: torch.dtype | None = None,
-        target: BoundCache | None = None,
-    ) -> None:
-        """Bind a cache, fix dtype, device and backend, and write the sinks; see `Attention`.
-
-        Raises:
-            CacheError: the cache does not fit the request or has no room for the sinks, or the target differs.
-            ConfigError: the sinks have no values yet.
-        """
-        check_storage_kind(self, key_cache, torch.float32)
+    def _check_cache(self, key_cache: Tensor, value_cache: Tensor | None) -> None:
         needed = 1 + self.sink_len // self.cache_config.block_size
         blocks = key_cache.shape[1 if key_cache.dim() == 5 else 0] if key_cache.dim() > 1 else needed
         if blocks < needed:
@@ -187,8 +174,8 @@ class StaticSinkAttention(Attention):
                 f"more than {needed} blocks, since requests cannot use the null block and those of the sinks",
                 "allocate more blocks",
             )
-        super().bind_kv_cache(key_cache, value_cache, dtype, target)
-        assert self.config is not None
+
+    def _finish_binding(self, config: AttentionConfig, device: DeviceInfo) -> None:
         self._plan_key = plan_key(self._plan_key, self.sink_len)
         self.refresh_sinks()
 

@@ -6,6 +6,7 @@ devices is checked once for a config (`OncePerSignature`). Letters are as in `va
 
 from __future__ import annotations
 
+from math import inf
 from typing import Any
 
 import torch
@@ -373,9 +374,8 @@ def overlaps_itself(view: Tensor) -> bool:
 def _check_no_overlap(name: str, output: Tensor, inputs: tuple[Any, ...]) -> None:
     """Refuse an output that overlaps an input in memory; compiled code may place both in one storage."""
     for part in inputs:
-        extent = 1 + sum((size - 1) * stride for size, stride in zip(part.shape, part.stride(), strict=True))
         start, first = output.data_ptr(), part.data_ptr()
-        overlap = start < first + extent * part.itemsize and first < start + output.numel() * output.itemsize
+        overlap = start < first + _extent(part) * part.itemsize and first < start + output.numel() * output.itemsize
         if overlap and output.numel() and part.numel():
             raise StrideError(f"{name} overlaps an input", "memory of its own", f"allocate {name} separately")
 
@@ -386,7 +386,7 @@ def share_elements(first: Tensor, second: Tensor) -> bool:
         return False
     first, second = sorted((first, second), key=Tensor.data_ptr)
     offset = (second.data_ptr() - first.data_ptr()) // first.itemsize
-    if offset >= _extent(first, max(first.stride()) + 1):
+    if offset >= _extent(first):
         return False
     if first.stride() != second.stride() or first.itemsize != second.itemsize:
         return True
@@ -397,8 +397,8 @@ def share_elements(first: Tensor, second: Tensor) -> bool:
     return True
 
 
-def _extent(view: Tensor, pitch: int) -> int:
-    """Return how many elements the dimensions with smaller strides span."""
+def _extent(view: Tensor, pitch: float = inf) -> int:
+    """Return how many elements the dimensions with strides below `pitch` span."""
     steps = zip(view.stride(), view.shape, strict=True)
     return 1 + sum((size - 1) * stride for stride, size in steps if stride < pitch)
 

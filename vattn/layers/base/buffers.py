@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from vattn.backends import selector
 from vattn.cache.bindings import count_binding
+from vattn.cache.layout import CACHE_BUFFERS
 from vattn.config.attention import AttentionConfig
 from vattn.errors import ConfigError, ShapeError
 
@@ -32,10 +33,6 @@ _OWN_BUFFERS = (
 )
 """Small tensors that follow the cache to its device and keep their dtype; sinks and lambdas only where they are no
 parameter."""
-
-
-_VIEWS = frozenset(("key_cache", "value_cache"))
-"""What ops take of `kv_cache`; buffers, since compiled graphs read no other tensor of a layer without a view of it."""
 
 
 def own_tensor(source: Tensor | Sequence[float]) -> Tensor:
@@ -61,7 +58,7 @@ class OwnBuffers(nn.Module):
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
         if name == "kv_cache":
-            self._buffers.update(dict.fromkeys(_VIEWS & self._buffers.keys()))
+            self._buffers.update(dict.fromkeys(self._buffers.keys() & CACHE_BUFFERS[1:]))
             count_binding()
 
     def _set_sizes(
@@ -117,7 +114,7 @@ class OwnBuffers(nn.Module):
 
         A cache does not move to another device: it is dropped, and using the layer then says so.
         """
-        found = {name: self._buffers.get(name) for name in ("kv_cache", *_VIEWS)}
+        found = {name: self._buffers.get(name) for name in CACHE_BUFFERS}
         caches = {name: cache for name, cache in found.items() if cache is not None}
         kept = self._own_buffers() | caches
         for name in kept:

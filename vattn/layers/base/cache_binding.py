@@ -14,7 +14,7 @@ from torch import Tensor
 from vattn.backends import selector
 from vattn.cache.allocation import skip_names
 from vattn.cache.groups import CacheGroup
-from vattn.cache.layout import op_views, separate
+from vattn.cache.layout import CACHE_BUFFERS, op_views, separate
 from vattn.cache.specs import KVCacheSpec
 from vattn.config.attention import AttentionConfig, CacheConfig
 from vattn.config.device import DeviceInfo
@@ -151,7 +151,7 @@ class BoundCache(CacheScales):
         self._register_per_head("sinks", sinks)
         quantised = self._cache_dtype != "auto" and KV_FORMATS[self._canonical(torch.bfloat16)].quantised
         self._register_scales(quantised, shared=self.kv_sharing_target_layer_name is not None)
-        for name in ("key_cache", "value_cache", "kv_cache"):
+        for name in CACHE_BUFFERS:
             self.register_buffer(name, None, persistent=False)
         # Given by KVTransfer; without it the layer has no transfer ops.
         self.register_buffer("kv_transfer_token", None, persistent=False)
@@ -243,8 +243,11 @@ class BoundCache(CacheScales):
             target: the layer to share the cache and scales with; needed with `kv_sharing_target_layer_name`.
 
         Raises:
-            CacheError: the memory does not fit the request, or the target's geometry differs.
-            ShapeError, DtypeError, StrideError: views of another shape, dtype or blocks, or with elements that overlap.
+            CacheError: the memory does not fit the request or has no room for static sinks, or the target's geometry
+                differs.
+            ShapeError, DtypeError, StrideError: views of another shape, dtype or blocks, or with elements that overlap;
+                differential attention: values in which the heads of a token lie apart.
+            ConfigError: static sinks without values.
             UnsupportedRequestError: no backend, or not the requested one, runs the request on the cache's device.
 
         Example:
@@ -255,6 +258,7 @@ class BoundCache(CacheScales):
         """
         storage, dtype = key_cache, getattr(key_cache, "dtype", None) if dtype is None else dtype
         check_storage_kind(self, storage, dtype)
+        self._check_cache(key_cache, value_cache)
         if (target is None) != (self.kv_sharing_target_layer_name is None):
             raise CacheError(
                 f"layer {self.prefix!r} bound {'without' if target is None else 'with'} a target layer",
@@ -300,12 +304,19 @@ class BoundCache(CacheScales):
         self._target = () if target is None else (target,)
         if target is not None:
             self._buffers["k_scale"], self._buffers["v_scale"] = target.k_scale, target.v_scale
+        self._finish_binding(config, device)
+
+    def _check_cache(self, key_cache: Tensor, value_cache: Tensor | None) -> None:
+        """Refuse memory that this class cannot use; what the config says of it is checked elsewhere."""
+
+    def _finish_binding(self, config: AttentionConfig, device: DeviceInfo) -> None:
+        """Change what this class needs otherwise than the config says."""
 
     def __getstate__(self) -> dict[str, Any]:
         storage, state = self._buffers.get("kv_cache"), dict(self.__dict__)
         if storage is not None and storage.dim() != 4:
             # A copy makes them again.
-            state["_buffers"] = {**self._buffers, "key_cache": None, "value_cache": None}
+            state["_buffers"] = {**self._buffers, **dict.fromkeys(CACHE_BUFFERS[1:])}
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

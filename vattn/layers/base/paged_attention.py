@@ -12,8 +12,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from vattn.cache.layout import op_views
-from vattn.config.attention import AttentionConfig
 from vattn.errors import CacheError, MetadataError, ShapeError, UnsupportedRequestError, VattnError
 from vattn.layers.base.cache_binding import BoundCache
 from vattn.layers.base.checks import check_bound, check_inputs, check_no_gradients, given_step
@@ -31,7 +29,7 @@ from vattn.quantization.codecs import encode_query
 
 
 class _OwnTensors(SimpleNamespace):
-    """Parameters and buffers of a layer; what is kept elsewhere, as by a parametrization, is asked of the layer."""
+    """Parameters and buffers of a layer; the layer gives what is kept elsewhere, as by a parametrization."""
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.__dict__["layer"], name)
@@ -87,7 +85,7 @@ class CachedAttention(BoundCache):
         op_config = self._op_config(step)
         cache = own.key_cache, own.value_cache
         if cache[0] is None:  # A storage that was set by hand.
-            cache = op_views(cast(Tensor, own.kv_cache), cast(AttentionConfig, self.config))
+            cache = self.cache_views()
         args, update = step.arguments(own, cast(CacheViews, cache), query, result, op_config), None
         if key is not None and value is not None:
             key = split_heads("key", key, self.num_kv_heads, self.head_size)

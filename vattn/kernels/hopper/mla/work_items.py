@@ -119,7 +119,7 @@ def load_blocks(
 ):  # fmt: skip
     """Start loading some panels of a tile. Blocks that are none come as zeros: beyond the cache the hardware fills.
 
-    Rotated keys lie behind the latents in a row.
+    The rotated keys of a row follow its latents.
     """
     if BLOCK_SIZE >= TILE:
         PER_BLOCK: gl.constexpr = BLOCK_SIZE // TILE
