@@ -56,7 +56,7 @@ def test_ragged_requests(fmt: str) -> None:
 
 
 @pytest.mark.sample(2)
-@pytest.mark.parametrize("fmt", ["fp8_per_token_head", "int4_per_token_head", "turboquant_4bit_nc", "nvfp4"])
+@pytest.mark.parametrize("fmt", ["fp8_per_token_head", "int4_per_token_head", "turboquant_4bit_nc_signed", "nvfp4"])
 def test_masks_and_padding(fmt: str) -> None:
     masks = {"sliding_window": 33, "logits_soft_cap": 4.0, "sinks": True, "block_size": 32, "kv_cache_layout": "HND"}
     if fmt == "nvfp4":

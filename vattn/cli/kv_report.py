@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,14 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vattn.cache.stored_rows import decode_stored, encode_stored
 from vattn.calibration.calibrate import Calibration, calibrate
 from vattn.calibration.plant_outliers import plant_outliers
 from vattn.calibration.result_files import check_output, check_picture, figures
-from vattn.calibration.step_runner import StepRunner
+from vattn.calibration.step_runner import StepRunner, cached_layers
 from vattn.config.arguments import parse_bytes
 from vattn.config.attention import CacheConfig
 from vattn.errors import ConfigError, VattnError
 from vattn.layers import QuantConfig
+from vattn.layers.base.paged_attention import CachedAttention
 from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, dtype_name, kv_cache_dtypes, resolve_kv_cache_dtype
 
 WINDOW, CHUNK = 1024, 128
@@ -43,6 +47,7 @@ class Row:
         error: standard error of `over_plain`, from the differences token by token.
         top1: share of tokens with the same likeliest next token as with the plain cache.
         worst: largest difference of a logit.
+        key_error: relative squared error of the stored keys, in the layer where it is largest.
         refused: why the format cannot run, otherwise "".
     """
 
@@ -56,6 +61,7 @@ class Row:
     error: float = math.nan
     top1: float = math.nan
     worst: float = math.nan
+    key_error: float = math.nan
     refused: str = ""
 
     @property
@@ -190,7 +196,8 @@ class _Subject:
         except VattnError as error:
             return Row(self.weights, name, scales, refused=str(error).splitlines()[0])
         try:
-            nats, top1, worst = self._run(packed)
+            with _key_errors(packed) as errors:
+                nats, top1, worst = self._run(packed)
         finally:
             disable(self.model)
         cache = packed.kv_cache
@@ -201,7 +208,8 @@ class _Subject:
             self.plain_nats = nats
         over, spread = relative_change(nats, self.plain_nats)
         return Row(
-            self.weights, name, scales, per_token, int(self.memory / per_token), bits, over, spread, top1, worst
+            self.weights, name, scales, per_token, int(self.memory / per_token), bits, over, spread, top1, worst,
+            max(float(lost / total) for lost, total in errors.values()),
         )  # fmt: skip
 
     def _scales(self, scales: str) -> dict[str, Any]:
@@ -228,6 +236,26 @@ class _Subject:
             worst = max(worst, float((plain.float() - logits.float()).abs().max()))
         each = torch.cat(nats)
         return each, same / len(each), worst
+
+
+@contextmanager
+def _key_errors(model: Any) -> Iterator[dict[str, Tensor]]:
+    """Add up the squared errors of the keys that layers store, and the squares of the keys: `[2]` by prefix."""
+    seen: dict[str, Tensor] = {}
+
+    def note(prefix: str, layer: CachedAttention, key: Tensor) -> None:
+        rows, config = key.view(len(key), -1, layer.head_size), layer.config
+        assert config is not None
+        scale = layer.k_scale if KV_FORMATS[config.kv_cache_dtype].quantised else None
+        read = decode_stored(encode_stored(rows, config, False, scale), config, False, scale)
+        lost, total = (read - rows.float()).double().square().sum(), rows.double().square().sum()
+        seen[prefix] = seen.get(prefix, 0) + torch.stack((lost, total))
+
+    with ExitStack() as hooks:
+        for prefix, layer in cached_layers(model).items():
+            hook = functools.partial(lambda prefix, layer, args: note(prefix, layer, args[1]), prefix)
+            hooks.enter_context(layer.register_forward_pre_hook(hook))
+        yield seen
 
 
 def relative_change(nats: Tensor, plain: Tensor) -> tuple[float, float]:
@@ -322,18 +350,19 @@ def table(rows: list[Row], memory: str) -> str:
     """Return the rows as a Markdown table, and below it how far the differences can be trusted."""
     lines = [
         f"| weights | cache | scales | bytes a token | tokens in {memory} | bits per byte | to plain | standard error "
-        "| same top-1 | worst logit |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| same top-1 | worst logit | key error |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         if row.refused:
-            lines.append(f"| {row.weights} | {row.cache} | {row.scales} | {row.refused} | | | | | | |")
+            lines.append(f"| {row.weights} | {row.cache} | {row.scales} | {row.refused} | | | | | | | |")
             continue
         lines.append(
             f"| {row.weights} | {row.cache} | {row.scales} | {row.bytes_per_token:.0f} | {row.max_tokens:,} | "
             f"{row.bits_per_byte:.4f} | {row.over_plain:+.2%}{' *' if row.noise else ''} | {row.error:.2%} | "
-            f"{row.top1:.2%} | {row.worst:.3f} |"
+            f"{row.top1:.2%} | {row.worst:.3f} | {row.key_error:.2%} |"
         )
+    lines += ["", "Key error: relative squared error of the stored keys in the worst layer."]
     if any(row.noise for row in rows):
         lines += ["", "\\* within two standard errors: chance may make such a difference. Measure a longer text."]
     return "\n".join(lines)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -30,10 +30,10 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-ROTATIONS: tuple[str, ...] = ("none", "hadamard", "block_hadamard")
-"""How a row is rotated before it is encoded: not, by a Hadamard transform of the whole row, or by random signs and a
-transform of each block; a block is as wide as the largest power of two that divides the row
-(`vattn.quantization.packed.hadamard`)."""
+ROTATIONS: tuple[str, ...] = ("none", "hadamard", "signed_hadamard", "block_hadamard")
+"""How a row is rotated before it is encoded: not, by a Hadamard transform of the whole row, by the same after fixed
+signs, or by fixed signs and a transform of each block; a block is as wide as the largest power of two that divides the
+row (`vattn.quantization.packed.hadamard`)."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class PackedPart:
 
     def width_problem(self, width: int) -> str | None:
         """Return which widths this part takes, `None` if it takes `width`."""
-        if self.rotation == "hadamard" and width & (width - 1):
+        if self.rotation in ("hadamard", "signed_hadamard") and width & (width - 1):
             return "a power of two, for its Hadamard rotation"
         if self.group_size and width % self.group_size:
             return f"a multiple of {self.group_size}, the columns that share a scale"
@@ -153,6 +153,7 @@ def _packed_formats() -> dict[str, KVFormat]:
     nvfp4 = PackedPart("nvfp4", 4, torch.float8_e4m3fn, group_size=NVFP4_GROUP_SIZE)
     key4, key3 = (PackedPart("codebook", bits, torch.float16, 1, rotation="hadamard") for bits in (4, 3))
     value4, value3 = (PackedPart("uniform", bits, torch.float16, 2) for bits in (4, 3))
+    signed4, signed3 = (replace(key, rotation="signed_hadamard") for key in (key4, key3))
     formats = [
         _packed("int8_per_token_head", int8, int8),
         _packed("fp8_per_token_head", fp8, fp8),
@@ -162,6 +163,9 @@ def _packed_formats() -> dict[str, KVFormat]:
         _packed("turboquant_4bit_nc", key4, value4),
         _packed("turboquant_k3v4_nc", key3, value4),
         _packed("turboquant_3bit_nc", key3, value3),
+        _packed("turboquant_4bit_nc_signed", signed4, value4),
+        _packed("turboquant_k3v4_nc_signed", signed3, value4),
+        _packed("turboquant_3bit_nc_signed", signed3, value3),
     ]
     return {fmt.name: fmt for fmt in formats}
 

@@ -1,8 +1,9 @@
 """Hadamard rotations of rows, queries and outputs.
 
 `"hadamard"`: `y = H x` with the Sylvester matrix `H` of the row's width, a power of two, unnormalised (entries 1 and
--1). `"block_hadamard"`: `y = H S x` on each block of columns, as wide as the largest power of two that divides the
-row, where `S` multiplies by the fixed signs `flips(width)`, so that rows of one sign do not collect in one column.
+-1). `"signed_hadamard"`: `y = H S x`, where `S` multiplies by fixed signs, so that an offset that rows share is spread
+over all columns. `"block_hadamard"`: the same with other signs, on each block of columns, as wide as the largest power
+of two that divides the row.
 
 `H` is summed as butterflies: columns 1 apart first, then 2, 4 and so on, `(a, b) -> (a + b, a - b)`, each in fp32.
 
@@ -24,7 +25,7 @@ def block_width(width: int, rotation: str) -> int:
     """Return the columns of one transform; 1 without rotation."""
     if rotation == "none":
         return 1
-    return width if rotation == "hadamard" else width & -width
+    return width & -width if rotation == "block_hadamard" else width
 
 
 def row_shift(width: int, rotation: str) -> int:
@@ -38,10 +39,24 @@ def query_factor(width: int, rotation: str) -> float:
     return 2.0 ** row_shift(width, rotation) / block
 
 
-def flips(width: int, device: torch.device | str = "cpu") -> Tensor:
-    """Return fp32 `[width]` of 1 and -1: -1 where bit 31 of `(column + 1) * 0x9E3779B9` is set."""
-    column = torch.arange(1, width + 1, dtype=torch.int64, device=device)
-    return 1.0 - 2.0 * ((column * 0x9E3779B9 >> 31) & 1).float()
+def flips(width: int, rotation: str, device: torch.device | str = "cpu") -> Tensor:
+    """Return the signs of a rotation, fp32 `[width]` of 1 and -1.
+
+    `"block_hadamard"`: -1 where bit 31 of `(column + 1) * 0x9E3779B9` is set. `"signed_hadamard"`: the Rudin-Shapiro
+    sequence, -1 where an odd number of neighbouring bits of the column are both set. No column of its transform is
+    larger than `sqrt(2 * width)`, so that neither a constant nor any row of `H` collects in one column.
+    """
+    column = torch.arange(width, dtype=torch.int64, device=device)
+    if rotation == "block_hadamard":
+        return 1.0 - 2.0 * (((column + 1) * 0x9E3779B9 >> 31) & 1).float()
+    pairs = column & (column >> 1)
+    for shift in (8, 4, 2, 1):
+        pairs = pairs ^ (pairs >> shift)
+    return 1.0 - 2.0 * (pairs & 1).float()
+
+
+SIGNS = {"signed_hadamard": 1, "block_hadamard": 2}
+"""By rotation, which signs kernels flip; 0 is none."""
 
 
 def butterflies(x: Tensor, block: int) -> Tensor:
@@ -56,8 +71,8 @@ def butterflies(x: Tensor, block: int) -> Tensor:
 
 def rotate(x: Tensor, rotation: str) -> Tensor:
     """Return rotated fp32 rows `[..., width]`, not scaled."""
-    if rotation == "block_hadamard":
-        x = x * flips(x.shape[-1], x.device)
+    if rotation in SIGNS:
+        x = x * flips(x.shape[-1], rotation, x.device)
     return butterflies(x, block_width(x.shape[-1], rotation))
 
 
@@ -66,7 +81,7 @@ def unrotate(x: Tensor, rotation: str) -> Tensor:
     if rotation == "none":
         return x
     x = butterflies(x, block_width(x.shape[-1], rotation)) * query_factor(x.shape[-1], rotation)
-    return x * flips(x.shape[-1], x.device) if rotation == "block_hadamard" else x
+    return x * flips(x.shape[-1], rotation, x.device) if rotation in SIGNS else x
 
 
 def rotate_query(query: Tensor, fmt_name: str) -> Tensor:

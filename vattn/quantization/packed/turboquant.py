@@ -59,7 +59,8 @@ class RawE4m3:
 class Codebook:
     """`y = centroid[code] * length` of rotated rows y.
 
-    Codes encode `y / |x|`; its columns are nearly normal with variance 1. The stored length is
+    Codes encode `y / |x|`, as if its columns were normal with variance 1. Without signs, an offset that all rows share
+    may fall into one column of `y`, which the last level then cuts: see `docs/kv-formats.md`. The stored length is
     `|x| * sqrt(width) / |centroids of the row|`: the decoded row has the length of the row.
     """
 

@@ -26,7 +26,7 @@ from vattn.kernels.triton.attention.launch import finish, rows_to_write
 from vattn.ops.arguments import AttentionArgs
 from vattn.quantization.formats import KV_FORMATS, OUTPUT_FORMATS
 from vattn.quantization.packed import query_factor
-from vattn.quantization.packed.hadamard import block_width, row_shift
+from vattn.quantization.packed.hadamard import SIGNS, block_width, row_shift
 
 KEY_CODECS = {("int8", 8), ("fp8", 8), ("e4m3", 8), ("int4", 4), ("codebook", 4), ("nvfp4", 4), ("codebook", 3)}
 VALUE_CODECS = {("int8", 8), ("fp8", 8), ("int4", 4), ("uniform", 4), ("nvfp4", 4), ("uniform", 3)}
@@ -42,7 +42,7 @@ TUNINGS: dict[str, Tuning] = {
     "turboquant_k3v4_nc": Tuning(1, 3, 8, slots=2),
     "turboquant_3bit_nc": Tuning(1, 3, 8, slots=2),
 }
-"""How the kernel is cut by format, `slots` being the tiles of a step (2, or 0 for one): what was fastest on an H200."""
+"""How the kernel is cut by format, signed or not, `slots` being the tiles of a step (2, or 0 for one): what was fastest on an H200."""
 
 MANY_TUNINGS: dict[str, Tuning] = {
     "int4_per_token_head": Tuning(2, 3, 8, slots=2, max_registers=128),
@@ -86,10 +86,11 @@ def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
 
 def choose_tuning(config: AttentionConfig, num_reqs: int, device: torch.device) -> Tuning:
     """Return the tile config for a layer and this many requests, with heads that fill their CTAs."""
-    tuning = TUNINGS.get(config.kv_cache_dtype, Tuning(2, 4, 4))
+    name = config.kv_cache_dtype.removesuffix("_signed")
+    tuning = TUNINGS.get(name, Tuning(2, 4, 4))
     groups = -(-config.num_kv_heads // tuning.heads)
     if num_reqs * groups > tuning.ctas * devices.multiprocessors(device) and config.group_size <= 4:
-        tuning = MANY_TUNINGS.get(config.kv_cache_dtype, tuning)
+        tuning = MANY_TUNINGS.get(name, tuning)
     heads = decode_fast.heads_per_cta(config.num_kv_heads, tuning.heads)
     return replace(tuning, heads=heads, ctas=tuning.ctas * tuning.heads / heads)
 
@@ -147,7 +148,7 @@ def decode_constants(config: AttentionConfig, tuning: Tuning) -> dict[str, Any]:
             # What rotated rows are held at is made up for here, once.
             f"{name}_FACTOR": query_factor(width, part.rotation) * 2.0 ** -row_shift(width, part.rotation),
             f"{name}_BLOCK": block_width(width, part.rotation),
-            f"{name}_FLIP": part.rotation == "block_hadamard",
+            f"{name}_FLIP": SIGNS.get(part.rotation, 0),
         }  # fmt: skip
     return constants
 

@@ -5,7 +5,7 @@ fp16 and `factor [rows, 1]`: the rows are `x * factor`, still rotated and withou
 both by the name of the codec; a launcher passes the two of its format to the kernel.
 
 All take PART, a tuple: columns of a row, columns of a tile (a power of two), bits of a code, columns of a rotated block
-(1: not rotated), whether signs are flipped before the rotation, the rotation's shift, and columns that share a scale.
+(1: not rotated), which signs are flipped before the rotation, the rotation's shift, and columns that share a scale.
 Columns of a load beyond the row are finite if the row is, but otherwise undefined.
 """
 
@@ -23,7 +23,7 @@ from vattn.kernels.triton.common.hadamard import pairwise_sum, rotate
 from vattn.kernels.triton.common.tiles import next_power_of_two
 from vattn.quantization.formats import PackedPart
 from vattn.quantization.packed import turboquant
-from vattn.quantization.packed.hadamard import block_width, row_shift
+from vattn.quantization.packed.hadamard import SIGNS, block_width, row_shift
 
 
 def _squares(bits: int) -> tuple[float, ...]:
@@ -47,7 +47,7 @@ INFINITY = tl.constexpr(float("inf"))
 def part_constants(part: PackedPart, width: int, wide: int = 16) -> tuple[Any, ...]:
     """Return PART for rows of `width` columns in tiles of at least `wide` columns."""
     block = block_width(width, part.rotation)
-    flips = part.rotation == "block_hadamard"
+    flips = SIGNS.get(part.rotation, 0)
     shift = row_shift(width, part.rotation)
     return width, max(wide, next_power_of_two(width)), part.bits, block, flips, shift, part.group_size
 
@@ -378,7 +378,7 @@ def store_codebook(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl
     BLOCK: tl.constexpr = PART[3]
     HALF: tl.constexpr = 1 << (BITS - 1)
     length = tl.sqrt_rn(pairwise_sum(x * x))
-    y = rotate(x, BLOCK, False)
+    y = rotate(x, BLOCK, PART[4])
     # If the sum of squares is finite, so are the sums and differences of the rotation.
     known = length < INFINITY
     unit = length + MIN_LENGTH

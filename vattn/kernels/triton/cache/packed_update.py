@@ -122,7 +122,7 @@ UPDATE_CUTS: dict[str, tuple[int, int]] = {
 
 def choose_update(config: AttentionConfig, wide: int) -> tuple[int, int]:
     """Return the heads and warps of a program for rows of up to `wide` columns."""
-    columns, num_warps = UPDATE_CUTS.get(config.kv_cache_dtype, (1024, 4))
+    columns, num_warps = UPDATE_CUTS.get(config.kv_cache_dtype.removesuffix("_signed"), (1024, 4))
     return min(max(1, columns // wide), next_power_of_two(config.num_kv_heads)), num_warps
 
 

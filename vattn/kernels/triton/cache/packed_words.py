@@ -245,7 +245,7 @@ def place_words(y, length, BITS: tl.constexpr):
 @triton.jit
 def store_codebook(x, given, codes, scales, rows, PART: tl.constexpr, NATIVE: tl.constexpr):
     length = tl.sqrt_rn(pairwise_sum(x * x))
-    words, squares = place_words(rotate(x, PART[3], False), length, PART[2])
+    words, squares = place_words(rotate(x, PART[3], PART[4]), length, PART[2])
     if PART[0] < PART[1]:
         squares = tl.where(tl.arange(0, PART[1] // 8)[None, :] < PART[0] // 8, squares, 0.0)
     stored = stored_length(length, squares, PART)

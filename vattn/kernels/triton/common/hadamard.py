@@ -51,17 +51,27 @@ def pairwise_sum(x):
 
 
 @triton.jit
-def flip(x):
-    """Multiply fp32 rows `[rows, width]` by the signs `flips` of the reference."""
-    column = tl.arange(0, x.shape[1]).to(tl.uint32) + 1
-    return tl.where(((column * 0x9E3779B9) >> 31)[None, :] == 0, x, -x)
+def flip(x, FLIP: tl.constexpr):
+    """Multiply fp32 rows `[rows, width]` by the signs `flips` of the reference, FLIP being one of its `SIGNS`."""
+    column = tl.arange(0, x.shape[1]).to(tl.uint32)
+    if FLIP == 1:
+        odd = column & (column >> 1)
+        odd ^= odd >> 8
+        odd ^= odd >> 4
+        odd ^= odd >> 2
+        odd = (odd ^ (odd >> 1)) & 1
+        # No zero below zero: codebooks go by the sign bit.
+        return tl.where(odd[None, :] == 0, x, -x) + 0.0
+    else:
+        odd = ((column + 1) * 0x9E3779B9) >> 31
+        return tl.where(odd[None, :] == 0, x, -x)
 
 
 @triton.jit
 def rotate(x, BLOCK: tl.constexpr, FLIP: tl.constexpr):
-    """Return rotated fp32 rows, not scaled. BLOCK 1: no rotation."""
+    """Return rotated fp32 rows, not scaled. BLOCK 1: no rotation. FLIP 0: no signs."""
     if FLIP:
-        x = flip(x)
+        x = flip(x, FLIP)
     return butterflies(x, BLOCK)
 
 
@@ -76,5 +86,5 @@ def rotate_back(x, FACTOR: tl.constexpr, BLOCK: tl.constexpr, FLIP: tl.constexpr
     """Rotate fp32 sums of rotated values back."""
     x = butterflies(x, BLOCK) * FACTOR
     if FLIP:
-        x = flip(x)
+        x = flip(x, FLIP)
     return x
