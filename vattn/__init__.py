@@ -75,6 +75,7 @@ from vattn.metadata.forward_context import forward_context
 from vattn.metadata.hybrid import GroupedMetadata
 from vattn.metadata.hybrid_builder import GroupedMetadataBuilder
 from vattn.metadata.inputs import token_order
+from vattn.metadata.plans import plan_key
 from vattn.metadata.token_tree import TokenTree
 from vattn.metadata.tree_builder import TreeAttentionMetadataBuilder
 from vattn.metadata.xformers import XFormersMetadata, XFormersMetadataBuilder
@@ -164,6 +165,7 @@ __all__ = [
     "options",
     "pad_cu_seqlens",
     "paged_attention",
+    "plan_key",
     "quantise_linears",
     "read_encoder_scales",
     "register_backend",

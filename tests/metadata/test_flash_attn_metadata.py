@@ -21,9 +21,7 @@ from tests.metadata.flash_steps import (
     single_steps,
 )
 from tests.support import make_config
-from vattn.backends import selector
 from vattn.backends.advance_step import advance_on_host
-from vattn.backends.torch_sdpa.backend import TorchSDPABackend
 from vattn.errors import ConfigError, GraphContractError, MetadataError, UnknownOptionError
 from vattn.metadata.flash_attn import DecodeInput, FlashAttentionMetadata
 from vattn.ops.arguments import AdvanceArgs
@@ -425,37 +423,6 @@ def test_steps_without_a_cache_do_not_move_on() -> None:
     inputs = DecodeInput(torch.zeros(2).long(), torch.zeros(2).long())
     with pytest.raises(MetadataError, match="without a cache"):
         step.advance_step(inputs, torch.zeros(2).long(), BLOCK, 2, 2, turn_prefills_into_decodes=True)
-
-
-class Planned(TorchSDPABackend):
-    """A backend whose schedule is the step's lengths, row by row."""
-
-    name = "PLANNED"
-
-    def plan_shape(self, config, num_tokens, num_reqs, table_width):
-        return num_tokens + 1, num_reqs
-
-    def plan(self, args, config) -> None:
-        args.schedule.copy_(args.seq_lens.expand_as(args.schedule))
-
-
-class PlannedOnHost(Planned):
-    name = "PLANNED_ON_HOST"
-
-    def host_plan_size(self, config) -> int:
-        return 2
-
-    def plan_on_host(self, args, config) -> None:
-        args.host_plan.fill_(1)
-
-
-@pytest.fixture
-def planned_backends(monkeypatch: pytest.MonkeyPatch):
-    selector.backend_names()
-    added = {backend.name: backend for backend in (Planned(), PlannedOnHost())}
-    monkeypatch.setattr(selector, "_BACKENDS", {**selector._BACKENDS, **added})
-    yield
-    selector.forget_decisions()
 
 
 def planned_config(backend: str) -> vattn.AttentionConfig:

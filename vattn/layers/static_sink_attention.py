@@ -18,7 +18,7 @@ from vattn.errors import (
 )
 from vattn.layers.attention import Attention
 from vattn.layers.base.step import LayerStep
-from vattn.metadata.attention_metadata import AttentionMetadata, plan_key, with_sinks
+from vattn.metadata.attention_metadata import AttentionMetadata, sink_plan_key, with_sinks
 from vattn.quantization.formats import MODEL_DTYPES, dtype_name
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ class StaticSinkAttention(Attention):
             )
 
     def _finish_binding(self, config: AttentionConfig, device: DeviceInfo) -> None:
-        self._plan_key = plan_key(self._plan_key, self.sink_len)
+        self._plan_key = sink_plan_key(self._plan_key, self.sink_len)
         self.refresh_sinks()
 
     def _check_sinks(self) -> None:

@@ -118,7 +118,7 @@ class AttentionMetadata:
             table and slots count these only (slots of other ranks' tokens are -1), everything else the whole request.
         plans: schedules by `Backend.plan_key`, filled once a step; a layer without one plans for itself. Beside the
             schedule of a backend that plans on the host, under `host_plan_key`, int64 on the CPU.
-        num_reqs, num_actual_tokens: real requests and tokens, without padding.
+        num_reqs, num_actual_tokens: real requests and tokens, without the builder's padding.
         max_query_len, max_seq_len: over the real requests.
         max_position: the largest position of the step; -1: unknown. Eager latent layers compare RoPE tables with it.
         num_prefills, num_prefill_tokens, num_decodes, num_decode_tokens: the split; a decode has one new token (or up
@@ -313,10 +313,10 @@ def _check_lengths(starts: Tensor, seq_lens: Tensor, num_actual_tokens: int) -> 
             "offsets that start at 0 and never fall",
             "pass cumulative query lengths",
         )
-    if num_actual_tokens and int(starts[-1]) != num_actual_tokens:
+    if num_actual_tokens and int(starts[-1]) > num_actual_tokens:
         raise MetadataError(
             f"query_start_loc ends at {int(starts[-1])} with num_actual_tokens={num_actual_tokens}",
-            "the same number of tokens",
+            "at most as many tokens",
             "set both from the query lengths",
         )
     check_seq_lens(query_lens, seq_lens)
@@ -346,7 +346,7 @@ def with_sinks(seq_lens: Tensor, sink_len: int) -> Tensor:
     return torch.add(seq_lens, seq_lens.clamp(0, 1), alpha=sink_len) if sink_len else seq_lens
 
 
-def plan_key(backend_key: str, sink_len: int) -> str:
+def sink_plan_key(backend_key: str, sink_len: int) -> str:
     """Return the key in `AttentionMetadata.plans` of a kind of layer: its backend's, apart for lengths with sinks."""
     return f"{backend_key} sink_len={sink_len}" if sink_len else backend_key
 

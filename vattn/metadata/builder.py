@@ -29,6 +29,7 @@ from vattn.metadata.block_conflicts import BlockConflicts
 from vattn.metadata.cascade import read_shared_prefix, write_shared_prefix
 from vattn.metadata.cross_attention import read_cross_step, write_cross_slots
 from vattn.metadata.dcp import builder_facts, check_dcp_step, step_facts, telling_others
+from vattn.metadata.device_step import read_device_step
 from vattn.metadata.fast_prefill import read_num_logits, write_logits_indices
 from vattn.metadata.inputs import Lengths, Masks, read_per_token, read_step
 from vattn.metadata.lineage import Lineage
@@ -298,6 +299,92 @@ class AttentionMetadataBuilder:
         step.query_lens, step.seq_lens = step.query_lens.clone(), step.seq_lens.clone()
         self._built = metadata, step
         return metadata
+
+    def build_from_tensors(
+        self,
+        query_start_loc: Tensor,
+        seq_lens: Tensor,
+        block_table: Tensor,
+        slot_mapping: Tensor,
+        *,
+        positions: Tensor | None = None,
+        max_query_len: int | None = None,
+        max_seq_len: int | None = None,
+        num_reqs_padded: int | None = None,
+        num_tokens_padded: int | None = None,
+        causal: bool | Tensor = True,
+    ) -> AttentionMetadata:
+        """Copy a step's device tensors into the buffers, plan it there, and return views of the buffers.
+
+        For engines that have no lengths on the host. Nothing waits for the device or reads from it, so a CUDA graph can
+        capture the call: make one step of the same sizes before, since kernels compile then.
+
+        Args:
+            query_start_loc: int32 or int64 `[B + 1]`, as are all integers here; padded requests repeat the last value.
+            seq_lens: `[B]`, cached plus new tokens; 0 or 1 for padded requests.
+            block_table: `[B, W]` with any strides; entries past a request's last block are not read.
+            slot_mapping: `[T]`, -1 for tokens that are not stored and for padding.
+            positions: `[T]`, for models that read `metadata.positions`, which is `None` without them.
+            max_query_len, max_seq_len: upper bounds of what the tensors hold; default: what the sizes of tensors and
+                builder allow. Of the table, the columns for `max_seq_len` tokens are copied.
+            num_reqs_padded, num_tokens_padded: pad to these sizes; default no padding beyond 2 requests.
+            causal: `True` (each layer's own rule), `False` (bidirectional), or `[B]` flags, bools too.
+
+        Returns:
+            Metadata that counts padded requests and tokens of the arguments as real ones. What needs lengths on the
+            host is not known: `max_position` is -1, and the numbers of prefills and decodes are 0.
+
+        Raises:
+            MetadataError: shapes, dtypes or devices that do not go together; a step beyond the capacity; a table that
+                is too narrow for `max_seq_len`; layers of a backend that plans on the host; a builder with
+                `context_parallel`. No buffer was touched.
+            CacheError: a layer was bound to another cache since the builder was made; no buffer was touched.
+
+        Values are not checked: `check` does that, and synchronises.
+
+        Example:
+            >>> import torch, vattn
+            >>> builder = vattn.AttentionMetadataBuilder(max_num_reqs=4, max_num_tokens=8, max_seq_len=64)
+            >>> starts, lengths = torch.tensor([0, 3, 4]), torch.tensor([3, 18])
+            >>> table, slots = torch.tensor([[1, 0], [2, 5]]), torch.tensor([16, 17, 18, 81])
+            >>> step = builder.build_from_tensors(starts, lengths, table, slots, num_tokens_padded=6)
+            >>> step.seq_lens, step.slot_mapping.tolist()
+            (tensor([ 3, 18], dtype=torch.int32), [16, 17, 18, 81, -1, -1])
+        """
+        self._refuse_tensors()
+        self._lineage.check_caches()
+        step = read_device_step(
+            self._limits, self._buffers.seq_lens.device, query_start_loc, seq_lens, block_table, slot_mapping,
+            positions, causal, max_query_len, max_seq_len,
+        )  # fmt: skip
+        num_reqs, num_tokens = step.seq_lens.shape[0], step.slot_mapping.shape[0]
+        padded_reqs, padded_tokens = max(2, num_reqs), num_tokens
+        if num_reqs_padded is not None:
+            padded_reqs = _padded("requests", num_reqs, num_reqs_padded, self.max_num_reqs)
+        if num_tokens_padded is not None:
+            padded_tokens = _padded("tokens", num_tokens, num_tokens_padded, self.max_num_tokens)
+        for layer in self._sink_layers:
+            layer.write_changed_sinks()
+        metadata = step.describe(self._buffers, padded_reqs, padded_tokens)
+        metadata.block_size = self.block_size
+        # `advance` needs lengths on the host.
+        self._built, metadata._built = None, self._lineage.begin()
+        step.write(metadata)
+        self._plans.fill_on_device(metadata)
+        metadata.mark_dynamic()
+        return metadata
+
+    def _refuse_tensors(self) -> None:
+        """Raise MetadataError if this builder needs lengths on the host."""
+        reasons = [f"layers on {name}, which plans on the host" for name in sorted(self._plans.host_backends)]
+        if self.context_parallel is not None:
+            reasons.append("context_parallel")
+        if reasons:
+            raise MetadataError(
+                f"build_from_tensors() of a builder with {reasons[0]}",
+                "builders of one rank with layers that plan on the device",
+                "call build() with lengths on the host, or choose another attn_backend",
+            )
 
     def _read(self, query_lens: Any, seq_lens: Any, block_tables: Any, slot_mapping: Any, masks: Masks) -> Step:
         """Return what `read_step` makes of the arguments of `build`."""

@@ -127,7 +127,7 @@ class FlashAttentionMetadataBuilder:
             cross_slot_mapping=common.cross_slot_mapping,
             _common=common,
             _padded=(context_lens, seq_start_loc),
-            _replan=self._inner._plans.refill,
+            _replan=self._inner._plans.fill_on_device,
             _built=common._built,
             **encoder,
         )

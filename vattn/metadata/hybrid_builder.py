@@ -131,6 +131,11 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         """
         raise MetadataError("advance() of a builder with groups", "builders of one table", "call build() for each step")
 
+    def _refuse_tensors(self) -> None:
+        raise MetadataError(
+            "build_from_tensors() of a builder with groups", "builders of one table", "call build() for each step"
+        )
+
     def _check_held(self, group: CacheGroup, step: Step) -> None:
         """Refuse a step that reads, or writes to, a block which was freed."""
         size, contexts = self.block_size, step.seq_lens - step.query_lens

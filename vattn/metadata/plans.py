@@ -15,7 +15,7 @@ from vattn.config.attention import AttentionConfig, CacheConfig
 from vattn.config.mla import MLAConfig
 from vattn.distributed.group import ContextParallel
 from vattn.errors import CacheNotBoundError, ConfigError
-from vattn.metadata.attention_metadata import AttentionMetadata, host_plan_key, plan_key, with_sinks
+from vattn.metadata.attention_metadata import AttentionMetadata, host_plan_key, sink_plan_key, with_sinks
 from vattn.metadata.block_conflicts import Reach
 from vattn.metadata.dcp import check_ranks
 from vattn.metadata.step import Limits, Step
@@ -37,6 +37,9 @@ class FoundLayers:
 
     sink_layers: list[Any] = field(default_factory=list)
     backends: set[str] = field(default_factory=set)
+
+    host_backends: set[str] = field(default_factory=set)
+    """Those that plan on the host."""
 
     bound: list[nn.Module] = field(default_factory=list)
     """The layers that have a cache."""
@@ -115,6 +118,8 @@ def find_layers(
         found.requests.append(check_ranks(layer, config, context_parallel))
         backend = selector.choose(config, device)
         found.backends.add(backend.name)
+        if backend.host_plan_size(config):
+            found.host_backends.add(backend.name)
         if config.attn_type != "encoder_decoder":
             found.reaches.add(Reach.of(config))
         sink_len = getattr(layer, "sink_len", 0)
@@ -125,7 +130,7 @@ def find_layers(
         # A plan made on the host holds the pages of one block table.
         planned = planned and not (backend.host_plan_size(config) and (sink_len or limits.tables > 1))
         if planned and backend.plan_shape(config, limits.num_tokens, limits.num_reqs, limits.table_width):
-            key = plan_key(backend.plan_key(config), sink_len)
+            key = sink_plan_key(backend.plan_key(config), sink_len)
             found.sink_lens[key] = sink_len
             found.configs.setdefault(key, config)
         if isinstance(layer, nn.Module):
@@ -141,12 +146,33 @@ def find_layers(
     return found
 
 
+def plan_key(config: AttentionConfig | MLAConfig, device: torch.device | str) -> str:
+    """Return the key in `AttentionMetadata.plans` of the schedule that layers of a config share.
+
+    For code that calls the ops itself: layers find theirs. Take it once per layer; a step without that key has no
+    schedule for the config, and the op plans for itself.
+
+    Raises:
+        UnsupportedRequestError: no backend runs the config on the device.
+
+    Example:
+        >>> import vattn
+        >>> config = vattn.AttentionConfig(2, 1, 16, 16, 0.25, "float32", "float32", block_size=8)
+        >>> builder = vattn.AttentionMetadataBuilder(4, 8, 64, layers=[config])
+        >>> step = builder.build([1], [5], [[3]])
+        >>> plans = [step.plans[key] for key in [vattn.plan_key(config, "cpu")] if key in step.plans]
+    """
+    key = selector.choose(config, device).plan_key(cast(AttentionConfig, config))
+    # The lengths of cross attention are others; no schedule is made for them.
+    return f"{key} encoder_decoder" if config.attn_type == "encoder_decoder" else key
+
+
 class StepPlans:
     """The schedules of a step, one for each kind that the layers need, in buffers at fixed addresses."""
 
     def __init__(self, found: FoundLayers, limits: Limits, device: torch.device) -> None:
         self._configs, self._sink_lens, self._num_blocks = found.configs, found.sink_lens, found.num_blocks or 0
-        self._limits, self._device = limits, device
+        self._limits, self.host_backends = limits, frozenset(found.host_backends)
         self._backends = {key: selector.choose(config, device) for key, config in self._configs.items()}
         self._buffers = {}
         for key in self._configs:
@@ -180,10 +206,10 @@ class StepPlans:
             else:
                 self._plan_on_device(key, metadata, seq_lens)
 
-    def refill(self, metadata: AttentionMetadata) -> None:
-        """Fill the schedules from the lengths on the device, in shapes for the rows that the step has now."""
-        for key in self._configs if metadata.plans else ():
-            metadata.plans[key] = self._view(key, metadata.slot_mapping.shape[0], metadata.seq_lens.shape[0])
+    def fill_on_device(self, metadata: AttentionMetadata) -> None:
+        """Give a step schedules for the rows that it has now, and fill them from the lengths on the device."""
+        metadata.plans.update(self.views(metadata.slot_mapping.shape[0], metadata.seq_lens.shape[0]))
+        for key in self._configs:
             self._plan_on_device(key, metadata, metadata.seq_lens)
 
     def _shape(self, key: str, num_tokens: int, num_reqs: int) -> tuple[int, ...]:

@@ -126,6 +126,13 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder):
             options |= self._tree_options(queries.tolist(), lengths.tolist(), trees, captured, options)
         return super().build(query_lens, seq_lens, block_tables, capture_key=capture_key, **options)
 
+    def _refuse_tensors(self) -> None:
+        raise MetadataError(
+            "build_from_tensors() of a builder with trees, which does not know which requests verify one",
+            "steps of lengths on the host",
+            "call build(), or take AttentionMetadataBuilder for steps without trees",
+        )
+
     def _tree_options(
         self,
         queries: list[int],
