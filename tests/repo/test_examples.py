@@ -19,6 +19,10 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("[0-9][0-9]_*.py"))
 
 
+LINES = {"01_paged_decode_by_hand.py": 45, "15_http_server.py": 320}
+"""How long an example may be, where that is not 120 lines."""
+
+
 def run(name: str, *arguments: str) -> str:
     """Run an example in a fresh process and return what it printed."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -163,7 +167,7 @@ def test_all_examples_are_tested_and_short() -> None:
     for name in EXAMPLES:
         assert f'"{name}"' in source
         lines = len((ROOT / "examples" / name).read_text().splitlines())
-        assert lines <= (45 if name.startswith("01") else 120), f"{name} has {lines} lines"
+        assert lines <= LINES.get(name, 120), f"{name} has {lines} lines"
         assert f"[{name}]({name})" in (ROOT / "examples" / "README.md").read_text()
 
 
