@@ -7,12 +7,10 @@ Every result over strided keys is compared with that over contiguous ones.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from benchmarks.harness import add_row, machine, parser_of, time_in_turn
 from vattn.cli.bench.cell import Cell
@@ -27,34 +25,60 @@ CELLS = (
     ("llama3-8b", "decode 32x8k", "fp8"),
     ("gemma3-12b", "decode 32x1k", "bf16"),
     ("llama3-8b", "prefill 1x8k", "bf16"),
+    ("llama3-8b", "prefill 1x8k", "fp8"),
+    ("llama3-8b", "prefill 1x8k", "fp8 query"),
     ("llama3-8b", "chunk 4x512 of 8k", "bf16"),
+    ("llama3-8b", "chunk 4x512 of 8k", "fp8 query"),
+    ("llama3-8b", "mixed 8x512 + 128 decodes of 4k", "bf16"),
     ("llama3-8b", "mixed 8x512 + 128 decodes of 4k", "fp8"),
 )
-ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
-    "a layer of four": lambda view: view.new_empty(view.shape[0], 4, *view.shape[1:])[:, 1],
-    "side by side": lambda view: view.new_empty(*view.shape[:3], 2 * view.shape[3])[..., : view.shape[3]],
+"""Layer, step and cache; with "fp8 query" the query is FP8 too."""
+
+ORDERS = {
+    "a layer of four": "2BLNHD",
+    "side by side": "BNHC",
+    "side by side, heads first": "BHNC",
+    "a layer of four, side by side": "BLHNC",
 }
-"""Memory of the size of keys or values: of one layer of several in a block, or of a key and a value of each head."""
+"""Memory by letters: layers, blocks, heads, tokens, keys and values (2), columns of one (D) or of both (C)."""
 
 
 def strided(args: AttentionArgs, order: str) -> AttentionArgs:
-    """Return a call over the same values in an engine's memory."""
-    assert args.value_cache is not None
-    key, value = (ORDERS[order](view).copy_(view) for view in (args.key_cache, args.value_cache))
-    return args._replace(key_cache=key, value_cache=value)
+    """Return a call over the same values in an engine's memory of an order."""
+    key, value = args.key_cache, args.value_cache
+    assert value is not None
+    blocks, tokens, heads, width = key.shape
+    sizes = {"L": 4, "B": blocks, "N": tokens, "H": heads, "2": 2, "D": width, "C": 2 * width}
+    pool, letters = key.new_empty([sizes[name] for name in order]), order
+    if "L" in order:
+        pool, letters = pool.select(order.index("L"), 1), order.replace("L", "")
+    if "2" in order:
+        keys, values = pool.permute([letters.index(name) for name in "2BNHD"])
+    else:
+        keys, values = pool.permute([letters.index(name) for name in "BNHC"]).split(width, dim=-1)
+    return args._replace(key_cache=keys.copy_(key), value_cache=values.copy_(value))
+
+
+def make_calls(model: str, work: str, cache: str) -> dict[str, list[AttentionArgs]]:
+    """Return the calls of a cell by order, several of each over values of their own."""
+    (layer, step), *_ = [(layer, step) for layer, step in every_cell() if (layer.name, step.name) == (model, work)]
+    kind, _, query = cache.partition(" ")
+    cells = [Cell(layer, step, kind, 16, seed) for seed in range(2 if "8k" in work else 4)]
+    contiguous = [attention_arguments(cell, "TRITON_ATTN", bool(query)) for cell in cells]
+    return {"contiguous": contiguous} | {
+        name: [strided(args, order) for args in contiguous] for name, order in ORDERS.items()
+    }
 
 
 def run(model: str, work: str, cache: str) -> dict[str, Any]:
     """Check and time one cell over all orders."""
-    (layer, step), *_ = [(layer, step) for layer, step in every_cell() if (layer.name, step.name) == (model, work)]
-    cells = [Cell(layer, step, cache, 16, seed) for seed in range(2 if "8k" in work else 4)]
-    calls = {"contiguous": [attention_arguments(cell, "TRITON_ATTN") for cell in cells]}
-    calls |= {order: [strided(args, order) for args in calls["contiguous"]] for order in ORDERS}
+    calls = make_calls(model, work, cache)
     row: dict[str, Any] = {"model": model, "work": work, "cache": cache, "apart": {}}
+    expected = None
     for order, args in calls.items():
         torch.ops.vattn.attention(*args[0])
-        difference = (args[0].output.float() - calls["contiguous"][0].output.float()).norm()
-        row["apart"][order] = float(difference / args[0].output.float().norm())
+        expected = args[0].output.float() if expected is None else expected
+        row["apart"][order] = float((args[0].output.float() - expected).norm() / expected.norm())
     ways = {order: [partial(torch.ops.vattn.attention, *one) for one in args] for order, args in calls.items()}
     times, failed = time_in_turn(ways, replays=9)
     return row | {"us": {order: round(us, 2) for order, us in times.items()}, "failed": failed}

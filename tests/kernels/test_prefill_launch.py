@@ -19,6 +19,8 @@ from vattn.kernels.hopper.prefill.launch import TileConfig
 
 HOPPER = DeviceInfo("cuda", (9, 0), "a Hopper GPU")
 LLAMA: dict[str, Any] = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": "bfloat16"}
+ORDERS = ("LBHN", "LBNH", "LHBN", "BLHN", "BLNH", "BHLN")
+"""Layers, blocks, tokens and heads in the orders in which engines keep them; columns are last."""
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "fp32": ({"dtype": "float32"}, "dtype float32"),
@@ -65,6 +67,11 @@ def prefill_call(rows: int = 640, reqs: int = 2, width: int = 4, blocks: int = 3
     )  # fmt: skip
 
 
+def layer_of(pool: torch.Tensor, order: str) -> torch.Tensor:
+    """Return layer 1 of a pool as `[blocks, tokens, heads, columns]`."""
+    return pool.permute(*(order.index(name) for name in "LBNH"), 4)[1]
+
+
 def test_many_rows_per_request_go_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     config = make_config(**LLAMA)
     calls: list[Any] = []
@@ -79,36 +86,66 @@ def test_many_rows_per_request_go_to_the_kernel(monkeypatch: pytest.MonkeyPatch)
     for changes in ({"kv_cache_dtype": "fp8_e4m3"}, {"head_size": 256}, {"dtype": "float16", "num_heads": 10}):
         assert hopper_routes.run(prefill_call(), make_config(**{**LLAMA, **changes}))
     del calls[2:]
-    for cache in (torch.zeros(3, 16, 8, 129)[..., :128], torch.zeros(3, 16, 8, 256)[..., :128]):
-        strided = prefill_call()
-        strided.key_cache = cache
-        assert not hopper_routes.run(strided, config)
     for changes in ({"alibi": "linear"}, {"dtype": "float32"}, {"block_size": 48}):
         assert not hopper_routes.run(prefill_call(), make_config(**{**LLAMA, **changes}))
     assert len(calls) == 2
-    for pool, runs in ((torch.zeros(3, 8, 16, 256), True), (torch.zeros(3, 9, 16, 128)[:, 1:], False)):
-        heads_first = prefill_call()
-        heads_first.key_cache = heads_first.value_cache = pool[..., :128].transpose(1, 2)
-        assert hopper_routes.run(heads_first, make_config(**LLAMA, kv_cache_layout="HND")) == runs
-        assert not hopper_routes.run(heads_first, config)
     prefill_launch.runs.cache_clear()
 
 
-def test_tensor_maps_describe_the_cache() -> None:
-    for layout in ("NHD", "HND"):
-        config = make_config(**LLAMA, kv_cache_layout=layout, block_size=64)
-        rows = torch.arange(5 * 64 * 2).view(5, 64, 2, 1) if layout == "NHD" else torch.arange(640).view(5, 2, 64, 1)
-        storage = rows.expand(-1, -1, -1, 128).bfloat16().contiguous()
-        boxes = prefill_launch.cache_boxes(
-            storage if layout == "NHD" else storage.transpose(1, 2), config, TileConfig()
-        )
-        assert boxes.block_shape == [1, 64, 64]
-        assert boxes.shape == ([5, 64, 256] if layout == "NHD" else [10, 64, 128])
-        seen = storage.as_strided(boxes.shape, boxes.strides)
-        block, token, head = 3, 17, 1
-        there = seen[block, token, head * 128] if layout == "NHD" else seen[block * 2 + head, token, 0]
-        logical = storage if layout == "NHD" else storage.transpose(1, 2)
-        assert there == logical[block, token, head, 0]
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("step", [(640, 2), (1025, 17)])
+def test_any_rows_at_multiples_of_16_bytes_go_to_the_kernel(
+    step: tuple[int, int], layout: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(DeviceInfo, "of", lambda device: HOPPER)
+    monkeypatch.setattr("vattn.config.device.multiprocessors", lambda device: 132)
+    config = make_config(**{**LLAMA, "num_heads": 32, "num_kv_heads": 8}, kv_cache_layout=layout)
+    takes = prefill_launch.accepts if step[0] == 640 else mixed_launch.accepts
+    for runs in (prefill_launch.runs, decode_fast.runs):
+        runs.cache_clear()
+    sizes = {"B": 3, "N": 16, "H": 8}
+    for order in ORDERS:
+        call = prefill_call(*step)
+        for width, fits in ((256, True), (136, True), (132, False)):
+            pool = torch.zeros(*(sizes.get(name, 2) for name in order), width, dtype=torch.bfloat16)
+            call.key_cache = layer_of(pool[..., :128], order)
+            assert takes(call, config) == fits, (order, width)
+        call.value_cache = torch.zeros(3 * 16 * 8 * 128 + 4, dtype=torch.bfloat16)[4:].view(3, 16, 8, 128)
+        assert not takes(call, config), "values start at byte 8"
+    for runs in (prefill_launch.runs, decode_fast.runs):
+        runs.cache_clear()
+
+
+@pytest.mark.parametrize("block_size", [16, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_tensor_maps_describe_any_memory(dtype: torch.dtype, block_size: int) -> None:
+    config = make_config(**LLAMA, block_size=block_size)
+    for order in ORDERS:
+        sizes = {"B": 5, "N": block_size, "H": 2, "L": 3}
+        pool = torch.zeros(*(sizes[name] for name in order), 256, dtype=torch.uint8 if dtype.itemsize == 1 else dtype)
+        cache = layer_of(pool, order)[..., 128:]
+        boxes = prefill_launch.cache_boxes(cache.view(dtype), config, TileConfig(), False)
+        assert boxes.block_shape == [1, 1, min(block_size, 128), 128 // dtype.itemsize]
+        cache.as_strided(boxes.shape, boxes.strides)[3, 1, 7, 5] = 1
+        assert cache[3, 7, 1, 5] == 1 and pool.sum() == 1
+
+
+def test_tensor_maps_take_any_stride_of_a_dimension_of_size_1() -> None:
+    cache = torch.zeros(3, 16, 1, 128).bfloat16().as_strided((3, 16, 1, 128), (2048, 128, 1, 1))
+    call = prefill_call()
+    call.key_cache = call.value_cache = cache
+    assert decode_fast.has_boxes(call)
+    prefill_launch.cache_boxes(cache, make_config(**LLAMA), TileConfig(), False)
+
+
+def test_heads_without_gaps_share_a_dimension_with_their_columns() -> None:
+    pool = torch.zeros(5, 3, 64, 2, 128).bfloat16()
+    cache = pool[:, 1]
+    assert prefill_launch.is_dense(cache) and not prefill_launch.is_dense(pool.transpose(2, 3)[:, 1])
+    boxes = prefill_launch.cache_boxes(cache, make_config(**LLAMA, block_size=64), TileConfig(), True)
+    assert boxes.block_shape == [1, 64, 64]
+    cache.as_strided(boxes.shape, boxes.strides)[3, 7, 128 + 5] = 1
+    assert cache[3, 7, 1, 5] == 1
 
 
 def test_products() -> None:
@@ -202,7 +239,8 @@ def test_row_tiles_are_taken_late_where_they_are_few() -> None:
 
 def test_tensor_maps_of_fp8_caches_have_whole_rows() -> None:
     config = make_config(**{**LLAMA, "kv_cache_dtype": "fp8_e4m3"}, block_size=256)
-    boxes = prefill_launch.cache_boxes(torch.zeros(5, 256, 2, 128, dtype=torch.float8_e4m3fn), config, TileConfig())
+    cache = torch.zeros(5, 256, 2, 128, dtype=torch.float8_e4m3fn)
+    boxes = prefill_launch.cache_boxes(cache, config, TileConfig(), True)
     assert boxes.block_shape == [1, 128, 128] and boxes.shape == [5, 256, 256]
 
 

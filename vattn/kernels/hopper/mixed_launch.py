@@ -95,10 +95,9 @@ def tuning_of(config: AttentionConfig, num_reqs: int) -> Tuning:
 def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
     """Return whether this call takes a route: both kernels run the layer, and the shapes choose one."""
     device = args.query.device
-    has_keys = prefill_launch.has_boxes(args, config)
-    if not has_keys or not (prefill_launch.runs(config, device) and decode_fast.runs(config, device)):
+    if not (prefill_launch.runs(config, device) and decode_fast.runs(config, device)):
         return False
-    return route_of(config, args.query.shape[0], args.seq_lens.shape[0], device) != ""
+    return bool(route_of(config, args.query.shape[0], args.seq_lens.shape[0], device)) and decode_fast.has_boxes(args)
 
 
 def plan(

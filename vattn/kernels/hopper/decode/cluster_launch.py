@@ -60,6 +60,9 @@ def refusals(args: AttentionArgs, config: AttentionConfig) -> list[str]:
         found.append("a query that is not aligned to 16 bytes")
     if args.value_cache is None or args.key_cache.stride() != args.value_cache.stride():
         found.append("keys and values of different strides")
+    _, tokens, heads, _ = args.key_cache.shape
+    if tokens * args.key_cache.stride(1) + heads * args.key_cache.stride(2) >= 2**31:
+        found.append("tokens and heads of a block 2**31 elements apart or more")
     return found
 
 

@@ -219,8 +219,21 @@ def has_boxes(args: AttentionArgs) -> bool:
 
 
 def _is_aligned(cache: Tensor) -> bool:
-    by_block, by_token, by_head, _ = cache.stride()
+    by_block, by_head, by_token, _ = map_dimensions(cache)[1]
     return cache.numel() > 0 and (cache.data_ptr() | cache.itemsize * (by_block | by_token | by_head)) % 16 == 0
+
+
+def map_dimensions(cache: Tensor) -> tuple[list[int], list[int]]:
+    """Return sizes and strides of a tensor map over keys or values `[blocks, block_size, K, D]`: heads before tokens.
+
+    The stride of a dimension of size 1 may be anything, which maps do not take.
+    """
+    blocks, tokens, heads, width = cache.shape
+    by_block, by_token, by_head, by_column = cache.stride()
+    sizes, strides = [blocks, heads, tokens, width], [by_block, by_head, by_token, by_column]
+    if 1 in sizes:
+        strides = [width if size == 1 else step for size, step in zip(sizes, strides, strict=True)]
+    return sizes, strides
 
 
 runs = hopper.runs_where(refusals)
@@ -515,16 +528,14 @@ def _boxes(cache: Tensor, tuning: Tuning) -> Any:
     """
     if cache.itemsize == 1:
         cache = cache.view(torch.int16)
-    blocks, block_size, num_heads, width = cache.shape
-    by_block, by_token, by_head, _ = cache.stride()
-    shape, strides = [blocks, num_heads, block_size, width], [by_block, by_head, by_token, 1]
-    box = [1, tuning.heads, TILE_TOKENS.value, width]
+    shape, strides = map_dimensions(cache)
+    box = [1, tuning.heads, TILE_TOKENS.value, cache.shape[3]]
     if not tuning.slots:
         return TensorDescriptor(cache, shape, strides, box)
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * width), element_bitwidth=16, rank=4)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * cache.shape[3]), element_bitwidth=16, rank=4)
     return GluonDescriptor(cache, shape, strides, box, layout)
 
 

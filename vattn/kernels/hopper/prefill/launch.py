@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 import triton
@@ -177,19 +177,8 @@ def is_prefill(num_tokens: int, num_reqs: int) -> bool:
 
 def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
     """Return whether the fast path takes this call: a layer that `runs`, and a step that is a prefill."""
-    has_keys = has_boxes(args, config)
     shapes = args.query.shape[0], args.seq_lens.shape[0]
-    return is_prefill(*shapes) and has_keys and runs(config, args.query.device)
-
-
-def has_boxes(args: AttentionArgs, config: AttentionConfig) -> bool:
-    """Return whether `cache_boxes` can hold the keys and values: heads of a token, or of all blocks, without gaps."""
-    if not decode_fast.has_boxes(args):
-        return False
-    views = args.key_cache, cast(Tensor, args.value_cache)
-    if config.kv_cache_layout == "HND":
-        return all(view.stride(0) == view.shape[2] * view.stride(2) for view in views)
-    return all(view.stride(2) == view.shape[3] for view in views)
+    return is_prefill(*shapes) and runs(config, args.query.device) and decode_fast.has_boxes(args)
 
 
 def plan(
@@ -274,7 +263,7 @@ def launch(
     if output is not args.output:
         config = config.with_plain_output()
     key, value = key_value_views(args.key_cache, args.value_cache, config)
-    query, cache = args.query, products_of(config)
+    query, cache, dense = args.query, products_of(config), is_dense(key) and is_dense(value)
     if cache != "plain":
         key, value = key.view(torch.float8_e4m3fn), value.view(torch.float8_e4m3fn)
     aligned = 16 // query.itemsize
@@ -290,14 +279,14 @@ def launch(
     counter = torch.zeros(1, dtype=torch.int32, device=query.device)
     items = items_of(config, query.shape[0], args.seq_lens.shape[0], tiles)
     prefill_kernel[(min(ctas * tiles.residents, items),)](
-        query_boxes=query_boxes(query, tiles.pack), key_boxes=cache_boxes(key, config, tiles),
-        value_boxes=cache_boxes(value, config, tiles),
+        query_boxes=query_boxes(query, tiles.pack), key_boxes=cache_boxes(key, config, tiles, dense),
+        value_boxes=cache_boxes(value, config, tiles, dense),
         output=as_bytes(output), lse=args.lse, block_scale=scales, scale_stride=strides[0], group_stride=strides[1],
         sinks=args.sinks, q_scale=args.q_scale, k_scale=args.k_scale, v_scale=args.v_scale,
         output_scale=args.output_scale, schedule=schedule, counter=counter, block_table=args.block_table,
         table_stride=args.block_table.stride(0), table_width=args.block_table.shape[1], num_blocks=key.shape[0],
         query_head_stride=query.stride(1), scale=scale, soft_cap=soft_cap, EARLY=early,
-        SHAPE=shape_of(config, tiles, takes_late(config, tiles, items, ctas)), **launch_options(config, tiles),
+        SHAPE=shape_of(config, tiles, takes_late(config, tiles, items, ctas), dense), **launch_options(config, tiles),
     )  # fmt: skip
 
 
@@ -333,8 +322,8 @@ def takes_late(config: AttentionConfig, tiles: TileConfig, items: int, ctas: int
     return items <= LATE_BELOW * ctas and not tiles.ahead and tiles.groups < 3 and config.head_size < 256
 
 
-def shape_of(config: AttentionConfig, tiles: TileConfig, late: bool) -> Shape:
-    """Return what the kernel is specialised for; `late`: see `takes_late`."""
+def shape_of(config: AttentionConfig, tiles: TileConfig, late: bool, dense: bool = True) -> Shape:
+    """Return what the kernel is specialised for; `late`: see `takes_late`, `dense`: see `is_dense`."""
     cache = products_of(config)
     stages, raw_stages = ring_sizes(config, tiles)
     wide = config.head_size == 256 and cache != "native" and tiles.groups == 2
@@ -347,7 +336,7 @@ def shape_of(config: AttentionConfig, tiles: TileConfig, late: bool) -> Shape:
         PACK=tiles.pack,
         KEYS=key_tile(config, tiles),
         BLOCK_SIZE=config.block_size,
-        HND=config.kv_cache_layout == "HND",
+        DENSE=dense,
         WINDOW=config.sliding_window or 0,
         SOFT_CAP=config.logits_soft_cap is not None,
         STAGES=stages,
@@ -426,12 +415,20 @@ def query_boxes(query: Tensor, pack: int = 1) -> TensorDescriptor:
     return TensorDescriptor(query, [tokens, columns], [query.stride(0), 1], [GROUP_ROWS.value, width], layout)
 
 
-def cache_boxes(cache: Tensor, config: AttentionConfig, tiles: TileConfig) -> TensorDescriptor:
-    """Return a tensor map over keys or values `[blocks, block_size, K, D]` with boxes of one panel of a block."""
+def is_dense(cache: Tensor) -> bool:
+    """Return whether the heads of a token of keys or values follow each other without gaps."""
+    return cache.stride(2) == cache.shape[3]
+
+
+def cache_boxes(cache: Tensor, config: AttentionConfig, tiles: TileConfig, dense: bool) -> TensorDescriptor:
+    """Return a tensor map over keys or values `[blocks, block_size, K, D]` with boxes of one panel of a block.
+
+    A dimension for heads costs an instruction a box, 1 % of the time with blocks of 16 tokens.
+    """
     blocks, block_size, heads, width = cache.shape
-    box = [1, min(block_size, key_tile(config, tiles)), min(width, 128 // cache.itemsize)]
-    if config.kv_cache_layout == "HND":
-        shape, strides = [blocks * heads, block_size, width], [cache.stride(2), cache.stride(1), 1]
-    else:
-        shape, strides = [blocks, block_size, heads * width], [cache.stride(0), cache.stride(1), 1]
-    return TensorDescriptor(cache, shape, strides, box, panels(cache.itemsize, width, 3))
+    shape, strides = decode_fast.map_dimensions(cache)
+    if dense:
+        shape, strides = [blocks, block_size, heads * width], [strides[0], strides[2], 1]
+    box = [min(block_size, key_tile(config, tiles)), min(width, 128 // cache.itemsize)]
+    ones = [1] * (len(shape) - 2)
+    return TensorDescriptor(cache, shape, strides, ones + box, panels(cache.itemsize, width, len(shape)))

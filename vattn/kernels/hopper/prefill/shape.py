@@ -13,7 +13,8 @@ class Shape(NamedTuple):
         KV_GROUP: KV heads with row tiles that run together.
         PACK: rows of a token in one tile: 1, or as many as its KV head has query heads, or more.
         KEYS: tokens of a key tile.
-        BLOCK_SIZE, HND: of the cache.
+        BLOCK_SIZE: of the cache.
+        DENSE: whether the heads of a token follow each other without gaps: tensor maps are smaller then.
         WINDOW: 0 for none.
         SOFT_CAP: whether scores are capped.
         STAGES, RAW_STAGES: tiles of keys and values under way, as they are multiplied and as they are loaded.
@@ -41,7 +42,7 @@ class Shape(NamedTuple):
     PACK: int
     KEYS: int
     BLOCK_SIZE: int
-    HND: bool
+    DENSE: bool
     WINDOW: int
     SOFT_CAP: bool
     STAGES: int

@@ -183,7 +183,8 @@ def _key_value_tile(
     rows = key + token * stride_kt + (head * stride_kh)[:, None]
     first, second, passed = _rotated_heads(rows, there, weight, tables, eps, SHAPE, NORM, TILE, KEEP)
     inside = (head < tl.where((slot >= 0) & (slot < num_slots), NUM_HEADS, 0))[:, None]
-    target = key_cache + slot_start(slot, num_slots, BLOCK_SIZE, K_STRIDES) + (head * K_STRIDES[2])[:, None]
+    wide_head = head.to(tl.int64)[:, None]
+    target = key_cache + slot_start(slot, num_slots, BLOCK_SIZE, K_STRIDES) + wide_head * K_STRIDES[2]
     first = stored(cast(first, MODEL), scale, FORMAT, STORED, NATIVE)
     second = stored(cast(second, MODEL), scale, FORMAT, STORED, NATIVE)
     _store_pairs(target, first, second, inside, SHAPE)
@@ -191,7 +192,7 @@ def _key_value_tile(
         rest = tl.arange(0, REST)[None, :]
         codes = stored(cast(passed, MODEL), scale, FORMAT, STORED, NATIVE)
         tl.store(target + 2 * HALF + rest, codes, mask=inside & (rest < D - 2 * HALF))
-    target = value_cache + slot_start(slot, num_slots, BLOCK_SIZE, V_STRIDES) + (head * V_STRIDES[2])[:, None] + column
+    target = value_cache + slot_start(slot, num_slots, BLOCK_SIZE, V_STRIDES) + wide_head * V_STRIDES[2] + column
     x = stored(x, value_scale, FORMAT, STORED, NATIVE)
     tl.store(target, x, mask=inside & (column < V))
 

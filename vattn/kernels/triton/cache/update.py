@@ -49,7 +49,9 @@ def _copy_heads(
     inside = known[:, None] & (column < WIDTH)
     x = tl.load(source + token * stride_t + (head * stride_h)[:, None] + column, mask=inside, other=0)
     x = stored(x, head_scale(scale, head, known, PER_HEAD), FORMAT, cache.dtype.element_ty, NATIVE_FP8)
-    target = cache + slot_start(slot, num_slots, BLOCK_SIZE, STRIDES) + (head * STRIDES[2])[:, None] + column
+    target = (
+        cache + slot_start(slot, num_slots, BLOCK_SIZE, STRIDES) + (head.to(tl.int64) * STRIDES[2])[:, None] + column
+    )
     tl.store(target, x, mask=inside)
 
 
