@@ -12,9 +12,9 @@ from tests.support import make_config
 from vattn.__main__ import main
 from vattn.backends import choice_table, selector
 from vattn.backends.choice_table import ChoiceTable, Kind, Measured
-from vattn.calibration.result_files import write_whole
 from vattn.cli import tune
 from vattn.config.device import DeviceInfo
+from vattn.config.files import write_whole
 from vattn.errors import ConfigError
 
 H200 = DeviceInfo("cuda", (9, 0), "NVIDIA H200")

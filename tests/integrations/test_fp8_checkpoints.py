@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import vattn
+from tests.faults import Countdown, disk_full
 from tests.support import relative_l2
 from vattn.errors import ConfigError, ScaleError, UnsupportedRequestError
 from vattn.layers.fp8_linear import LINEAR_FORMATS, FP8Linear
@@ -327,6 +328,32 @@ def test_linears_that_cannot_be_loaded(fault: str, whole: Path, tmp_path: Path) 
     with pytest.raises(kind, match=text):
         load_fp8_linears(model)
     assert not any(isinstance(module, FP8Linear) for module in model.modules())
+
+
+def test_files_that_fail_while_they_are_read(whole: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model stays as it was, whichever read fails."""
+    import safetensors
+
+    model, real = plain(whole), safetensors.safe_open
+    before = {name: type(module) for name, module in model.named_modules()}
+    place = 0
+    while True:
+        place += 1
+        strike = Countdown(place, disk_full)
+
+        def struck(*args: Any, strike: Countdown = strike) -> Any:
+            strike()
+            return real(*args)
+
+        monkeypatch.setattr(safetensors, "safe_open", struck)
+        try:
+            load_fp8_linears(model, whole)
+        except ConfigError as error:
+            assert "No space left" in str(error)
+            assert {name: type(module) for name, module in model.named_modules()} == before
+        else:
+            break
+    assert place > 20
 
 
 def test_layers_that_are_no_longer_plain(whole: Path) -> None:

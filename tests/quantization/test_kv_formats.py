@@ -117,7 +117,7 @@ def test_the_zero_point_lies_in_the_lowest_bits_of_the_scale() -> None:
 
 @pytest.mark.parametrize("row", [0, 37, 127])
 def test_signs_spread_offsets(row: int) -> None:
-    """An offset along a row of the Hadamard matrix costs the signed codebook nothing, and the unsigned one its accuracy."""
+    """An offset along a row of the Hadamard matrix costs the unsigned codebook its accuracy, the signed one nothing."""
     x = normal(2000, 1, 128) + butterflies(torch.eye(128)[row], 128)
 
     def error(name: str) -> float:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from vattn.calibration.calibrate import Calibration, as_calibration
-from vattn.calibration.result_files import check_output, check_picture, figures
+from vattn.calibration.result_files import check_output, check_picture, figures, write_picture
 from vattn.calibration.step_runner import StepRunner, cached_layers, checked_text
 from vattn.errors import ConfigError
 from vattn.layers.base.paged_attention import CachedAttention
@@ -105,7 +105,7 @@ class Audit:
         if clipped.get_legend_handles_labels()[1]:
             clipped.legend()
         clipped.set(xlabel="layer", ylabel="clipped values, %")
-        figure.savefig(path)
+        write_picture(figure, Path(path))
 
 
 def _clip_rates(row: AuditRow) -> tuple[float, float, float]:

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vattn.calibration.result_files import check_output, write_whole
+from vattn.calibration.result_files import check_output
 from vattn.calibration.step_runner import NESTING, StepRunner, cached_layers, checked_text
+from vattn.config.files import write_whole
 from vattn.errors import ConfigError, MissingPackageError, ScaleError
 from vattn.layers.base.paged_attention import CachedAttention
 from vattn.layers.base.scales import QuantConfig

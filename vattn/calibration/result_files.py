@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import os
 from pathlib import Path
 from typing import Any
 
+from vattn.config.files import unwritable, write_files
 from vattn.errors import ConfigError, MissingPackageError
 
 
@@ -22,15 +24,18 @@ def check_output(option: str, path: Path | None, *, replaced: bool = False) -> N
         )
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a temporary file and rename it, so that the file is either the old one or the whole new one."""
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+def write_picture(figure: Any, path: Path, **options: Any) -> None:
+    """Write a figure of matplotlib, of the kind that the suffix names.
+
+    Raises:
+        ConfigError: it cannot be written; an old file is as it was.
+    """
+    picture = io.BytesIO()
+    figure.savefig(picture, format=path.suffix[1:].lower(), **options)
     try:
-        part.write_text(text, encoding="utf-8")
-        os.replace(part, path)
-    except BaseException:
-        part.unlink(missing_ok=True)
-        raise
+        write_files([(path, picture.getvalue())])
+    except OSError as error:
+        raise unwritable(path, error) from error
 
 
 def figures() -> Any:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from vattn.calibration.result_files import check_output
+from vattn.config.files import write_whole
 from vattn.errors import ConfigError
 
 
@@ -45,7 +46,7 @@ def main(options: argparse.Namespace) -> int:
             file=sys.stderr,
         )
     if options.dot:
-        options.dot.write_text("\n".join(pictures), encoding="utf-8")
+        write_whole(options.dot, "\n".join(pictures))
     return 1 if options.strict and (not report or report.count("fused") < len(report)) else 0
 
 

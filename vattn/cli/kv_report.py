@@ -19,10 +19,11 @@ from torch import Tensor
 from vattn.cache.stored_rows import decode_stored, encode_stored
 from vattn.calibration.calibrate import Calibration, calibrate
 from vattn.calibration.plant_outliers import plant_outliers
-from vattn.calibration.result_files import check_output, check_picture, figures
+from vattn.calibration.result_files import check_output, check_picture, figures, write_picture
 from vattn.calibration.step_runner import StepRunner, cached_layers
 from vattn.config.arguments import parse_bytes
 from vattn.config.attention import CacheConfig
+from vattn.config.files import write_whole
 from vattn.errors import ConfigError, VattnError
 from vattn.layers import QuantConfig
 from vattn.layers.base.paged_attention import CachedAttention
@@ -105,7 +106,7 @@ def main(options: argparse.Namespace) -> int:
     rows = list(measure(options))
     print(table(rows, options.memory))
     if options.json:
-        options.json.write_text(json.dumps([asdict(row) for row in rows], indent=1) + "\n")
+        write_whole(options.json, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     if options.plot:
         plot(rows, options.plot)
     return 0
@@ -394,4 +395,4 @@ def plot(rows: list[Row], path: Path) -> None:
         panel.set_yscale("symlog", linthresh=0.1)
     panels[0].set_ylabel(f"bits per byte over {rows[0].cache}, %")
     panels[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
-    figure.savefig(path, dpi=120)
+    write_picture(figure, path, dpi=120)

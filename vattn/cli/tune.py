@@ -15,9 +15,10 @@ import torch
 
 from vattn.backends import choice_table, selector
 from vattn.backends.choice_table import ChoiceTable, Kind, Measured
-from vattn.calibration.result_files import check_output, write_whole
+from vattn.calibration.result_files import check_output
 from vattn.cli.bench.command import forbid_builds
 from vattn.config.device import DeviceInfo
+from vattn.config.files import write_whole
 from vattn.errors import ConfigError, DeviceError
 
 BACKENDS = ("TRITON_ATTN", "FLASHINFER", "FLASH_ATTN")

@@ -7,13 +7,14 @@ import json
 import os
 import re
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import takewhile
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from vattn.config.files import write_files
 from vattn.errors import ConfigError, MissingPackageError, TransferError
 from vattn.kv_transfer.connector import TransferRequest, attached_already
 
@@ -59,7 +60,7 @@ class FileConnector:
             _claim(self.folder / fingerprint[:32] / "model.json", json.dumps(owner, indent=1))
         except OSError as error:
             raise ConfigError(
-                f"folder {str(self.folder)!r} cannot be created: {error.strerror}",
+                f"folder {str(self.folder)!r} cannot be created: {error.strerror or error}",
                 "a folder to write to",
                 "check the path",
             ) from error
@@ -116,26 +117,23 @@ class FileConnector:
             self._write(request, pages)
 
     def _write(self, request: TransferRequest, pages: Mapping[str, Tensor]) -> None:
-        """Write all files under temporary names, then rename them."""
-        written: list[tuple[Path, Path]] = []
+        """Write a file for each block that has none."""
         try:
-            for place, key in enumerate(request.keys):
-                if self.path(key).exists() and self._read(key) is not None:
-                    continue
-                block = {name: rows[place] for name, rows in pages.items()}
-                notes = {"key": key, "fingerprint": self._fingerprint, "sha256": _checksum(block)}
-                target = self.path(key)
-                temporary = target.with_name(f".{key}.{os.getpid()}.{threading.get_ident()}.tmp")
-                written.append((temporary, target))
-                with open(temporary, "wb") as file:
-                    file.write(self._format.torch.save(block, notes))
-                    file.flush()
-                    os.fsync(file.fileno())
-            for temporary, target in written:
-                os.replace(temporary, target)
-        finally:
-            for temporary, _ in written:
-                temporary.unlink(missing_ok=True)
+            write_files(self._contents(request, pages))
+        except OSError as error:
+            raise TransferError(
+                f"blocks of request {request.request_id!r} cannot be written: {error.strerror or error}",
+                "a folder on a disk with room",
+                "free space; the request goes on without being saved",
+            ) from error
+
+    def _contents(self, request: TransferRequest, pages: Mapping[str, Tensor]) -> Iterator[tuple[Path, bytes]]:
+        for place, key in enumerate(request.keys):
+            if self.path(key).exists() and self._read(key) is not None:
+                continue
+            block = {name: rows[place] for name, rows in pages.items()}
+            notes = {"key": key, "fingerprint": self._fingerprint, "sha256": _checksum(block)}
+            yield self.path(key), self._format.torch.save(block, notes)
 
     def _read(self, key: str) -> dict[str, Tensor] | None:
         """Return the pages of a block by layer; `None` without a valid file."""
@@ -163,12 +161,7 @@ def _claim(path: Path, owner: str) -> None:
             "a folder of this model's blocks",
             "use another folder, or delete this one",
         )
-    temporary = path.with_name(f".model.{os.getpid()}.{threading.get_ident()}.tmp")
-    try:
-        temporary.write_text(owner)
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_files([(path, owner.encode())])
 
 
 def _checksum(block: Mapping[str, Tensor]) -> str:

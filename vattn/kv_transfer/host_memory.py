@@ -63,11 +63,19 @@ class HostMemoryConnector:
                 "at least one block",
                 "give the connector more memory",
             )
-        self._attached = dict(page_bytes), fingerprint
-        self.capacity = self.memory // per_block
-        self._free = list(range(self.capacity))
-        for name, size in page_bytes.items():
-            self._arenas[name] = torch.empty((self.capacity, size), dtype=torch.uint8, pin_memory=self.pin_memory)
+        capacity = self.memory // per_block
+        try:
+            self._arenas = {
+                name: torch.empty((capacity, size), dtype=torch.uint8, pin_memory=self.pin_memory)
+                for name, size in page_bytes.items()
+            }
+        except RuntimeError as error:
+            raise ConfigError(
+                f"memory={format_bytes(self.memory)}, which the host does not give: {error!s:.200}",
+                "as much as is free" + (", pinned" if self.pin_memory else ""),
+                "give the connector less memory",
+            ) from error
+        self._attached, self.capacity, self._free = (dict(page_bytes), fingerprint), capacity, list(range(capacity))
 
     @property
     def num_blocks(self) -> int:

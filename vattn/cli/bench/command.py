@@ -13,6 +13,7 @@ from typing import Any
 
 from vattn.calibration.result_files import check_output, check_picture
 from vattn.cli.doctor import aligned, version_of
+from vattn.config.files import write_whole
 from vattn.errors import ConfigError, DeviceError
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn-4", "flash-attn")
@@ -68,7 +69,7 @@ def main(options: argparse.Namespace) -> int:
     result = report.read_result(options.source) if options.source else _measure(options)
     report.print_table(result)
     if options.markdown:
-        options.markdown.write_text(report.markdown(result))
+        write_whole(options.markdown, report.markdown(result))
     if options.plot:
         report.plot(result, options.plot)
     return 1 if report.failures(result["rows"]) else 0

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vattn.calibration.result_files import figures, write_whole
+from vattn.calibration.result_files import figures, write_picture
 from vattn.cli.doctor import aligned
+from vattn.config.files import write_whole
 from vattn.errors import ConfigError
 
 FORMAT = 1
@@ -167,7 +168,7 @@ def plot(result: dict[str, Any], path: Path) -> None:
     _roofline(axes[0], result)
     _ratios(axes[1], result)
     figure.suptitle(f"vattn bench attention: {result['device']}, {result['date']}")
-    figure.savefig(path, dpi=110)
+    write_picture(figure, path, dpi=110)
 
 
 def _roofline(axes: Any, result: dict[str, Any]) -> None:

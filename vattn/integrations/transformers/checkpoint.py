@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -36,11 +37,8 @@ class Checkpoint:
         self._where: dict[str, Path] = {}
         self._twice: dict[str, Path] = {}
         for file in files:
-            try:
-                with safe_open(file, "pt") as opened:
-                    names = list(opened.keys())
-            except Exception as error:  # SafetensorError is no public name.
-                raise ConfigError(f"{file}: {error}", "a file of safetensors", "fetch the checkpoint again") from error
+            with self._opened(file) as opened:
+                names = list(opened.keys())
             self._twice |= {name: file for name in names if name in self._where}
             self._where |= dict.fromkeys(names, file)
         self.config = _json(folder / "config.json")
@@ -55,7 +53,7 @@ class Checkpoint:
         """Return a tensor, on the CPU.
 
         Raises:
-            ConfigError: two files hold it.
+            ConfigError: two files hold it, or a file that cannot be read.
         """
         if name in self._twice:
             raise ConfigError(
@@ -63,13 +61,21 @@ class Checkpoint:
                 "every tensor once",
                 "remove the files that do not belong to this checkpoint",
             )
-        with self._open(self._where[name], "pt") as opened:
+        with self._opened(self._where[name]) as opened:
             return opened.get_tensor(name)
 
     def dtype(self, name: str) -> str:
         """Return the dtype of a tensor as safetensors writes it, such as `"F8_E4M3"`."""
-        with self._open(self._where[name], "pt") as opened:
+        with self._opened(self._where[name]) as opened:
             return opened.get_slice(name).get_dtype()
+
+    @contextmanager
+    def _opened(self, file: Path) -> Iterator[Any]:
+        try:
+            with self._open(file, "pt") as opened:
+                yield opened
+        except Exception as error:  # SafetensorError is no public name.
+            raise ConfigError(f"{file}: {error}", "a file of safetensors", "fetch the checkpoint again") from error
 
     @property
     def quantization(self) -> dict[str, Any]:
@@ -90,7 +96,7 @@ class Checkpoint:
 def _json(file: Path) -> dict[str, Any]:
     try:
         return dict(json.loads(file.read_text()))
-    except (ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{file}: {error}", "an object of JSON", "fetch the checkpoint again") from error
 
 

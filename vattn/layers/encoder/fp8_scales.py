@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vattn.config.files import write_whole
 from vattn.errors import ConfigError, ScaleError
 from vattn.quantization.codecs import MIN_ABSMAX
 from vattn.quantization.formats import FP8_E4M3_MAX
@@ -165,10 +166,10 @@ def save_encoder_scales(model: nn.Module, path: str | os.PathLike[str], *, margi
             steps.
 
     Raises:
-        ConfigError: no such layer, a layer without a prefix or with another's, or a margin below 1.
+        ConfigError: no such layer, a layer without a prefix or with another's, a margin below 1, or a file that cannot
+            be written; an older one is as it was.
         ScaleError: the history of some layer has not filled yet, or a scale times the margin leaves fp32; nothing is
             written.
-        OSError: the file cannot be written; an older one is as it was.
     """
     if not isinstance(margin, (int, float)) or isinstance(margin, bool) or not 1 <= margin < float("inf"):
         raise ConfigError(f"margin={margin!r}", "a number from 1 up", "margin=1.0 for none")
@@ -192,7 +193,8 @@ def save_encoder_scales(model: nn.Module, path: str | os.PathLike[str], *, margi
                 "positive finite fp32 numbers",
                 "choose a smaller margin, or call reset_amax_history() and run more inputs",
             )
-    _write_whole(path, {"format": "vattn encoder scales", "margin": margin, "layers": entries})
+    content = {"format": "vattn encoder scales", "margin": margin, "layers": entries}
+    write_whole(path, json.dumps(content, indent=1))
 
 
 def _fp8_layers(model: nn.Module) -> dict[str, Any]:
@@ -223,15 +225,3 @@ def _saved_scales(layer: Any, margin: float) -> list[float]:
         return [float(getattr(layer, f"{name}_scale")) for name in _TENSORS]
     largest = layer.amax_history.amax(dim=0).double().clamp(min=MIN_ABSMAX) * margin / FP8_E4M3_MAX
     return [float(scale) for scale in largest.cpu()]
-
-
-def _write_whole(path: str | os.PathLike[str], data: Mapping[str, Any]) -> None:
-    """Write JSON to a second file and rename it, so that the file is either the old one or the whole new one."""
-    target = Path(path)
-    temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps(data, indent=1), encoding="utf-8")
-        os.replace(temporary, target)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
