@@ -111,7 +111,7 @@ def check_codes(batch: Batch) -> None:
     expected_scales = None if scales is None else torch.empty_like(scales)
     if batch.config.output_arithmetic == "approximate_divide":
         args = batch.args._replace(output=expected, output_block_scale=expected_scales)
-        finish(args, batch.config, 3, output)
+        finish(args, batch.config, output)
     else:
         quantise_output(
             output, batch.config.output_format, expected, expected_scales, batch.args.output_scale,

@@ -161,19 +161,20 @@ def rounded_formula(args: MLAAttentionArgs, config: MLAConfig) -> Tensor:
         start, end = args.query_start_loc[request : request + 2].tolist()
         if end <= start or length <= 0:
             continue
+        held = min(length, args.block_table.shape[1] * config.block_size)
         blocks, offsets, exists = mla_reference.locate_keys(
-            args.block_table[request], length, config.block_size, rows.shape[0]
+            args.block_table[request], held, config.block_size, rows.shape[0]
         )
         latent, rope = mla_reference.read_rows(rows[blocks, offsets], args.k_scale, config)
         topk = None if args.topk_indices is None else args.topk_indices[start:end]
-        visible = mla_reference.visible_keys(end - start, length, topk, args.query.device) & exists
+        visible = mla_reference.times_seen(end - start, length, torch.arange(held), topk) * exists
         latent, rope = (torch.where(exists[:, None], part, 0.0) for part in (latent, rope))
         kv = torch.einsum("sl,nxl->snx", latent.to(dtype).float(), weight.float()).to(dtype)
         key = torch.cat(
             (kv[..., : config.qk_nope_head_dim], rope.to(dtype)[:, None].expand(-1, config.num_heads, -1)), -1
         )
         scores = torch.einsum("qnd,snd->nqs", args.query[start:end].float(), key.float()) * config.scale
-        scores = scores.masked_fill(~visible, -torch.inf)
+        scores = mla_reference.weigh(scores, visible)
         weights = torch.softmax(scores, -1).nan_to_num(0.0).to(dtype)
         value = kv[..., config.qk_nope_head_dim :]
         out[start:end] = torch.einsum("nqs,snv->qnv", weights.float(), value.float()).to(dtype)

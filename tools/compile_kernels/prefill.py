@@ -106,7 +106,7 @@ def _fp4_rows() -> Iterator[Launch]:
             heads, 1, size, size, 0.1, dtype, kv_cache_dtype=dtype, output_format=fmt, output_arithmetic=arithmetic
         )
         values = meta(5, heads, size, dtype=MODEL_DTYPES[dtype])
-        call = partial(fp4_rows.finish, paged_arguments(config, 5, 2, 8), config, 2, values)
+        call = partial(fp4_rows.finish, paged_arguments(config, 5, 2, 8), config, values)
         yield from record(f"{heads} {config.encode()}", "sm_90", call, SPILLS)
 
 

@@ -76,7 +76,7 @@ def _attend_short(
     elif spans_heads(config):
         rows = args.query.new_empty((*args.query.shape[:2], config.v_head_dim))
         project_values(latent, w_uv, rows)
-        finish(args, config, args.seq_lens.shape[0], rows, limits=limits)
+        finish(args, config, rows, limits=limits)
     else:
         project_output(latent, w_uv, args, config, limits)
 
@@ -106,7 +106,7 @@ def attend_mixed(
     project_output(latent, w_uv, args, config, limits, rows, longest, complete)
     _attend_prompts(args, weight, rows, complete, config, limits, may_use_hopper)
     if rows is not None:
-        finish(args, config, args.seq_lens.shape[0], rows, limits=limits)
+        finish(args, config, rows, limits=limits)
 
 
 def _attend_prompts(

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from vattn.config.device import Sizes
 from vattn.config.mla import WEIGHT_FORMATS, MLAConfig
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.reference import mla as mla_reference
-from vattn.ops.reference.attention import held_lengths, merge, softmax, write_results
+from vattn.ops.reference.attention import held_lengths, merge, ranges, softmax, write_results
 from vattn.ops.reference.mla_absorb import (
     DEFAULT_WORKSPACE_TOKENS,
     elements_per_token,
@@ -112,12 +111,12 @@ def _attend_all(args: MLAAttentionArgs, config: MLAConfig, results: Tensor, logs
     weight = weight_values(args.kv_b_weight, args.kv_b_scale, config, torch.float32)
     chunk = workspace_tokens(args.workspace, config, DEFAULT_WORKSPACE_TOKENS)
     step = _Step(args, config, weight, row_view(args.kv_cache, config), config.dcp_shard, chunk)
-    lengths = args.seq_lens.tolist()
+    lengths = held_lengths(None, args.seq_lens, None)
     held = held_lengths(step.shard, args.seq_lens, args.local_seq_lens)
-    for number, (start, end) in enumerate(pairwise(args.query_start_loc.tolist())):
+    for number, (start, end) in enumerate(ranges(args.query_start_loc, results.shape[0])):
         if end <= start:
             continue
-        request = _Request(number, start, end - start, max(0, lengths[number]), held[number])
+        request = _Request(number, start, end - start, lengths[number], held[number])
         absorbed = request.query_len <= config.decode_threshold
         attend, columns = (_absorbed_parts, config.kv_lora_rank) if absorbed else (_expanded_parts, config.v_head_dim)
         query = args.query[start:end].float()
@@ -134,44 +133,43 @@ def _absorbed_parts(query: Tensor, request: _Request, step: _Step) -> Iterator[P
     config = step.config
     absorbed = mla_reference.absorbed_query(query, step.weight[:, : config.qk_nope_head_dim], step.args.q_scale, config)
     chunk = max(1, min(step.chunk, _SCORES_PER_CHUNK // (request.query_len * config.num_heads)))
-    for latent, rotated, visible in _keys(request, chunk, step):
+    for latent, rotated, counts in _keys(request, chunk, step):
         scores = torch.einsum("qnd,sd->nqs", absorbed, torch.cat((latent, rotated), -1)) * config.scale
-        weights, lse = softmax(scores.masked_fill(~visible, -torch.inf))
+        weights, lse = softmax(mla_reference.weigh(scores, counts))
         yield torch.einsum("nqs,sl->qnl", weights, latent), lse.t()
 
 
 def _expanded_parts(query: Tensor, request: _Request, step: _Step) -> Iterator[Part]:
     """Attend a request with keys and values of every head, expanded one chunk of keys at a time."""
     config = step.config
-    for latent, rotated, visible in _keys(request, step.chunk, step):
+    for latent, rotated, counts in _keys(request, step.chunk, step):
         expanded = torch.einsum("sl,nxl->nsx", latent, step.weight)
         key, value = expanded.split((config.qk_nope_head_dim, config.v_head_dim), dim=-1)
         key = torch.cat((key, rotated.expand(config.num_heads, -1, -1)), dim=-1)
         most = max(1, _SCORES_PER_CHUNK // (len(latent) * config.num_heads))
         done = []
-        for rows, seen in zip(query.split(most), visible.split(most), strict=True):
+        for rows, seen in zip(query.split(most), counts.split(most), strict=True):
             scores = torch.einsum("qnd,nsd->nqs", rows, key) * config.scale
-            weights, lse = softmax(scores.masked_fill(~seen, -torch.inf))
+            weights, lse = softmax(mla_reference.weigh(scores, seen))
             done.append((torch.einsum("nqs,nsv->qnv", weights, value), lse.t()))
         out, lse = (torch.cat(part) for part in zip(*done, strict=True))
         yield out, lse
 
 
 def _keys(request: _Request, chunk: int, step: _Step) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yield fp32 latents and rotated keys of each chunk of keys that are held, and which row sees which of them."""
+    """Yield fp32 latents and rotated keys of each chunk of keys that are held, and how often rows see each."""
     args, config, shard, size = step.args, step.config, step.shard, step.config.block_size
     num_keys = min(request.held, args.block_table.shape[1] * size)
     start, device, topk = request.first_row, args.query.device, args.topk_indices
     if topk is not None:
         topk = topk[start : start + request.query_len]
-        topk = topk if shard is None else shard.local_indices(topk)
     for first in range(0, num_keys, chunk):
         end = min(first + chunk, num_keys)
         position = torch.arange(first, end, device=device)
         blocks = args.block_table[request.number, position // size].long()
         known = (blocks >= 0) & (blocks < step.rows.shape[0])
-        visible = mla_reference.visible_keys(request.query_len, request.seq_len, topk, device, first, end, shard)
-        visible = visible & known
+        places = position if shard is None else shard.position(position)
+        counts = mla_reference.times_seen(request.query_len, request.seq_len, places, topk) * known
         stored = step.rows[torch.where(known, blocks, 0), position % size]
         latent, rotated = mla_reference.read_rows(stored, args.k_scale, config)
-        yield mla_reference.only_seen(latent, visible), mla_reference.only_seen(rotated, visible), visible
+        yield mla_reference.only_seen(latent, counts > 0), mla_reference.only_seen(rotated, counts > 0), counts

@@ -13,7 +13,6 @@ Lengths are read on the host: free on CPU, one sync a call on CUDA, hence no CUD
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -65,32 +64,36 @@ class TorchSDPABackend(Backend):
         refuse_capture(args.query, "TORCH_SDPA", "it reads lengths on the host", "pass attn_backend='TRITON_ATTN'")
         keys, values = stored_views(args.key_cache, args.value_cache, config)
         capacity = args.block_table.shape[1] * config.block_size if keys.codes.shape[0] else 0
-        starts, lengths = args.query_start_loc.tolist(), args.seq_lens.tolist()
-        decodes = _even_decodes(starts, lengths, capacity) if _is_plain(config) else []
+        spans = reference.ranges(args.query_start_loc, args.query.shape[0])
+        lengths = reference.held_lengths(None, args.seq_lens, None)
+        decodes = _even_decodes(spans, lengths, capacity) if _is_plain(config) else []
         requests: list[Request] = []
         if len(decodes) < len(lengths):
             held = reference.held_lengths(config.dcp_shard, args.seq_lens, args.local_seq_lens)
             readable = [min(length, capacity) for length in held]
             keys_of = lengths if config.context_parallel else readable
-            requests = list(_requests(args, config, starts, lengths, keys_of, readable, set(decodes)))
+            requests = list(_requests(args, config, spans, lengths, keys_of, readable, set(decodes)))
         result = _start_result(args, requests, config)
         # Autocast would round the fp32 math to a narrower dtype.
         with torch.autocast(args.query.device.type, enabled=False):
             if decodes:
                 longest = max([lengths[request] for request in decodes])
-                _plain_decodes(args, config, decodes, longest, keys, values, result)
+                rows = [spans[request][0] for request in decodes]
+                _plain_decodes(args, config, decodes, rows, longest, keys, values, result)
             if requests:
                 _run(args, config, requests, _paged_reader(args, config, keys, values), result)
             _quantise(result, args, config)
 
     def varlen_attention(self, args: VarlenAttentionArgs, config: AttentionConfig) -> None:
         refuse_capture(args.query, "TORCH_SDPA", "it reads lengths on the host", "pass attn_backend='TRITON_ATTN'")
-        starts = args.kv_start_loc.tolist()
-        lengths = [max(0, end - start) for start, end in pairwise(starts)]
-        requests = list(_requests(args, config, args.query_start_loc.tolist(), lengths, lengths, lengths))
+        of_keys = reference.ranges(args.kv_start_loc, args.key.shape[0])
+        lengths = [end - start for start, end in of_keys]
+        spans = reference.ranges(args.query_start_loc, args.query.shape[0])
+        requests = list(_requests(args, config, spans, lengths, lengths, lengths))
 
         def read(request: Request, first: int, end: int) -> tuple[Tensor, Tensor, Tensor | None]:
-            rows = slice(starts[request.index] + first, starts[request.index] + end)
+            start, _ = of_keys[request.index]
+            rows = slice(start + first, start + end)
             key = _decode(PackedRows(args.key[rows], None), config, False, args.k_scale)
             return key, _decode(PackedRows(args.value[rows], None), config, True, args.v_scale), None
 
@@ -144,9 +147,9 @@ def _is_plain(config: AttentionConfig) -> bool:
     )
 
 
-def _even_decodes(starts: list[int], lengths: list[int], capacity: int) -> list[int]:
+def _even_decodes(spans: list[tuple[int, int]], lengths: list[int], capacity: int) -> list[int]:
     """Return the requests that are readable decodes, if padding them to the longest wastes less than it saves."""
-    rows = [end - start for start, end in pairwise(starts)]
+    rows = [end - start for start, end in spans]
     found = [request for request, length in enumerate(lengths) if rows[request] == 1 and 0 < length <= capacity]
     keys = [lengths[request] for request in found]
     return found if len(found) > 1 and max(keys) * len(found) <= 4 * sum(keys) else []
@@ -155,7 +158,7 @@ def _even_decodes(starts: list[int], lengths: list[int], capacity: int) -> list[
 def _requests(
     args: Args,
     config: AttentionConfig,
-    starts: list[int],
+    spans: list[tuple[int, int]],
     seq_lens: list[int],
     num_keys: list[int],
     held: list[int],
@@ -163,15 +166,14 @@ def _requests(
 ) -> Iterator[Request]:
     """Yield the requests that have query rows, except for those that are done."""
     flags = None if args.causal_flags is None else args.causal_flags.tolist()
-    for index, (start, end) in enumerate(pairwise(starts)):
+    for index, (start, end) in enumerate(spans):
         if end <= start or index in done:
             continue
         causal = bool(flags[index]) if config.causality == "per_request" and flags else config.causality == "causal"
-        seq_len = max(0, seq_lens[index])
+        seq_len = seq_lens[index]
         # Rows that have no position among the keys are counted from 0, which is before no key.
         context_len = 0 if config.attn_type == "encoder_decoder" else seq_len - (end - start)
-        keys = max(0, num_keys[index])
-        yield Request(index, start, end - start, seq_len, context_len, keys, causal, max(0, held[index]))
+        yield Request(index, start, end - start, seq_len, context_len, num_keys[index], causal, held[index])
 
 
 def _start_result(args: Args, requests: list[Request], config: AttentionConfig) -> Tensor:
@@ -280,6 +282,7 @@ def _plain_decodes(
     args: AttentionArgs,
     config: AttentionConfig,
     decodes: list[int],
+    rows: list[int],
     longest: int,
     keys: PackedRows,
     values: PackedRows,
@@ -289,7 +292,7 @@ def _plain_decodes(
     size, device = config.block_size, args.query.device
     window = config.sliding_window
     index = torch.tensor(decodes, device=device)
-    row, seq_len = args.query_start_loc[index], args.seq_lens[index]
+    row, seq_len = torch.tensor(rows, device=device), args.seq_lens[index]
     first_key = (seq_len - (window or longest)).clamp(min=0)
     num_columns = (longest + size - 1) // size
     if window is not None:

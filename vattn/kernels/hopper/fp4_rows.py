@@ -121,13 +121,13 @@ def fp4_rows_kernel(
     gl.store(target, words, mask=((at < COLUMNS // SIZE) & (row < num_tokens))[:, None] & (half >= 0)[None, :])
 
 
-def finish(args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, num_reqs: int, values: Tensor) -> None:
+def finish(args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, values: Tensor) -> None:
     """Quantise rows `[T, H, V]` of the model dtype into the output of an op whose scales span heads or tiles."""
     fmt = OUTPUT_FORMATS[config.output_format]
     if fmt.group_size == NVFP4_GROUP_SIZE and args.output.is_contiguous() and args.output.data_ptr() % 4 == 0:
         launch(args, config, values)
     else:
-        attention_launch.finish(args, config, num_reqs, values)
+        attention_launch.finish(args, config, values)
 
 
 def launch(args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, values: Tensor) -> None:

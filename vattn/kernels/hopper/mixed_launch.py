@@ -142,4 +142,4 @@ def attend(args: AttentionArgs, config: AttentionConfig, route: str = "") -> Non
         sizes = decode_fast.sizing(config, num_reqs, tuning, device, rows, longest=short_rows(config))
         decode_fast.launch(args, config, of_decode, output, tuning, sizes, rows)
     if not finished:
-        fp4_rows.finish(args, config, num_reqs, output)
+        fp4_rows.finish(args, config, output)

@@ -3,6 +3,12 @@
 Requests are taken one by one and lengths are read on the host; nothing here is meant to be fast. Masks and biases are
 in `vattn.ops.reference.mask`, formats in `vattn.quantization.codecs` and `vattn.quantization.packed`.
 
+Metadata may hold any value. Offsets are clamped to what they count, and to be no smaller than the one before
+(`ranges`). Lengths are clamped to 0 and `MAX_SEQ_LEN`, and rows keep the positions that their length gives them. Keys
+that the block table has no column for, or that lie in a block outside of the cache, do not exist; slots outside of it
+write nothing. Rows of no request are zero, with LSE -inf. Kernels do the same, but for offsets out of order: a row of
+such a step is what any request that claims it computes, or zero.
+
 Letters: T query tokens, H query heads, K KV heads, g = H / K, D key width, V value width, q query rows and s keys of
 one request.
 """
@@ -20,13 +26,16 @@ from vattn.cache.stored_rows import decode_stored, encode_stored, stored_views, 
 from vattn.config.attention import AttentionConfig
 from vattn.config.dcp import DCPShard
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, VarlenAttentionArgs
-from vattn.ops.reference.mask import alibi_bias, is_causal, positions, tree_bias, visible_mask
+from vattn.ops.reference.mask import alibi_bias, is_causal, row_positions, tree_bias, visible_keys
 from vattn.quantization.codecs import decode_kv, load_query, quantise_output
 from vattn.quantization.formats import MODEL_DTYPES
 
-KeysOfRequest = Callable[[int], "tuple[Tensor, Tensor, Tensor, Tensor | None]"]
+MAX_SEQ_LEN = 1 << 30
+"""Longest sequence: sums of lengths and of windows fit int32."""
+
+KeysOfRequest = Callable[[int], "tuple[Tensor, Tensor, Tensor, Tensor]"]
 """Request number -> keys fp32 `[s, K, D]`, values fp32 `[s, K, V]`, bool `[s]`: which of them exist, and int64 `[s]`:
-their positions (`None`: 0 to s - 1)."""
+their positions."""
 
 
 def kv_cache_update(args: CacheUpdateArgs, config: AttentionConfig) -> None:
@@ -87,8 +96,9 @@ def paged_attention(args: AttentionArgs, config: AttentionConfig) -> tuple[Tenso
     keys, values = stored_views(args.key_cache, args.value_cache, config)
     seq_lens = held_lengths(None, args.seq_lens, None)
     stored = held_lengths(config.dcp_shard, args.seq_lens, args.local_seq_lens)
+    stored = [min(length, args.block_table.shape[1] * config.block_size) for length in stored]
 
-    def keys_of_request(request: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def keys_of_request(request: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         entries, offsets, exists = locate_keys(
             args.block_table[request], stored[request], config.block_size, keys.codes.shape[0]
         )
@@ -101,7 +111,7 @@ def paged_attention(args: AttentionArgs, config: AttentionConfig) -> tuple[Tenso
 
 def held_lengths(shard: DCPShard | None, seq_lens: Tensor, local_seq_lens: Tensor | None) -> list[int]:
     """Return how many keys of each request can be read: those of its length that this rank holds."""
-    lengths = [max(0, length) for length in seq_lens.tolist()]
+    lengths = seq_lens.clamp(0, MAX_SEQ_LEN).tolist()
     if shard is None or local_seq_lens is None:
         return lengths
     return [
@@ -109,35 +119,41 @@ def held_lengths(shard: DCPShard | None, seq_lens: Tensor, local_seq_lens: Tenso
     ]
 
 
-def held_positions(shard: DCPShard | None, count: int, device: torch.device) -> Tensor | None:
-    """Return the positions of a request's first `count` keys on this rank; `None`: all from 0 on."""
-    return None if shard is None else shard.position(torch.arange(count, device=device))
+def held_positions(shard: DCPShard | None, count: int, device: torch.device) -> Tensor:
+    """Return the positions of a request's first `count` keys on this rank."""
+    index = torch.arange(count, device=device)
+    return index if shard is None else shard.position(index)
+
+
+def ranges(offsets: Tensor, most: int) -> list[tuple[int, int]]:
+    """Return where the rows of each request begin and end among `most`, by offsets that may hold anything."""
+    return list(itertools.pairwise(offsets.cummax(0).values.clamp(0, most).tolist()))
 
 
 def locate_keys(block_row: Tensor, seq_len: int, block_size: int, num_blocks: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return block ids, offsets and existence, each `[seq_len]`, of one request's keys.
 
-    A key exists if the table has a column for it and that column names a block of the cache. Those that do not exist
-    get a block id that can be read, never a key that can be seen.
+    A key exists if its column of the table names a block of the cache. Those that do not exist get a block id that can
+    be read, never a key that can be seen.
     """
     positions = torch.arange(seq_len, device=block_row.device)
-    columns = positions // block_size
-    blocks = block_row[columns.clamp(max=block_row.shape[0] - 1)].long()
-    exists = (columns < block_row.shape[0]) & (blocks >= 0) & (blocks < num_blocks)
+    blocks = block_row[positions // block_size].long()
+    exists = (blocks >= 0) & (blocks < num_blocks)
     return blocks.clamp(0, num_blocks - 1), positions % block_size, exists
 
 
 def packed_attention(args: VarlenAttentionArgs, config: AttentionConfig) -> tuple[Tensor, Tensor]:
     """Return what `vattn::varlen_attention` computes, before any rounding: fp32 `[T, H, V]` and LSE fp32 `[T, H]`."""
-    starts = args.kv_start_loc.tolist()
+    spans = ranges(args.kv_start_loc, args.key.shape[0])
 
-    def keys_of_request(request: int) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-        rows = slice(starts[request], max(starts[request], starts[request + 1]))
+    def keys_of_request(request: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        rows = slice(*spans[request])
         key = decode_kv(args.key[rows], config.kv_cache_dtype, args.k_scale)
         value = decode_kv(args.value[rows], config.kv_cache_dtype, args.v_scale)
-        return key, value, torch.ones(key.shape[0], dtype=torch.bool, device=key.device), None
+        exists = torch.ones(key.shape[0], dtype=torch.bool, device=key.device)
+        return key, value, exists, held_positions(None, key.shape[0], key.device)
 
-    return _attend_requests(args, config, keys_of_request, [max(0, b - a) for a, b in itertools.pairwise(starts)])
+    return _attend_requests(args, config, keys_of_request, [end - start for start, end in spans])
 
 
 def _attend_requests(
@@ -151,13 +167,10 @@ def _attend_requests(
     query = load_query(args.query, args.q_scale, config.num_kv_heads, config.query_load)
     out = query.new_zeros((num_tokens, config.num_heads, config.head_size_v))
     lse = query.new_full((num_tokens, config.num_heads), -torch.inf)
-    starts = args.query_start_loc.tolist()
-    for request, (start, end) in enumerate(itertools.pairwise(starts)):
+    for request, (start, end) in enumerate(ranges(args.query_start_loc, num_tokens)):
         if end > start:
             key, value, exists, held = keys_of_request(request)
-            visible, bias = _mask_and_bias(args, config, request, end - start, seq_lens[request])
-            if held is not None:
-                visible, bias = visible[:, held], None if bias is None else bias[..., held]
+            visible, bias = _mask_and_bias(args, config, request, end - start, seq_lens[request], held)
             out[start:end], lse[start:end] = attend(
                 query[start:end], key, value, visible & exists, config, bias=bias, sinks=args.sinks
             )
@@ -165,14 +178,18 @@ def _attend_requests(
 
 
 def _mask_and_bias(
-    args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, request: int, query_len: int, seq_len: int
-) -> tuple[Tensor, Tensor | None]:
-    """Return one request's visibility `[q, s]` and what is added to its scores `[H, q, s]`, or `None`."""
-    causal = None if args.causal_flags is None else bool(args.causal_flags[request] != 0)
-    ranges = None if args.mm_ranges is None else args.mm_ranges[request]
-    visible = visible_mask(config, query_len, seq_len, causal=causal, mm_ranges=ranges, device=args.query.device)
-    q, k = positions(query_len, seq_len, args.query.device)
-    return visible, score_bias(args, config, q, k, seq_len - query_len, request, is_causal(config, causal))
+    args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, request: int, query_len: int, seq_len: int,
+    held: Tensor,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return one request's visibility `[q, s]` and what is added to its scores `[H, q, s]`, or `None`.
+
+    held: the positions of its keys.
+    """
+    causal = is_causal(config, None if args.causal_flags is None else bool(args.causal_flags[request] != 0))
+    of_images = None if args.mm_ranges is None else args.mm_ranges[request]
+    q, k = row_positions(query_len, seq_len, args.query.device), held[None, :]
+    visible = visible_keys(config, q, k, seq_len - query_len, causal, of_images)
+    return visible, score_bias(args, config, q, k, seq_len - query_len, request, causal)
 
 
 def score_bias(

@@ -18,8 +18,12 @@ def positions(query_len: int, seq_len: int, device: torch.device | str = "cpu") 
 
     Rows of a request that is shorter than its query have negative positions.
     """
-    rows = torch.arange(seq_len - query_len, seq_len, device=device)
-    return rows.unsqueeze(1), torch.arange(seq_len, device=device).unsqueeze(0)
+    return row_positions(query_len, seq_len, device), torch.arange(seq_len, device=device).unsqueeze(0)
+
+
+def row_positions(query_len: int, seq_len: int, device: torch.device | str = "cpu") -> Tensor:
+    """Return int64 positions of the query rows `[query_len, 1]`."""
+    return torch.arange(seq_len - query_len, seq_len, device=device).unsqueeze(1)
 
 
 def visible_mask(
@@ -44,12 +48,19 @@ def visible_mask(
         tensor([[0, 1, 1, 0],
                 [0, 0, 1, 1]], dtype=torch.int32)
     """
-    if config.attn_type == "encoder_decoder":
-        return torch.ones(query_len, seq_len, dtype=torch.bool, device=device)
     q, k = positions(query_len, seq_len, device)
-    visible = visible_at(config, q, k, is_causal(config, causal), mm_ranges)
+    return visible_keys(config, q, k, seq_len - query_len, is_causal(config, causal), mm_ranges)
+
+
+def visible_keys(
+    config: AttentionConfig, q: Tensor, k: Tensor, context_len: int, causal: bool, mm_ranges: Tensor | None
+) -> Tensor:
+    """Return bool `[q, s]`: which keys of a request, at some positions, its rows see, tree bias aside."""
+    if config.attn_type == "encoder_decoder":
+        return torch.ones(q.shape[0], k.shape[1], dtype=torch.bool, device=q.device)
+    visible = visible_at(config, q, k, causal, mm_ranges)
     if config.context_only:
-        visible = visible & (k < seq_len - query_len)
+        visible = visible & (k < context_len)
     return visible & (q >= 0)
 
 

@@ -1,21 +1,28 @@
 """What the latent attention ops mean, un-absorbed, in fp32 or fp64 on any device: the executable specification.
 
 Every head gets its own keys and values, expanded from the latents; requests are taken one by one. Queries are absorbed
-where they are quantised alone: in requests of at most `decode_threshold` rows, under a `query_format`.
+where they are quantised alone: in requests of at most `decode_threshold` rows, under a `query_format`. A row of a
+sparse layer counts a key as often as it lists it, and entries outside of the request not at all. Metadata may hold any
+value, as in `vattn.ops.reference.attention`.
 """
 
 from __future__ import annotations
-
-import itertools
 
 import torch
 from torch import Tensor
 
 from vattn.cache.layout import row_view
-from vattn.config.dcp import DCPShard
 from vattn.config.mla import MLAConfig
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
-from vattn.ops.reference.attention import held_lengths, held_positions, locate_keys, softmax, write_results, write_slots
+from vattn.ops.reference.attention import (
+    held_lengths,
+    held_positions,
+    locate_keys,
+    ranges,
+    softmax,
+    write_results,
+    write_slots,
+)
 from vattn.ops.reference.mla_absorb import key_and_value_weights, quantised_query, weight_values
 from vattn.quantization.mla_formats import decode_rows, encode_rows
 
@@ -40,21 +47,21 @@ def attend_latents(
     num_tokens = args.query.shape[0]
     out = torch.zeros((num_tokens, config.num_heads, config.v_head_dim), dtype=dtype, device=args.query.device)
     lse = out.new_full((num_tokens, config.num_heads), -torch.inf)
-    starts, seq_lens = args.query_start_loc.tolist(), held_lengths(None, args.seq_lens, None)
+    seq_lens = held_lengths(None, args.seq_lens, None)
     stored = held_lengths(config.dcp_shard, args.seq_lens, args.local_seq_lens)
-    for request, (start, end) in enumerate(itertools.pairwise(starts)):
+    stored = [min(length, args.block_table.shape[1] * config.block_size) for length in stored]
+    for request, (start, end) in enumerate(ranges(args.query_start_loc, num_tokens)):
         if end <= start:
             continue
         table, device = args.block_table[request], args.query.device
         blocks, offsets, exists = locate_keys(table, stored[request], config.block_size, rows.shape[0])
         latent, rope = read_rows(rows[blocks, offsets], args.k_scale, config)
         topk = None if args.topk_indices is None else args.topk_indices[start:end]
-        visible = visible_keys(end - start, seq_lens[request], topk, device)
         held = held_positions(config.dcp_shard, stored[request], device)
-        visible = (visible if held is None else visible[:, held]) & exists
+        counts = times_seen(end - start, seq_lens[request], held, topk) * exists
         q_scale = args.q_scale if end - start <= config.decode_threshold else None
         out[start:end], lse[start:end] = attend_expanded(
-            args.query[start:end].to(dtype), latent.to(dtype), rope.to(dtype), weight, visible, config, q_scale
+            args.query[start:end].to(dtype), latent.to(dtype), rope.to(dtype), weight, counts, config, q_scale
         )
     return out, lse
 
@@ -64,30 +71,25 @@ def read_rows(stored: Tensor, k_scale: Tensor | None, config: MLAConfig) -> tupl
     return decode_rows(stored, config.kv_cache_dtype, config.kv_lora_rank, config.qk_rope_head_dim, k_scale)
 
 
-def visible_keys(
-    query_len: int,
-    seq_len: int,
-    topk: Tensor | None,
-    device: torch.device,
-    first: int = 0,
-    end: int | None = None,
-    shard: DCPShard | None = None,
-) -> Tensor:
-    """Return bool `[q, end - first]` for keys `[first, end)`, by default all `seq_len` of them.
+def times_seen(query_len: int, seq_len: int, positions: Tensor, topk: Tensor | None) -> Tensor:
+    """Return bool or, with `topk`, int32 `[q, s]`: how often rows of a request see keys at ascending `positions` `[s]`.
 
-    A row sees the keys up to its own position, and with `topk` `[q, K]` only those that it lists. With `shard`, keys
-    are counted as a rank holds them, those that `topk` lists too.
+    A row sees the keys up to its own position, and with `topk` `[q, K]` each as often as it lists it.
     """
-    end = seq_len if end is None else end
-    position = seq_len - query_len + torch.arange(query_len, device=device)[:, None]
-    key = torch.arange(first, end, device=device)
-    visible = (key if shard is None else shard.position(key))[None, :] <= position
-    if topk is not None:
-        listed = visible.new_zeros((query_len, end - first + 1))
-        inside = (topk >= first) & (topk < end)
-        listed.scatter_(1, torch.where(inside, topk - first, end - first).long(), True)
-        visible = visible & listed[:, : end - first]
-    return visible
+    row = seq_len - query_len + torch.arange(query_len, device=positions.device)[:, None]
+    visible = positions[None, :] <= row
+    if topk is None or not positions.numel():
+        return visible
+    place = torch.searchsorted(positions, topk.long()).clamp(max=positions.numel() - 1)
+    listed = (positions[place] == topk).int()
+    return visible * torch.zeros_like(visible, dtype=torch.int32).scatter_add_(1, place, listed)
+
+
+def weigh(scores: Tensor, counts: Tensor) -> Tensor:
+    """Return scores `[N, q, s]` of keys that count as often as `counts` `[q, s]` says; -inf for 0."""
+    if counts.dtype != torch.bool:
+        scores = scores + counts.clamp(min=1).to(scores.dtype).log()
+    return torch.where(counts > 0, scores, -torch.inf)
 
 
 def attend_expanded(
@@ -95,7 +97,7 @@ def attend_expanded(
     latent: Tensor,
     rope: Tensor,
     weight: Tensor,
-    visible: Tensor,
+    counts: Tensor,
     config: MLAConfig,
     q_scale: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -105,13 +107,13 @@ def attend_expanded(
         query: `[q, N, P + R]`.
         latent, rope: `[s, L]` and `[s, R]`; rows that no query row sees may hold anything.
         weight: `[N, P + V, L]`.
-        visible: bool `[q, s]`.
+        counts: `[q, s]`, how often rows see keys.
         q_scale: with it, queries are absorbed and quantised before they meet keys.
 
     Returns:
         `[q, N, V]`, zero for rows that see no key, and LSE `[q, N]`, -inf for them.
     """
-    latent, rope = only_seen(latent, visible), only_seen(rope, visible)
+    latent, rope = only_seen(latent, counts > 0), only_seen(rope, counts > 0)
     w_uk, w_uv = key_and_value_weights(weight, config)
     value = torch.einsum("sl,nlv->snv", latent, w_uv)
     nope, rotated = query.split((config.qk_nope_head_dim, config.qk_rope_head_dim), dim=-1)
@@ -121,7 +123,7 @@ def attend_expanded(
     else:
         absorbed = absorbed_query(query, w_uk, q_scale, config)
         scores = torch.einsum("qnd,sd->nqs", absorbed, torch.cat((latent, rope), dim=-1))
-    weights, lse = softmax(torch.where(visible, scores * config.scale, -torch.inf))
+    weights, lse = softmax(weigh(scores * config.scale, counts))
     return torch.einsum("nqs,snv->qnv", weights, value), lse.t()
 
 

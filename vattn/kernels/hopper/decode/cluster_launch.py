@@ -80,7 +80,7 @@ def decode(args: AttentionArgs, config: AttentionConfig, size: int = 0) -> None:
     grid = (args.seq_lens.shape[0] * config.num_kv_heads,)
     launch_in_clusters(decode_cluster_kernel, grid, size, arguments)
     if not finished:
-        fp4_rows.finish(args, config, args.seq_lens.shape[0], output)
+        fp4_rows.finish(args, config, output)
 
 
 def launch_in_clusters(kernel: Any, grid: tuple[int, ...], size: int, arguments: dict[str, Any]) -> None:

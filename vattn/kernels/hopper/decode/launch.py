@@ -370,7 +370,7 @@ def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None =
     output = rows_to_write(args, config, finished=computes_scales(config, num_reqs, tuning, tokens))
     launch(args, config, schedule, output, tuning, sizes, tokens)
     if output is not args.output:
-        finish(args, config, num_reqs, output)
+        finish(args, config, output)
 
 
 def schedule_of(args: AttentionArgs, config: AttentionConfig) -> tuple[Tensor, bool]:

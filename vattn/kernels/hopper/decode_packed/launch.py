@@ -117,7 +117,7 @@ def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None =
     _launch(args, config, tuning, sizes, partial, common)
     decode_fast.launch_reduction(args, written, partial, common, sizes, most=8)
     if not finished:
-        finish(args, config, num_reqs, output)
+        finish(args, config, output)
 
 
 def _boxes(codes: Tensor, tuning: Tuning) -> TensorDescriptor:

@@ -226,7 +226,7 @@ def prefill(args: AttentionArgs, config: AttentionConfig, tiles: TileConfig | No
     output = rows_to_write(args, config, finishes(config))
     launch(args, config, schedule, output, devices.multiprocessors(args.query.device), tiles)
     if output is not args.output:
-        fp4_rows.finish(args, config, num_reqs, output)
+        fp4_rows.finish(args, config, output)
 
 
 def finishes(config: AttentionConfig) -> bool:

@@ -22,7 +22,7 @@ import triton.language as tl
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import not_allowed
 from vattn.config.features import requested_features
-from vattn.kernels.triton.attention.kernel import find_request
+from vattn.kernels.triton.attention.kernel import find_keys, find_rows
 from vattn.kernels.triton.attention.launch import TRITON_DTYPES, as_bytes, finish, rows_to_write
 from vattn.kernels.triton.common.codec import cast, decode, dot
 from vattn.kernels.triton.common.epilogue import load_scale, row_output, store_rows
@@ -100,27 +100,21 @@ def encoder_kernel(
     """See `vattn.ops.reference.attention.varlen_attention`. Grid: tiles of query rows, query heads."""
     tile = tl.program_id(0)
     head = tl.program_id(1)
-    request = find_request(tile, query_start_loc, num_reqs, BLOCK_M)
-    q_begin = tl.load(query_start_loc + request)
-    query_end = tl.load(query_start_loc + tl.minimum(request + 1, num_reqs))
-    q_end = tl.minimum(tl.where(request == num_reqs, num_tokens, query_end), num_tokens)
-    first = (tile - (q_begin // BLOCK_M + request)) * BLOCK_M
-    if q_begin + first >= q_end:
+    request, first_row, q_end, _ = find_rows(tile, query_start_loc, num_reqs, num_tokens, BLOCK_M)
+    if first_row >= q_end:
         return
-    token = q_begin + first + tl.arange(0, BLOCK_M)
+    token = first_row + tl.arange(0, BLOCK_M)
     row_valid = token < q_end
     d = tl.arange(0, BLOCK_D)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     output += head * OUT_HEAD
     out_offsets = token.to(tl.int64)[:, None] * OUT_ROW + d[None, :]
     out_mask = row_valid[:, None] & (d < D)[None, :]
-    if request == num_reqs:
-        # Padding rows.
+    if request < 0:
         tl.store(output + out_offsets, acc.to(output.dtype.element_ty), mask=out_mask)
         return
 
-    kv_start = tl.load(kv_start_loc + request)
-    seq_len = tl.minimum(tl.load(kv_start_loc + request + 1), num_keys) - kv_start
+    kv_start, seq_len = find_keys(kv_start_loc, request, num_keys)
     factor = scale * LOG2E
     out_factor = 1.0
     if q_scale is not None:
@@ -134,7 +128,7 @@ def encoder_kernel(
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
     total = tl.zeros([BLOCK_M], tl.float32)
     n = tl.arange(0, TILE)
-    whole = tl.maximum(seq_len, 0) // TILE
+    whole = seq_len // TILE
     for j in tl.range(0, whole, num_stages=STAGES):
         acc, m, total = fold_tile(
             q, key, value, kv_start + j * TILE + n, None, factor, acc, m, total, BLOCK_M, TILE, D, BLOCK_D, K_ROW,
@@ -148,7 +142,7 @@ def encoder_kernel(
         )  # fmt: skip
 
     # A row before the first key (a query longer than its keys) sees nothing; a NaN total is not an empty row.
-    position = seq_len - (query_end - q_begin) + first + tl.arange(0, BLOCK_M)
+    position = seq_len - (q_end - token)
     seen = (position >= 0) & (total != 0.0)
     weight = tl.where(seen, out_factor / tl.where(seen, total, 1.0), 0.0)
     acc = tl.where(seen[:, None], acc * weight[:, None], 0.0)
@@ -196,7 +190,7 @@ def attend(args: VarlenAttentionArgs, config: AttentionConfig, limits: Limits | 
         return
     # No program has the whole groups that scales need.
     output = as_bytes(rows_to_write(args, config, finished=not fmt.group_size))
-    grid = (num_tokens // constants["BLOCK_M"] + num_reqs + 1, config.num_heads)
+    grid = (num_tokens // constants["BLOCK_M"] + num_reqs + 2, config.num_heads)
     encoder_kernel[grid](
         query=query, key=key, value=value, query_start_loc=args.query_start_loc, kv_start_loc=args.kv_start_loc,
         output=output, q_scale=args.q_scale, k_scale=args.k_scale, v_scale=args.v_scale,
@@ -207,7 +201,7 @@ def attend(args: VarlenAttentionArgs, config: AttentionConfig, limits: Limits | 
         enable_fp_fusion=True, **constants, **options,
     )  # fmt: skip
     if fmt.group_size:
-        finish(args, config, num_reqs, output)
+        finish(args, config, output)
 
 
 def padded_width(size: int) -> int:

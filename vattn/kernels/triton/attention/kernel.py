@@ -1,9 +1,10 @@
 """The general attention kernel for prefill, decode and mixed steps, over a paged cache or varlen keys.
 
 One program computes a tile of query rows of one KV head; rows are (token, head of the group) pairs. Request b starts at
-tile `query_start_loc[b] // BLOCK_Q + b`, so shapes bound the grid and each program finds its request by counting. The
-padding rows are one more request; its tiles write zeros. With splits each program attends a part of the keys and writes
-a normalised partial; `reduce.py` merges them.
+tile `query_start_loc[b] // BLOCK_Q + b + 1`, so shapes bound the grid and each program finds its request by counting.
+Rows of no request are two more, one before the others and one after them, whose tiles write zeros; if offsets are out
+of order, these are all rows. With splits each program attends a part of the keys and writes a normalised partial;
+`reduce.py` merges them.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from vattn.kernels.triton.common.hadamard import rotate_back, rotate_query
 from vattn.kernels.triton.common.mask import (
     LN2,
     LOG2E,
+    MAX_SEQ_LEN,
+    clamp,
     count_held,
     full_range,
     key_range,
@@ -29,17 +32,43 @@ from vattn.kernels.triton.common.softmax import attend_ahead, softmax_step, soft
 SEARCH = tl.constexpr(256)
 """Requests or block ids that a program reads in one step."""
 
+WRONG = tl.constexpr(1 << 16)
+"""What an offset out of order counts; more than SEARCH."""
+
 
 @triton.jit
-def find_request(tile, query_start_loc, num_reqs, BLOCK_Q: tl.constexpr):
-    """Return the request (`num_reqs` for padding) that a tile belongs to."""
+def find_rows(tile, query_start_loc, num_reqs, num_tokens, BLOCK_Q: tl.constexpr):
+    """Return a tile's request (-1: none), first row, where the request ends, and the index of the first row in it.
+
+    Offsets may hold any value.
+    """
     count = 0
+    disorder = 0
     for base in range(0, num_reqs + 1, SEARCH):
         b = base + tl.arange(0, SEARCH)
         inside = b <= num_reqs
-        first = tl.load(query_start_loc + b, mask=inside, other=0) // BLOCK_Q + b
-        count += tl.sum((inside & (first <= tile)).to(tl.int32))
-    return count - 1
+        start = clamp(tl.load(query_start_loc + b, mask=inside, other=0), num_tokens)
+        before = clamp(tl.load(query_start_loc + b - 1, mask=inside & (b > 0), other=0), num_tokens)
+        begun = inside & (start // BLOCK_Q + b < tile)
+        # One sum gives both: fewer than WRONG have begun.
+        both = tl.sum(begun.to(tl.int32) + tl.where(inside & (start < before), WRONG, 0))
+        count += both % WRONG
+        disorder += both // WRONG
+    count = tl.where(disorder > 0, 0, count)
+    start = clamp(tl.load(query_start_loc + count - 1, mask=count > 0, other=0), num_tokens)
+    is_last = (count > num_reqs) | (disorder > 0)
+    end = clamp(tl.load(query_start_loc + count, mask=~is_last, other=num_tokens), num_tokens)
+    first = tl.where(count > 0, tile - (start // BLOCK_Q + count), tile) * BLOCK_Q
+    request = tl.where(count <= num_reqs, count - 1, -1)
+    return request, start + first, end, first
+
+
+@triton.jit
+def find_keys(kv_start_loc, request, num_keys):
+    """Return the first of a request's packed keys and their number. Offsets may hold any value."""
+    start = clamp(tl.load(kv_start_loc + request), num_keys)
+    end = clamp(tl.load(kv_start_loc + request + 1), num_keys)
+    return start, tl.maximum(end - start, 0)
 
 
 @triton.jit
@@ -247,15 +276,11 @@ def attention_kernel(
     chunk = head_chunk % CHUNKS
     split = tl.program_id(2)
 
-    request = find_request(tile, query_start_loc, num_reqs, BLOCK_Q)
-    q_begin = tl.load(query_start_loc + request)
-    q_end = tl.load(query_start_loc + tl.minimum(request + 1, num_reqs))
-    q_end = tl.minimum(tl.where(request == num_reqs, num_tokens, q_end), num_tokens)
-    first = (tile - (q_begin // BLOCK_Q + request)) * BLOCK_Q
-    if q_begin + first >= q_end:
+    request, first_row, q_end, first = find_rows(tile, query_start_loc, num_reqs, num_tokens, BLOCK_Q)
+    if first_row >= q_end:
         return
     m_index = tl.arange(0, BLOCK_M)
-    token = q_begin + first + m_index // GROUP_TILE
+    token = first_row + m_index // GROUP_TILE
     in_group = chunk * GROUP_TILE + m_index % GROUP_TILE
     head = kv_head * GROUP + in_group
     row_valid = (token < q_end) & (m_index < BLOCK_Q * GROUP_TILE) & (in_group < GROUP)
@@ -265,8 +290,11 @@ def attention_kernel(
     lse_offsets = token.to(tl.int64) * stride_lt + head * stride_lh + split
     out_mask = row_valid[:, None] & (dv < V)[None, :]
     acc = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
-    if request == num_reqs:
-        if not SPLIT:
+    if request < 0:
+        if SPLIT:
+            # No sum has this log: it marks rows of no request, which have no sinks either.
+            tl.store(lse + lse_offsets, tl.full([BLOCK_M], float("inf"), tl.float32), mask=row_valid)
+        else:
             tl.store(output + out_offsets[:, None] + dv[None, :], acc.to(output.dtype.element_ty), mask=out_mask)
             if lse is not None:
                 tl.store(lse + lse_offsets, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=row_valid)
@@ -275,14 +303,13 @@ def attention_kernel(
     # Positions, and the range of visible keys.
     kv_start = 0
     if PAGED:
-        seq_len = tl.load(seq_lens + request)
+        seq_len = clamp(tl.load(seq_lens + request), MAX_SEQ_LEN)
         table = block_table + request.to(tl.int64) * table_stride
     else:
-        kv_start = tl.load(kv_start_loc + request)
-        # Varlen keys are blocks of one; offsets may exceed their number.
-        seq_len = tl.minimum(tl.load(kv_start_loc + request + 1), num_blocks) - kv_start
+        # Varlen keys are blocks of one.
+        kv_start, seq_len = find_keys(kv_start_loc, request, num_blocks)
         table = block_table
-    query_len = tl.load(query_start_loc + request + 1) - q_begin
+    query_len = q_end - (first_row - first)
     causal = 1
     if CAUSALITY == "per_request":
         causal = tl.load(causal_flags + request)
@@ -291,14 +318,15 @@ def attention_kernel(
         # Rows have no position among the keys: count them from 0.
         context_len = 0
     q_first = context_len + first
-    q_last = tl.minimum(q_first + BLOCK_Q, context_len + (q_end - q_begin)) - 1
+    q_last = tl.minimum(q_first + BLOCK_Q, context_len + query_len) - 1
     q_pos = q_first + m_index // GROUP_TILE
     # Positions are relative to the sequence's end, not to that of the visible keys.
     key_end = tl.maximum(context_len, 0) if CONTEXT_ONLY else seq_len
     low, high = key_range(q_first, q_last, key_end, causal, CAUSALITY, WINDOW, CHUNK, LOOKBACK, MM)
     if local_seq_lens is not None:
         low = count_held(low, RANK, WORLD, INTERLEAVE)
-        high = tl.minimum(count_held(high, RANK, WORLD, INTERLEAVE), tl.load(local_seq_lens + request))
+        held = tl.maximum(tl.load(local_seq_lens + request), 0)
+        high = tl.minimum(count_held(high, RANK, WORLD, INTERLEAVE), held)
         low = tl.minimum(low, high)
     if PAGED:
         high = tl.minimum(high, table_width * BLOCK_SIZE)

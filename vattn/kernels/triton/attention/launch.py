@@ -105,7 +105,7 @@ def _attend(
     chunks = -(-config.group_size // tiles.group_tile)
     row_stride = config.num_heads * splits
     output_kind = "partial" if splits > 1 else row_output(config)
-    grid = (num_tokens // tiles.block_q + num_reqs + 1, config.num_kv_heads * chunks, splits)
+    grid = (num_tokens // tiles.block_q + num_reqs + 2, config.num_kv_heads * chunks, splits)
     boxes = [_boxes(sources[name], tiles.tile) if tiles.boxes else None for name in ("key", "value")]
     attention_kernel[grid](
         key_boxes=boxes[0], value_boxes=boxes[1],
@@ -124,7 +124,7 @@ def _attend(
         **sources, **attention_constants(config, tiles, limits, output_kind),
     )  # fmt: skip
     if not is_final:
-        finish(args, config, num_reqs, target, splits, target_lse, limits)
+        finish(args, config, target, splits, target_lse, limits)
 
 
 def _scratch(
@@ -215,7 +215,6 @@ def rows_to_write(args: AttentionArgs | VarlenAttentionArgs, config: AttentionCo
 def finish(
     args: AttentionArgs | VarlenAttentionArgs | MLAAttentionArgs,
     config: AttentionConfig | MLAConfig,
-    num_reqs: int,
     source: Tensor,
     num_splits: int = 1,
     source_lse: Tensor | None = None,
@@ -235,10 +234,10 @@ def finish(
     if fmt.group_size >= 0:
         blocks = -(-max(columns, scale_columns * max(fmt.group_size, 1)) // constants["BLOCK"])
     finish_kernel[(rows, blocks)](
-        source=source, source_lse=source_lse if num_splits > 1 else None, query_start_loc=args.query_start_loc,
+        source=source, source_lse=source_lse if num_splits > 1 else None,
         output=as_bytes(args.output), output_block_scale=None if scales is None else as_bytes(scales),
         lse=args.lse, output_scale=args.output_scale, sinks=getattr(args, "sinks", None),
-        num_tokens=num_tokens, num_reqs=num_reqs, num_splits=num_splits,
+        num_tokens=num_tokens, num_splits=num_splits,
         stride_ot=args.output.stride(0), stride_oh=args.output.stride(1), stride_br=strides[0], stride_bg=strides[1],
         stride_lt=config.num_heads, stride_lh=1, SCALE_COLUMNS=scale_columns, num_warps=4,
         enable_fp_fusion=True, **constants,

@@ -53,11 +53,14 @@ def merge_columns(source, source_lse, sinks, row, column, inside, num_splits, H:
 
 @triton.jit
 def load_columns(
-    source, source_lse, sinks, row, column, inside, is_real, num_splits, H: tl.constexpr, V: tl.constexpr,
+    source, source_lse, sinks, row, column, inside, num_splits, H: tl.constexpr, V: tl.constexpr,
     MODEL: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Return merged columns of a row, rounded to the model dtype, as fp32, and base-2 logs (zero without splits)."""
     if SPLIT:
+        mark = tl.load(source_lse + (row * H + column // V).to(tl.int64) * num_splits, mask=inside, other=0.0)
+        # Rows of no request are marked so.
+        is_real = mark != float("inf")
         readable = inside & is_real
         x, log = merge_columns(source, source_lse, sinks, row, column, readable, num_splits, H, V)
         x = cast(tl.where(readable, x, 0.0), MODEL).to(tl.float32)
@@ -90,13 +93,10 @@ def store_token(
         tl.store(pointers, log * LN2, mask=inside & (column % V == 0))
 
 
-@triton.jit(
-    do_not_specialize=["num_tokens", "num_reqs", "num_splits", "stride_br", "stride_bg"],
-    do_not_specialize_on_alignment=["query_start_loc"],
-)  # fmt: skip
+@triton.jit(do_not_specialize=["num_tokens", "num_splits", "stride_br", "stride_bg"])
 def finish_kernel(
-    source, source_lse, query_start_loc, output, output_block_scale, lse, output_scale, sinks,
-    num_tokens, num_reqs, num_splits, stride_ot, stride_oh, stride_br, stride_bg, stride_lt, stride_lh,
+    source, source_lse, output, output_block_scale, lse, output_scale, sinks,
+    num_tokens, num_splits, stride_ot, stride_oh, stride_br, stride_bg, stride_lt, stride_lh,
     H: tl.constexpr, V: tl.constexpr, MODEL: tl.constexpr, OUTPUT: tl.constexpr, GROUP: tl.constexpr,
     POWER_OF_TWO: tl.constexpr, SCALE_COLUMNS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     ARITHMETIC: tl.constexpr, MIN_SCALE: tl.constexpr, NATIVE_FP8: tl.constexpr,
@@ -109,8 +109,6 @@ def finish_kernel(
     COLUMNS: tl.constexpr = H * V
     row = tl.program_id(0)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    # Compare as a block: the interpreter converts a scalar bool joined with a block to integers.
-    is_real = tl.zeros([BLOCK], tl.int32) + row < tl.load(query_start_loc + num_reqs)
     if OUTPUT == "nvfp4_swizzled":
         if row >= num_tokens:
             group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
@@ -121,7 +119,7 @@ def finish_kernel(
         if COLUMNS <= BLOCK:
             # The whole row is in registers.
             inside = column < COLUMNS
-            x, log = load_columns(source, source_lse, sinks, row, column, inside, is_real, num_splits, H, V,
+            x, log = load_columns(source, source_lse, sinks, row, column, inside, num_splits, H, V,
                                   MODEL, SPLIT)  # fmt: skip
             row_scale = dynamic_scale(absolute_maximum(x[None, :]), False, MIN_SCALE, ARITHMETIC)
             store_token(output, lse, x, log, row_scale, row, column, inside, stride_ot, stride_oh, stride_lt, stride_lh,
@@ -130,20 +128,20 @@ def finish_kernel(
             absmax = tl.zeros([BLOCK], tl.float32)
             for base in range(0, COLUMNS, BLOCK):
                 c = base + tl.arange(0, BLOCK)
-                x, _ = load_columns(source, source_lse, sinks, row, c, c < COLUMNS, is_real, num_splits, H, V,
+                x, _ = load_columns(source, source_lse, sinks, row, c, c < COLUMNS, num_splits, H, V,
                                     MODEL, SPLIT)  # fmt: skip
                 absmax = tl.where((x != x) | (absmax != absmax), float("nan"), tl.maximum(absmax, tl.abs(x)))
             row_scale = dynamic_scale(absolute_maximum(absmax[None, :]), False, MIN_SCALE, ARITHMETIC)
             for base in range(0, COLUMNS, BLOCK):
                 c = base + tl.arange(0, BLOCK)
-                x, log = load_columns(source, source_lse, sinks, row, c, c < COLUMNS, is_real, num_splits, H, V,
+                x, log = load_columns(source, source_lse, sinks, row, c, c < COLUMNS, num_splits, H, V,
                                       MODEL, SPLIT)  # fmt: skip
                 store_token(output, lse, x, log, row_scale, row, c, c < COLUMNS, stride_ot, stride_oh, stride_lt,
                             stride_lh, V, SPLIT, BLOCK, ARITHMETIC, NATIVE_FP8)  # fmt: skip
         tl.store(output_block_scale + row * stride_br + tl.arange(0, 1), row_scale)
     else:
         inside = column < COLUMNS
-        x, log = load_columns(source, source_lse, sinks, row, column, inside, is_real, num_splits, H, V,
+        x, log = load_columns(source, source_lse, sinks, row, column, inside, num_splits, H, V,
                               MODEL, SPLIT)  # fmt: skip
         if SPLIT and lse is not None:
             lse_offsets = row.to(tl.int64) * stride_lt + column // V * stride_lh

@@ -9,8 +9,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vattn.ops.reference import attention as reference
+
+MAX_SEQ_LEN = tl.constexpr(reference.MAX_SEQ_LEN)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def clamp(value, most):
+    """Return integers clamped to [0, most]."""
+    return tl.minimum(tl.maximum(value, 0), most)
 
 
 @triton.jit
