@@ -195,7 +195,7 @@ class ContextParallel:
                 "ranks that answer in every step",
                 "call ContextParallel.of on every rank again, and make the builder or the model with its result",
             )
-        mine = torch.tensor(numbers + [0] * (FACTS - len(numbers)), dtype=torch.int64)
+        mine = torch.tensor(numbers + [0] * (FACTS - len(numbers)), dtype=torch.int64, device="cpu")
         all_of_them = [torch.empty_like(mine) for _ in range(self.world_size)]
         begin = time.monotonic()
         try:

@@ -43,7 +43,7 @@ class DecodeRun:
         self._query_lens = first.query_lens
         self._longest, self._count = first.max_seq_len, 0
         filled = first.seq_lens % size
-        entries = torch.arange(len(filled)) * table_width + (first.seq_lens + (size - 1)) // size
+        entries = torch.arange(len(filled), device="cpu") * table_width + (first.seq_lens + (size - 1)) // size
         # By the tokens in their last block: the requests, and the table entries of their next blocks.
         order, counts = filled.argsort(stable=True), torch.bincount(filled, minlength=size).tolist()
         self._begin = list(zip(order.split(counts), entries[order].split(counts), strict=True))
@@ -68,7 +68,7 @@ class DecodeRun:
         slots = self._slots + 1
         if ids:
             self._refuse_used(ids)
-            blocks = torch.tensor(ids)
+            blocks = torch.tensor(ids, device="cpu")
             # The slots stay distinct: these are the first ones of new blocks, and the others go on in their blocks.
             slots.index_copy_(0, rows, blocks * size)
             entries = torch.stack((entries + self._count // size, blocks))

@@ -332,7 +332,7 @@ def _check_logits(starts: Tensor, kept: Tensor, indices: Tensor) -> None:
             "use build(num_logits=...)",
         )
     ends = torch.repeat_interleave(starts[1:] - kept[1:], counts)
-    if not torch.equal(indices[: int(kept[-1])], ends + torch.arange(int(kept[-1]))):
+    if not torch.equal(indices[: int(kept[-1])], ends + torch.arange(int(kept[-1]), device="cpu")):
         raise MetadataError(
             f"logits_indices {indices[: int(kept[-1])].tolist()} with requests that end before rows "
             f"{starts[1:].tolist()}",

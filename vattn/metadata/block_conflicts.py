@@ -174,7 +174,11 @@ def refuse_conflicts(
     ids, at = torch.cat((table.view(-1), blocks)).unique(return_inverse=True)
     entry, token = at[: table.numel()].view(table.shape), at[table.numel() :]
     owner = torch.full_like(ids, -1).scatter_reduce_(0, token, places, "amax")
-    row, column, writer = torch.arange(rows).unsqueeze(1), torch.arange(stride), owner[entry]
+    row, column, writer = (
+        torch.arange(rows, device="cpu").unsqueeze(1),
+        torch.arange(stride, device="cpu"),
+        owner[entry],
+    )
     others = used & (writer >= 0) & (writer != row * stride + column)
     ended = torch.zeros_like(ids, dtype=torch.bool).index_fill_(0, token[slots % block_size == block_size - 1], True)
     whole = torch.bincount(token, minlength=ids.shape[0]) == block_size

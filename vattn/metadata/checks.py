@@ -49,7 +49,7 @@ def check_ids(table: Tensor, needed: Tensor, num_blocks: int | None) -> None:
         # As ints: compared with an int32 tensor, a bound beyond int32 wraps.
         if int(lowest) >= 0 and int(highest) < most:
             return
-    used, table = torch.arange(table.shape[1]) < needed.unsqueeze(1), table.long()
+    used, table = torch.arange(table.shape[1], device="cpu") < needed.unsqueeze(1), table.long()
     wrong = used & ((table < 0) | (table >= most))
     if bool(wrong.any()):
         row, column = wrong.nonzero()[0].tolist()

@@ -53,7 +53,7 @@ def read_cross_step(
     needed = (lengths + (limits.block_size - 1)) // limits.block_size
     table = read_table("cross_block_tables", cross_block_tables, lengths, needed, limits.block_size)
     check_ids(table, needed, limits.num_blocks)
-    new = torch.zeros(num_reqs, dtype=torch.bool)
+    new = torch.zeros(num_reqs, dtype=torch.bool, device="cpu")
     if new_encoder is not None:
         new = read_flags("new_encoder", new_encoder, num_reqs)
     num_rows = int(lengths[new].sum())
@@ -66,7 +66,7 @@ def read_cross_step(
 
 
 def _check_written_once(table: Tensor, needed: Tensor) -> None:
-    used = torch.arange(table.shape[1]) < needed.unsqueeze(1)
+    used = torch.arange(table.shape[1], device="cpu") < needed.unsqueeze(1)
     blocks = table[used].sort().values
     twice = blocks[1:][blocks[1:] == blocks[:-1]]
     if twice.numel():
@@ -82,7 +82,7 @@ def _check_readers(table: Tensor, lengths: Tensor, needed: Tensor, new: Tensor) 
 
     A request that is not new may read a new one's states from their beginning on: layers store before they read.
     """
-    used = torch.arange(table.shape[1]) < needed.unsqueeze(1)
+    used = torch.arange(table.shape[1], device="cpu") < needed.unsqueeze(1)
     written = table[used & new.unsqueeze(1)]
     shared = torch.isin(table, written) & used & ~new.unsqueeze(1)
     for row in shared.any(1).nonzero().squeeze(1).tolist():

@@ -77,7 +77,7 @@ def builder_facts(limits: Limits, layers: Sequence[str]) -> dict[str, object]:
 def step_facts(step: Step, metadata: AttentionMetadata, number: int) -> dict[str, object]:
     """Return what the steps of all ranks must have in common: their whole input, and which step it is."""
     held = most_held(metadata.dcp_shard, step.seq_lens).unsqueeze(1)
-    used = torch.arange(step.table.shape[1]) * metadata.block_size < held
+    used = torch.arange(step.table.shape[1], device="cpu") * metadata.block_size < held
     optional: list[object] = [step.tree_bias, step.tree_id, step.mm_ranges, step.num_logits, step.causal]
     return {
         "number of steps": number,

@@ -153,23 +153,25 @@ class FlashAttentionMetadataBuilder:
     ) -> Tensor:
         """Return the tables with -1 after the last block of each request, where `advance_step` writes nothing."""
         size, most = self._inner.block_size, self._inner.max_seq_len
-        ends = torch.tensor(lengths, dtype=torch.int64) + lookahead
+        ends = torch.tensor(lengths, dtype=torch.int64, device="cpu") + lookahead
         check_count("seq_lens", len(lengths), len(queries))
         longest = max(lengths, default=0) + lookahead
         if longest > most:
             raise over_capacity("positions in one request, those to come included", longest, most, "max_seq_len")
         needed = (ends + (size - 1)) // size
         given = read_table("block_tables", tables, ends, needed, size)[:, : self._inner.table_width]
-        table = torch.full((given.shape[0], self._inner.table_width), -1, dtype=given.dtype)
-        columns = torch.arange(given.shape[1])
+        table = torch.full((given.shape[0], self._inner.table_width), -1, dtype=given.dtype, device="cpu")
+        columns = torch.arange(given.shape[1], device="cpu")
         table[:, : given.shape[1]] = torch.where(columns < needed.unsqueeze(1), given, -1)
         if lookahead:
-            self._check_coming(table, torch.tensor(queries), torch.tensor(lengths), lookahead)
+            self._check_coming(
+                table, torch.tensor(queries, device="cpu"), torch.tensor(lengths, device="cpu"), lookahead
+            )
         return table
 
     def _check_coming(self, table: Tensor, queries: Tensor, lengths: Tensor, lookahead: int) -> None:
         """Refuse blocks that the device will write in later steps and that another entry uses."""
-        size, columns, contexts = self._inner.block_size, torch.arange(table.shape[1]), lengths - queries
+        size, columns, contexts = self._inner.block_size, torch.arange(table.shape[1], device="cpu"), lengths - queries
         now, then = (-(-count // size) for count in (lengths, lengths + lookahead))
         used = used_entries(self._inner._conflicts.reaches, table.shape[1], then, contexts, size)
         coming = used & (columns >= now.unsqueeze(1))

@@ -118,7 +118,7 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
             for cluster in self._clusters:
                 self._check_written(cluster, [steps[index] for index in cluster])
         elif self._own:
-            held = torch.as_tensor(most_held(self._limits.dcp_shard, steps[0].seq_lens))
+            held = torch.as_tensor(most_held(self._limits.dcp_shard, steps[0].seq_lens), device="cpu")
             check_block_table(steps[0].table, held, self.block_size, self.num_blocks)
         steps[0].others = steps[1:]
         return steps[0]
@@ -158,20 +158,20 @@ class GroupedMetadataBuilder(AttentionMetadataBuilder):
         shard = self._limits.dcp_shard
         if shard is None and self._conflicts.absent(table, slots, size, steps[0].max_seq_len):
             return
-        held = torch.as_tensor(most_held(shard, steps[0].seq_lens))
+        held = torch.as_tensor(most_held(shard, steps[0].seq_lens), device="cpu")
         for step in steps:
             check_block_table(step.table, held, size, self.num_blocks)
             check_slots(step.slots, size, self.num_blocks)
         places, used, num_reqs = [], [], steps[0].seq_lens.shape[0]
         for order, (index, step) in enumerate(zip(cluster, steps, strict=True)):
-            request = torch.repeat_interleave(torch.arange(num_reqs), step.query_lens) + order * num_reqs
+            request = torch.repeat_interleave(torch.arange(num_reqs, device="cpu"), step.query_lens) + order * num_reqs
             local = step.positions if shard is None else shard.local_indices(step.positions).clamp(min=0)
             places.append(request * width + local // size)
             reach = _reach(self._own[index].spec)
             used.append(used_entries([reach], width, -(-held // size), step.seq_lens - step.query_lens, size))
         stored, one = slots >= 0, steps[0]
         contexts = one.seq_lens - one.query_lens if shard is None else torch.full_like(one.seq_lens, -1)
-        groups = torch.arange(len(steps)).repeat_interleave(num_reqs)
+        groups = torch.arange(len(steps), device="cpu").repeat_interleave(num_reqs)
         refuse_conflicts(
             table,
             torch.cat(used),

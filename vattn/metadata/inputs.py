@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import operator
+import struct
 from array import array
 from collections.abc import Iterable, Mapping, Sequence, Set
+from contextlib import suppress
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -18,7 +20,7 @@ from vattn.metadata.step import Limits, Step, most_held
 from vattn.quantization.formats import dtype_name
 
 Lengths = Sequence[int] | Tensor
-"""Host integers: a list, a tuple, or a 1-D CPU tensor of an integer dtype."""
+"""Host integers: a list, a tuple, or one dimension of a NumPy array or CPU tensor of an integer dtype."""
 
 Masks = tuple[bool | Lengths, Tensor | None, Lengths | None, Sequence[Sequence[tuple[int, int]]] | Tensor | None]
 """`causal`, `tree_bias`, `tree_id` and `mm_ranges` of a step."""
@@ -66,16 +68,16 @@ def read_step(
     ):
         if count > limit:
             raise over_capacity(what, count, limit, name)
-    request = torch.arange(num_reqs)
+    request = torch.arange(num_reqs, device="cpu")
     if num_tokens == num_reqs and longest_query == 1:
         positions = cached
     else:
         request = torch.repeat_interleave(request, queries)
-        positions = torch.arange(num_tokens) + (cached - (queries.cumsum(0) - queries))[request]
+        positions = torch.arange(num_tokens, device="cpu") + (cached - (queries.cumsum(0) - queries))[request]
     packed = block_tables is None
     if block_tables is None:
         _check_packed(queries, lengths, slot_mapping)
-        table = torch.zeros((num_reqs, 0), dtype=torch.int64)
+        table = torch.zeros((num_reqs, 0), dtype=torch.int64, device="cpu")
         slots = torch.full_like(positions, -1)
     else:
         # Every rank checks what the first one needs, so that all refuse the same tables.
@@ -173,7 +175,7 @@ def read_flags(name: str, values: Lengths, num_reqs: int) -> Tensor:
 
 def _check_reserved(table: Tensor, lengths: Tensor, slots: Tensor, limits: Limits) -> None:
     """Refuse tables and slots that name a block of the sinks."""
-    used = torch.arange(table.shape[1]) * limits.block_size < lengths.unsqueeze(1)
+    used = torch.arange(table.shape[1], device="cpu") * limits.block_size < lengths.unsqueeze(1)
     wrong = used & (table >= 1) & (table <= limits.reserved_blocks)
     if bool(wrong.any()):
         row, column = wrong.nonzero()[0].tolist()
@@ -227,7 +229,7 @@ def _ranges(limits: Limits, ranges: Sequence[Sequence[tuple[int, int]]] | Tensor
         if not isinstance(ranges, Tensor):
             most = max((len(row) for row in ranges), default=0)
             rows = [[tuple(map(operator.index, pair)) for pair in row] + [(0, 0)] * (most - len(row)) for row in ranges]
-            ranges = torch.tensor(rows, dtype=torch.int64).reshape(num_reqs, most, 2)
+            ranges = torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(num_reqs, most, 2)
         if ranges.dim() != 3 or ranges.shape[2] != 2 or ranges.is_floating_point() or ranges.device.type != "cpu":
             raise TypeError("no ranges")
     except (TypeError, ValueError, RuntimeError) as error:
@@ -256,7 +258,7 @@ def read_integers(name: str, values: Lengths) -> Tensor:
         return _from_list(name, values)
     if not isinstance(values, Tensor):
         try:
-            values = torch.as_tensor(values if len(values) else torch.empty(0).long())
+            values = torch.as_tensor(values, device="cpu") if len(values) else torch.empty(0, device="cpu").long()
         except (TypeError, ValueError, RuntimeError, OverflowError) as error:
             raise _no_integers(name, values) from error
     if values.device.type != "cpu":
@@ -278,7 +280,7 @@ def _from_list(name: str, values: Iterable[int]) -> Tensor:
         raise _no_integers(name, values) from error
     if bool in map(type, values):
         raise _no_integers(name, values)
-    return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64)
+    return torch.frombuffer(numbers, dtype=torch.int64) if numbers else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def _no_integers(name: str, given: object) -> MetadataError:
@@ -293,7 +295,7 @@ def read_table(
     block_size: int,
     ranks: int = 1,
 ) -> Tensor:
-    """Return the tables as int64 `[B, W]`, rows of a list padded with 0 to the longest.
+    """Return the tables as int64 `[B, W]` on the CPU, rows of a list padded with 0 to the longest.
 
     Args:
         seq_lens, needed: int64 `[B]`, tokens and blocks of each request.
@@ -307,6 +309,10 @@ def read_table(
             f"{name}={tables!r:.60}", "one list of block ids per request", f"pass {name}=[[...], [...]]"
         )
     check_count(name, len(tables), needed.shape[0])
+    if hasattr(tables, "__array_interface__"):
+        # Arrays that torch refuses, such as reversed ones, are read row by row.
+        with suppress(TypeError, ValueError):
+            tables = torch.as_tensor(tables, device="cpu")
     if isinstance(tables, Tensor):
         strided = tables.layout == torch.strided
         if tables.dim() != 2 or tables.dtype not in _INTEGERS or not strided or tables.device.type != "cpu":
@@ -319,7 +325,7 @@ def read_table(
     else:
         widths, table = _read_rows(name, tables)
     if any(map(operator.lt, widths, needed.tolist())):
-        row = int((torch.tensor(widths) < needed).nonzero()[0])
+        row = int((torch.tensor(widths, device="cpu") < needed).nonzero()[0])
         raise too_narrow(row, int(seq_lens[row]), int(needed[row]), block_size, widths[row], ranks)
     return table
 
@@ -330,19 +336,19 @@ def _read_rows(name: str, tables: Sequence[Sequence[int]]) -> tuple[list[int], T
     try:
         widths = []
         for row in tables:
-            if isinstance(row, (str, bytes, Set, Mapping)):
+            if type(row) is not list and isinstance(row, (str, bytes, Set, Mapping)):
                 raise TypeError("no list of ints")
             widths.append(len(row))
         width = max(widths, default=0)
-        flat, padding = array("q"), array("q", bytes(8 * width))
-        for row, count in zip(tables, widths, strict=True):
-            flat.extend(row)
-            flat.extend(padding[count:])
-    except (TypeError, OverflowError) as error:
+        # Packing rows takes a third of the time of `array.extend`, and a tenth of that of `torch.tensor`.
+        flat, stride = bytearray(8 * width * len(widths)), 8 * width
+        for place, (row, count) in enumerate(zip(tables, widths, strict=True)):
+            struct.pack_into(f"{count}q", flat, place * stride, *row)
+    except (TypeError, struct.error) as error:
         raise MetadataError(
             f"{name} has {row!r:.60} for a request", "one list of block ids per request", f"pass {name}=[[...], [...]]"
         ) from error
-    table = torch.frombuffer(flat, dtype=torch.int64) if flat else torch.empty(0, dtype=torch.int64)
+    table = torch.frombuffer(flat, dtype=torch.int64) if flat else torch.empty(0, dtype=torch.int64, device="cpu")
     return widths, table.view(len(widths), width)
 
 
@@ -399,7 +405,7 @@ def token_order(query_lens: Lengths, seq_lens: Lengths, first: str, decode_thres
     requests = sorted(range(len(queries)), key=lambda row: decodes[row] == (first == "prefill"))
     starts = [0, *accumulate(queries)]
     rows = [row for request in requests for row in range(starts[request], starts[request + 1])]
-    return TokenOrder(requests, torch.tensor(rows, dtype=torch.int64))
+    return TokenOrder(requests, torch.tensor(rows, dtype=torch.int64, device="cpu"))
 
 
 def is_decode(query_len: int, seq_len: int, decode_threshold: int) -> bool:

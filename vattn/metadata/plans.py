@@ -179,7 +179,9 @@ class StepPlans:
             size = torch.Size(self._shape(key, limits.num_tokens, limits.num_reqs)).numel()
             self._buffers[key] = torch.zeros(size, dtype=torch.int32, device=device)
         sizes = {key: self._backends[key].host_plan_size(config) for key, config in self._configs.items()}
-        self._host_plans = {key: torch.zeros(size, dtype=torch.int64) for key, size in sizes.items() if size}
+        self._host_plans = {
+            key: torch.zeros(size, dtype=torch.int64, device="cpu") for key, size in sizes.items() if size
+        }
 
     @property
     def host_planned(self) -> frozenset[str]:

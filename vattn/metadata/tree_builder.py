@@ -188,7 +188,7 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder):
             )
         size = self._limits.tree_size
         # What lies beyond a tree is never read: its request has no more rows.
-        stacked = torch.zeros(self._limits.trees, size, size)
+        stacked = torch.zeros(self._limits.trees, size, size, device="cpu")
         for index, tree in enumerate(trees):
             if tree.size > size:
                 raise MetadataError(
