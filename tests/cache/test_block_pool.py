@@ -181,7 +181,9 @@ def test_published_blocks_are_found_taken_and_evicted_last():
     assert (pool.num_kept, pool.num_free) == (1, 4)
     pool.free([first])
     assert (pool.num_kept, pool.num_free, pool.num_used) == (2, 5, 0)
+    assert pool.num_kept_of(["a", "ab", "x"]) == 2
     assert pool.take(["a"]) == [first] and pool.num_kept == 1
+    assert pool.num_kept_of(["a", "ab", "ab"]) == 1 and pool.num_free == 4
     pool.free([first])
     taken = pool.allocate(3)
     assert not {first, second} & set(taken) and pool.find(["a", "ab"]) == 2

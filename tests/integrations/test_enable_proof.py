@@ -40,7 +40,7 @@ def _reads_unwritten_slots(layer: Any, args: tuple[Any, ...], forward: Forward) 
 def _forgets(layer: Any, args: tuple[Any, ...], forward: Forward) -> Any:
     """The last row is wrong, in a step with a decode alone."""
     out = forward(layer, *args)
-    step = vattn.metadata.forward_context.current
+    step = vattn.metadata.forward_context.current_step()
     assert step is not None
     if step.num_decodes:
         out[-1] *= 0.5

@@ -66,7 +66,7 @@ def test_a_context_refuses_an_older_step_and_one_that_became_older_inside() -> N
             layer(*make_inputs(5))
     with refused(r"forward_context\(\)"), vattn.forward_context(older):
         pass
-    assert vattn.metadata.forward_context.current is None
+    assert vattn.metadata.forward_context.current_step() is None
 
 
 def test_a_step_stays_the_newest_where_the_next_one_is_refused() -> None:

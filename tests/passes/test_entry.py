@@ -282,16 +282,15 @@ def test_threads_compile_for_themselves() -> None:
     results: dict[int, torch.Tensor] = {}
 
     def work(index: int) -> None:
-        with torch.no_grad():
+        with torch.no_grad(), step(models[index], [3, 4]):
             target = torch.compile(lambda *inputs: models[index](*inputs), options=vattn.options())
             results[index] = target(*inputs_of(7))
 
-    with step(models[0], [3, 4]):
-        threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
     assert all(same_bits(results[index], expected[index]) for index in range(2))
     assert {node.outcome for node in vattn.fusion_report()} == {"fused"}
 

@@ -161,6 +161,10 @@ class BlockPool:
         """Return how many of the first keys have a block."""
         return next((count for count, key in enumerate(keys) if key not in self._published), len(keys))
 
+    def num_kept_of(self, keys: Sequence[str]) -> int:
+        """Return how many of the blocks that `take` would give have no owner: it lowers `num_free` by so many."""
+        return sum(self._published[key] in self._kept for key in set(keys[: self.find(keys)]))
+
     def take(self, keys: Sequence[str]) -> list[int]:
         """Become an owner of the blocks of the first keys, as far as there are some, and return them."""
         found = [self._published[key] for key in keys[: self.find(keys)]]

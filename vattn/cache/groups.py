@@ -8,6 +8,7 @@ with it to one of the two. Only layers with blocks of the same shape and dtype s
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -73,12 +74,23 @@ class CacheGroup:
     Attributes:
         index, count: which group of how many.
         spec: how long tokens are kept.
-        step: this group's part of the metadata that `vattn.forward_context` holds.
     """
 
     def __init__(self, index: int, count: int, spec: KVCacheSpec) -> None:
         self.index, self.count, self.spec = index, count, spec
-        self.step: Any = None
+        self._in_thread = threading.local()
+
+    def __reduce__(self) -> tuple[type[CacheGroup], tuple[int, int, KVCacheSpec]]:
+        return CacheGroup, (self.index, self.count, self.spec)
+
+    @property
+    def step(self) -> Any:
+        """This group's part of the metadata that `vattn.forward_context` holds in this thread."""
+        return getattr(self._in_thread, "step", None)
+
+    @step.setter
+    def step(self, part: Any) -> None:
+        self._in_thread.step = part
 
     @property
     def kind(self) -> str:

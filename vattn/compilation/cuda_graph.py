@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,8 @@ from vattn.metadata.forward_context import forward_context
 from vattn.metadata.inputs import read_integers
 
 logger = logging.getLogger("vattn")
+
+_capturing = threading.Lock()
 
 MakeInputs = Callable[[AttentionMetadata], Sequence[Tensor]]
 
@@ -273,10 +276,12 @@ class CUDAGraphRunner:
             for _ in range(1 if self._entries else 2):
                 self._run(entry, metadata)
         torch.cuda.current_stream(self.builder.device).wait_stream(side)
-        torch.cuda.synchronize(self.builder.device)
         entry.graph = torch.cuda.CUDAGraph(keep_graph=True)
-        with torch.cuda.graph(entry.graph, pool=self._pool):
-            entry.output = self._run(entry, metadata)
+        # Other threads may allocate and synchronize meanwhile, but not begin a capture, which empties torch's cache.
+        with _capturing:
+            torch.cuda.synchronize(self.builder.device)
+            with torch.cuda.graph(entry.graph, pool=self._pool, capture_error_mode="thread_local"):
+                entry.output = self._run(entry, metadata)
         start_early(entry.graph.raw_cuda_graph())
         entry.graph.instantiate()
 

@@ -143,7 +143,7 @@ def kept_rows(rows: Tensor, metadata: AttentionMetadata | None = None) -> Tensor
         given = f"a tensor of shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
         raise ShapeError(f"kept_rows() of {given}", "a tensor [tokens, ...]", "pass hidden states or a residual")
     if metadata is None:
-        metadata = context.current
+        metadata = context.current_step()
     if metadata is None:
         return rows
     kept = step_of(metadata, "kept_rows()").logits_indices

@@ -1,8 +1,8 @@
 """Hand one step's metadata to every layer without passing it through the model's own signatures.
 
-A module attribute and no `ContextVar` (Dynamo cannot trace one): inside compiled code the metadata's tensors become
-graph inputs. All threads and tasks see the same attribute, so one at a time sets it: pass `metadata=` where several run
-models at once.
+A step belongs to the thread that entered it. Compiled code reads it from a `threading.local`, which Dynamo traces (a
+`ContextVar` it does not), so that the step's tensors become graph inputs. Tasks of one thread would see each other's
+step, so one at a time has one: pass `metadata=` where several tasks run models at once.
 """
 
 from __future__ import annotations
@@ -18,31 +18,57 @@ from vattn.errors import MetadataError
 from vattn.metadata.attention_metadata import AttentionMetadata, step_of
 from vattn.metadata.hybrid import GroupedMetadata
 
-current: AttentionMetadata | None = None
+in_thread = threading.local()
+"""`step`: what the innermost block of this thread holds; missing outside of blocks. `blocks`: those that run."""
+
+_lock = threading.Lock()
+_num_blocks = 0
+_any_block = False
+"""Whether any thread is in a block; a bool, since compiled code without a step is guarded on it."""
+
+
+def current_step() -> AttentionMetadata | None:
+    """Return the step of this thread's forward context; `None`: a profiling call.
+
+    Raises:
+        MetadataError: this thread has no forward context, and another one has.
+    """
+    if hasattr(in_thread, "step"):
+        step: AttentionMetadata | None = in_thread.step
+        return step
+    if _any_block:
+        raise MetadataError(
+            "a call in a thread without a forward context, while another thread is in one",
+            "a step of this thread, or of the call",
+            "enter vattn.forward_context(step) in this thread, or pass metadata=step; None is a profiling call",
+        )
+    return None
 
 
 class _Block:
-    """A running `with` block, its step, and the block around it in the same thread and task."""
+    """A running `with` block, its step, and the block around it in the same task."""
 
     def __init__(self, step: AttentionMetadata | None) -> None:
         self.step, self.outer = step, _own_innermost.get()
+        if not hasattr(in_thread, "blocks"):
+            in_thread.blocks = []
+        self.running: list[_Block] = in_thread.blocks
+        """All blocks of the thread that have begun and not ended, the innermost last."""
 
-
-_lock = threading.Lock()
-_running: list[_Block] = []
-"""All blocks that have begun and not ended, the innermost last."""
 
 _own_innermost: ContextVar[_Block | None] = ContextVar("own_innermost", default=None)
-"""The block that this thread and task entered last; it may have ended elsewhere."""
+"""The block that this task entered last; it may have ended elsewhere."""
 
 
 @contextmanager
 def forward_context(metadata: AttentionMetadata | None) -> Iterator[None]:
-    """Make `metadata` what layers use while the block runs; `None` is a profiling run. Nests; restored on exceptions.
+    """Make `metadata` what layers use in this thread while the block runs; `None` is a profiling run.
+
+    Blocks nest, and are restored on exceptions. Other threads do not see the step: each enters its own.
 
     Raises:
         MetadataError: `metadata` is something else than a step's metadata, or of a step over which its builder has
-            written another one; another thread or task is in such a block.
+            written another one; another task of this thread is in such a block.
         CacheError: a layer of its builder was bound to another cache since.
 
     Example:
@@ -50,54 +76,69 @@ def forward_context(metadata: AttentionMetadata | None) -> Iterator[None]:
         >>> with vattn.forward_context(None):
         ...     pass
     """
-    global current
     if metadata is not None:
         step_of(metadata, "forward_context()")
         if metadata._built is not None and not torch.compiler.is_compiling():
             metadata._built.lineage.check_caches()
-    # Dynamo traces neither locks nor context variables.
-    before, block = current, None if torch.compiler.is_compiling() else _Block(metadata)
-    if block is not None:
-        _enter(block)
+    if torch.compiler.is_compiling():  # Dynamo traces neither locks nor context variables.
+        has_outer, outer = hasattr(in_thread, "step"), getattr(in_thread, "step", None)
+        _set_step(metadata, outer)
+        try:
+            yield
+        finally:
+            _set_step(outer, metadata)
+            if not has_outer:
+                del in_thread.step
+        return
+    block = _Block(metadata)
+    _enter(block)
     try:
-        _set_parts(before, metadata)
-        current = metadata
         yield
     finally:
-        left, after = (metadata, before) if block is None else (current, _leave(block))
-        _set_parts(left, after)
-        current = after
+        _leave(block)
 
 
 def _enter(block: _Block) -> None:
+    while block.outer is not None and block.outer not in block.running:
+        block.outer = block.outer.outer
+    if block.running and block.outer is not block.running[-1]:
+        raise MetadataError(
+            "forward_context() while another task of this thread is inside of its own",
+            "one at a time: the tasks of a thread see the same step",
+            "pass metadata= to the layers where several tasks run models at once",
+        )
+    _set_step(block.step, block.running[-1].step if block.running else None)
+    block.running.append(block)
+    _own_innermost.set(block)
+    _count(1)
+
+
+def _leave(block: _Block) -> None:
+    """End a block; the step is that of the innermost one that still runs."""
+    was_innermost = block.running[-1] is block
+    block.running.remove(block)
+    if _own_innermost.get() is block:
+        _own_innermost.set(block.outer)
+    if was_innermost and in_thread.__dict__.get("blocks") is block.running:  # A generator may end in another thread.
+        _set_step(block.running[-1].step if block.running else None, block.step)
+        if not block.running:
+            del in_thread.step
+    _count(-1)
+
+
+def _count(change: int) -> None:
+    global _num_blocks, _any_block
     with _lock:
-        while block.outer is not None and block.outer not in _running:
-            block.outer = block.outer.outer
-        if _running and block.outer is not _running[-1]:
-            raise MetadataError(
-                "forward_context() while another thread or task is inside of its own",
-                "one at a time: all of them see the same step",
-                "pass metadata= to the layers where several run models at once",
-            )
-        _running.append(block)
-        _own_innermost.set(block)
+        _num_blocks += change
+        _any_block = _num_blocks > 0
 
 
-def _leave(block: _Block) -> AttentionMetadata | None:
-    """End a block; return the step of the innermost one that still runs."""
-    with _lock:
-        _running.remove(block)
-        if _own_innermost.get() is block:
-            _own_innermost.set(block.outer)
-        return _running[-1].step if _running else None
-
-
-def _set_parts(before: AttentionMetadata | None, metadata: AttentionMetadata | None) -> None:
-    """Take the parts of the step before away from their groups, and give the groups of a step theirs."""
-    for step in (before, metadata):
-        if isinstance(step, GroupedMetadata):
-            for group in step.cache_groups:
-                group.step = None
-    if isinstance(metadata, GroupedMetadata):
-        for group, part in zip(metadata.cache_groups, metadata.parts, strict=True):
+def _set_step(step: AttentionMetadata | None, before: AttentionMetadata | None) -> None:
+    """Set the step of this thread, and its parts in their groups instead of those of the step before."""
+    if isinstance(before, GroupedMetadata):
+        for group in before.cache_groups:
+            group.step = None
+    if isinstance(step, GroupedMetadata):
+        for group, part in zip(step.cache_groups, step.parts, strict=True):
             group.step = part
+    in_thread.step = step

@@ -40,7 +40,7 @@ def attend(
             "models that enable() was called with",
             "call enable(model)",
         )
-    if context.current is None:
+    if context.current_step() is None:
         raise _no_step()
     if query.shape[0] != 1:
         raise ShapeError(
@@ -59,7 +59,7 @@ def attend(
 
 def no_mask(attention_mask: Tensor | None = None, **options: Any) -> None:
     """Return no mask, since the layers know theirs; transformers' mask interface."""
-    if context.current is None:
+    if context.current_step() is None:
         raise _no_step()
     if attention_mask is not None:
         raise _masked()

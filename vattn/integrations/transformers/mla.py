@@ -207,7 +207,7 @@ def attend_latents(
         `[1, T, heads, V]`, and no weights.
     """
     layer: Any = module._modules.get(NAME)
-    if layer is None or context.current is None or query.shape[0] != 1 or attention_mask is not None:
+    if layer is None or context.current_step() is None or query.shape[0] != 1 or attention_mask is not None:
         return attend(module, query, key, value, attention_mask, **options)  # which says what is wrong
     if options.get("scaling", layer.scale) != layer.scale or options.get("dropout", 0.0):
         raise UnsupportedRequestError(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -28,6 +29,9 @@ from vattn.layers.fp8_linear import exact_inputs
 
 PROBE = "vattn_probe"
 TOKENS = 3
+
+_one_at_a_time = threading.Lock()
+"""Held while `PROBE` is registered: transformers has one registry for the process."""
 
 FULL = 2**17
 """How many tokens the cache says that it holds in a run that must not be different for it."""
@@ -320,17 +324,18 @@ def _taking_notes(model: Any) -> Iterator[_Notes]:
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     notes, before = _Notes(bool(replaced_modules(model))), model.config._attn_implementation
-    ALL_ATTENTION_FUNCTIONS.register(PROBE, notes.attention)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE, notes.mask)
-    try:
-        replace_forwards(model, notes.attention)
-        set_attention(model, PROBE)
-        yield notes
-    finally:
-        restore_forwards(model)
-        set_attention(model, before)
-        ALL_ATTENTION_FUNCTIONS._global_mapping.pop(PROBE, None)
-        ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(PROBE, None)
+    with _one_at_a_time:
+        ALL_ATTENTION_FUNCTIONS.register(PROBE, notes.attention)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE, notes.mask)
+        try:
+            replace_forwards(model, notes.attention)
+            set_attention(model, PROBE)
+            yield notes
+        finally:
+            restore_forwards(model)
+            set_attention(model, before)
+            ALL_ATTENTION_FUNCTIONS._global_mapping.pop(PROBE, None)
+            ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(PROBE, None)
 
 
 def set_attention(model: Any, name: str) -> None:

@@ -188,7 +188,7 @@ class PackedModel(nn.Module):
 
 
 def _check_lengths(longest: int) -> None:
-    step = context.current
+    step = context.current_step()
     if step is not None and step.max_seq_len > longest:
         raise MetadataError(
             f"a request of {step.max_seq_len} tokens for a model with rope_length={longest}",

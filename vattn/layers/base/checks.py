@@ -32,7 +32,7 @@ def given_step(layer: Any, metadata: AttentionMetadata | None) -> AttentionMetad
             the layer's cache has.
         CacheError: the layer was bound to another cache since its builder was made.
     """
-    metadata = context.current if metadata is None else metadata
+    metadata = context.current_step() if metadata is None else metadata
     if metadata is not None and not isinstance(metadata, AttentionMetadata):
         raise MetadataError(
             f"metadata of type {type(metadata).__name__} in {called(layer)}",

@@ -19,7 +19,6 @@ from vattn.layers.base.dcp import all_heads, attend_parts, check_step_ranks, par
 from vattn.layers.base.step import CacheViews, LayerResult, LayerStep, given, part_of, split_heads
 from vattn.layers.base.two_parts import Part, attend_in_parts, cascade_parts, step_parts, suffix_config
 from vattn.layers.kv_transfer_utils import save_kv_layer, wait_for_layer_load
-from vattn.metadata import forward_context as context
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.hybrid import GroupedMetadata
 from vattn.metadata.lineage import called
@@ -157,7 +156,7 @@ class CachedAttention(BoundCache):
     def _own_part(self, metadata: AttentionMetadata | None) -> AttentionMetadata | None:
         """Return the metadata to use: that of the call or of the forward context, or its part for the layer's group."""
         if self.kv_cache_group is not None:
-            metadata = part_of(self.kv_cache_group, metadata, context.current)
+            metadata = part_of(self.kv_cache_group, metadata)
         metadata = given_step(self, metadata)
         if isinstance(metadata, GroupedMetadata):
             raise MetadataError(

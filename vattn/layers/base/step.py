@@ -12,6 +12,7 @@ from vattn.cache.groups import CacheGroup
 from vattn.errors import MetadataError, ShapeError, StrideError
 from vattn.layers.base.arguments import StepKind
 from vattn.metadata.attention_metadata import AttentionMetadata, host_plan_key
+from vattn.metadata.forward_context import current_step
 from vattn.metadata.hybrid import GroupedMetadata
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
 from vattn.ops.arguments_mla import MLAAttentionArgs
@@ -23,19 +24,18 @@ CacheViews = tuple[Tensor, Tensor | None]
 """`key_cache` and `value_cache` of the ops."""
 
 
-def part_of(
-    group: CacheGroup, metadata: AttentionMetadata | None, in_context: AttentionMetadata | None
-) -> AttentionMetadata | None:
+def part_of(group: CacheGroup, metadata: AttentionMetadata | None) -> AttentionMetadata | None:
     """Return a group's part of a step: of `metadata`, or of the one in the forward context; `None` for neither.
 
     Raises:
         MetadataError: metadata without groups, or of another model's.
     """
-    if metadata is None and in_context is None:
-        return None
-    step: AttentionMetadata | None = group.step
     if metadata is not None:
         step = metadata.parts[group.index] if isinstance(metadata, GroupedMetadata) else None
+    elif current_step() is None:
+        return None
+    else:
+        step = group.step
     if step is None:
         raise MetadataError(
             f"metadata without a part for group {group.index} of {group.count}",
