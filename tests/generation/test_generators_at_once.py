@@ -17,7 +17,8 @@ from vattn.integrations.transformers import enable
 
 def at_once(work: Callable[[int], Any], count: int = 2) -> list[Any]:
     """Return what a function returns in as many threads, which begin together; raise what it raises."""
-    begin, results = threading.Barrier(count), [None] * count
+    begin = threading.Barrier(count)
+    results: list[Any] = [None] * count
 
     def run(index: int) -> None:
         begin.wait()

@@ -208,10 +208,11 @@ class AttentionMetadataBuilder:
             query_lens, seq_lens: new, and cached plus new, tokens of each request. Host values, as all arguments.
                 `seq_lens=None`: nothing is cached.
             block_tables: block ids of each request, in order: lists, or a NumPy array or CPU tensor `[B, W]`, which is
-                read faster. Rows may be longer than needed. Requests may share blocks that they read; one that the step writes into is one entry of one request, or filled by the request that
-                stores a prefix after which others begin. Entries before the windows of all `layers` do not count;
-                without `layers`, put 0 for blocks that were freed there. `None`: a step of layers without a cache
-                (`EncoderOnlyAttention`); its table has no columns, and layers with a cache refuse it.
+                read faster. Rows may be longer than needed. Requests may share blocks that they read; one that the
+                step writes into is one entry of one request, or filled by the request that stores a prefix after
+                which others begin. Entries before the windows of all `layers` do not count; without `layers`, put 0
+                for blocks that were freed there. `None`: a step of layers without a cache (`EncoderOnlyAttention`);
+                its table has no columns, and layers with a cache refuse it.
             slot_mapping: one slot per token; default from the tables: token i of a request goes to position
                 `seq_len - query_len + i`.
             positions: one position per token for the model, such as by depth in a tree of drafts; default those of the
