@@ -12,6 +12,7 @@ from vattn.backends.base import Backend, Capabilities, Exclusion, Package
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo, Sizes, parse_version
 from vattn.config.features import FEATURES, requested_features
+from vattn.config.mla import MLAConfig
 from vattn.errors import ConfigError, DeviceError, UnknownOptionError, UnsupportedRequestError
 
 CPU = DeviceInfo("cpu")
@@ -374,6 +375,14 @@ def test_steps_that_miss_hoppers_kernels_are_told(case: str) -> None:
         assert why in note
     for other in ("cpu", DeviceInfo("cuda", (8, 0), "an A100")):
         assert not any("general kernel, not" in note for note in selector.explain(config, other).notes)
+
+
+@pytest.mark.parametrize(("size", "decodes", "prompts"), [(128, 0, 0), (192, 0, 1), (528, 1, 1), (1, 1, 1)])
+def test_latent_layers_say_which_blocks_miss_hoppers_kernels(size: int, decodes: int, prompts: int) -> None:
+    config = MLAConfig(16, 128, 64, 128, 512, 192**-0.5, "bfloat16", "bfloat16", block_size=size, backend="TRITON_MLA")
+    said = " ".join(selector.explain(config, HOPPER_GPU).notes)
+    for steps, missing in (("decodes", decodes), ("prompts", prompts)):
+        assert (f"{steps} run on the general kernel, not on Hopper's: block_size {size}" in said) == bool(missing)
 
 
 def test_what_xformers_decodes_misses_no_kernel_of_ours() -> None:

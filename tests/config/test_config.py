@@ -71,9 +71,9 @@ BAD_FIELDS = {
 
 BAD_CACHES = {
     "block size 0": ({"block_size": 0}, "block_size=0"),
-    "block size below the smallest": ({"block_size": 4}, "block_size=4"),
+    "block size between the smallest": ({"block_size": 3}, "block_size=3"),
     "block size no multiple of 8": ({"block_size": 12}, "block_size=12"),
-    "block size too large": ({"block_size": 264}, "block_size=264"),
+    "block size too large": ({"block_size": 2056}, "block_size=2056"),
     "block size not an int": ({"block_size": 16.0}, "block_size=16.0"),
     "cache dtype": ({"cache_dtype": "int8"}, "cache_dtype='int8'"),
     "layout": ({"kv_cache_layout": "nhd"}, "kv_cache_layout='nhd'"),
@@ -160,7 +160,7 @@ def configs(draw):
         scale=draw(st.floats(-1e30, 1e30)),
         dtype=draw(st.sampled_from(["float16", "bfloat16", "float32"])),
         kv_cache_dtype=kv_dtype,
-        block_size=draw(st.sampled_from([0, 8, 16, 256])),
+        block_size=draw(st.sampled_from([0, 1, 8, 528, 2048])),
         kv_cache_layout=draw(st.sampled_from(["NHD", "HND"])),
         kv_scale=draw(scales) if KV_FORMATS[kv_dtype].quantised else "none",
         query_format=query,

@@ -131,7 +131,8 @@ def _overwrite_a_third(tensor: Tensor, choices: list[int], rng: torch.Generator)
 def make_cache_update(config: AttentionConfig, *, device: str = "cpu", seed: int = 0) -> CacheUpdateArgs:
     """Return an update with slots in and out of range over a cache of garbage, and values that saturate FP8."""
     rng = torch.Generator().manual_seed(seed)
-    num_blocks, num_tokens, heads, dtype = 4, 19, config.num_kv_heads, MODEL_DTYPES[config.dtype]
+    num_tokens, heads, dtype = 19, config.num_kv_heads, MODEL_DTYPES[config.dtype]
+    num_blocks = max(4, -(-24 // config.block_size))
     slots = torch.randperm(num_blocks * config.block_size, generator=rng)[:num_tokens]
     outside = torch.tensor([-1, -7, num_blocks * config.block_size, 2**62, -(2**62)])
     slots[torch.randperm(num_tokens, generator=rng)[: len(outside)]] = outside

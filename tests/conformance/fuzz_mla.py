@@ -102,7 +102,7 @@ def draw_config(rng: random.Random, backend: str) -> MLAConfig:
         "qk_rope_head_dim": rng.choice((2, 6, 16, 20)),
         "v_head_dim": rng.choice((1, 7, 16, 32, 48, 64)),
         "kv_lora_rank": latent if latent > 1 else rng.choice((3, 16, 20, 40, 72)),
-        "block_size": rng.choice((8, 16, 24)),
+        "block_size": rng.choice((8, 16, 24, 1, 4, 528)),
         "decode_threshold": rng.choice((1, 2, 3, 8)),
     }
     if output != "none" and rng.random() < 0.4:

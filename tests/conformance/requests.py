@@ -187,7 +187,7 @@ def _draw_base(rng: random.Random, features: frozenset[str], backend: str, size:
         query_format=query,
         query_scale="none" if query == "none" else "tensor",
         query_load="plain" if query == "none" else _pick(rng, ("plain", "divide", "multiply"), can.query_loads),
-        block_size=_pick(rng, (8, 8, 16, 24, 56, 256, 12, 264), can.block_sizes),
+        block_size=_pick(rng, (8, 8, 16, 24, 1, 2, 4, 56, 256, 528, 12, 2056), can.block_sizes),
         attn_type=rng.choice(("encoder", "encoder_only")) if "contiguous_kv" in features else "decoder",
         backend=backend,
     )
@@ -370,7 +370,7 @@ def _grids(backend: str) -> dict[str, dict[str, dict[str, AttentionConfig]]]:
         },
         "sizes": {
             "head_size": {str(d): base.replace(head_size=d, head_size_v=d) for d in range(8, 1025, 8)},
-            "block_size": {str(b): base.replace(block_size=b) for b in range(8, 257, 8)},
+            "block_size": {str(b): base.replace(block_size=b) for b in (1, 2, 4, *range(8, 2049, 8))},
         },
         "output_variants": {
             "multiply": {

@@ -175,7 +175,9 @@ _SIZES: dict[str, Row] = {
         f"head-size{d}-value{v}": Row({"head_size": d, "head_size_v": v}, ((1, 18), (4, 11)))
         for d, v in ((16, 8), (24, 56), (192, 128), (8, 16))
     },
-    **{f"block-size{b}": Row({"block_size": b}, MIXED) for b in (16, 24, 56, 128, 256)},
+    **{f"block-size{b}": Row({"block_size": b}, MIXED) for b in (1, 2, 4, 16, 24, 56, 128, 256)},
+    # More tokens than a box of a tensor map has, and as many as models with state layers put into a block.
+    **{f"block-size{b}-long": Row({"block_size": b}, ((1, b + 9), (5, 2 * b + 3), (9, 9))) for b in (528, 784, 2048)},
     # Tiles that need no mask follow each other, over rows that are no power of two wide.
     **{
         f"prefill-head-size{d}-value{v}": Row({"head_size": d, "head_size_v": v, "num_heads": 6}, ((37, 37), (22, 40)))
@@ -282,15 +284,52 @@ _DCP_ROWS: dict[str, Row] = {
     "dcp-without-cache": Row({**_DCP, **PACKED}, MIXED),
 }
 
+
+def _blocks() -> dict[str, Row]:
+    """Blocks of one token, of no power of two, and of more tokens than a box of a tensor map has, with much else."""
+    rows = {}
+    formats = itertools.cycle(("nvfp4", "int8_per_token_head", "turboquant_4bit_nc", "turboquant_3bit_nc"))
+    wide = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": "bfloat16"}
+    for size in (1, 4, 24, 528, 2048):
+        reach = max(size, 40)
+        lens = ((1, reach + 9), (5, 2 * reach + 3), (9, 9), (0, 0))
+        packed = {"head_size": 64, "head_size_v": 64}
+        asked: dict[str, dict[str, Any]] = {
+            "window+sinks+hnd": {**WINDOW, **SINKS, "kv_cache_layout": "HND"},
+            "fp8-heads+soft-cap+lse": {**FP8_HEADS, **CAP, **LSE, "dtype": "bfloat16"},
+            "fp8-unequal+hnd": {**FP8, "head_size_v": 24, "kv_cache_layout": "HND"},
+            "tree+lse": {**TREE, **LSE},
+            "dcp+alibi": {**_DCP, **ALIBI},
+            "cross": CROSS,
+            "broken-table+flags": FLAGS,
+            "pairs": {"head_pairs": "odd", "head_size_v": 32},
+            **{
+                f"{name}+hnd": {**packed, "kv_cache_dtype": name, "kv_cache_layout": "HND"} for name in (next(formats),)
+            },
+            **{name: {**packed, "kv_cache_dtype": name} for name in (next(formats),)},
+        }
+        for name, changes in asked.items():
+            table = "broken" if "broken" in name else "fit"
+            rows[f"block-size{size}+{name}"] = Row({"block_size": size, **changes}, lens, table=table)
+        # The kernels made for Hopper, where there is one.
+        rows[f"block-size{size}+wide-decodes"] = Row({"block_size": size, **wide}, ((1, 2 * reach + 9), (1, 3)), (0, 0))
+        rows[f"block-size{size}+wide-prompts"] = Row({"block_size": size, **wide}, ((70, 70), (90, reach + 95)), (0, 0))
+        hnd = {**wide, "kv_cache_layout": "HND", "kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"}
+        rows[f"block-size{size}+wide-mixed"] = Row(
+            {"block_size": size, **hnd}, ((1, reach), (200, reach + 203)), (0, 0)
+        )
+    return rows
+
+
 _REFUSED: dict[str, Row] = {
     "batch-invariant": Row({"batch_invariant": True}, MIXED),
     "head-size12": Row({"head_size": 12}, MIXED),
     "head-size1032": Row({"head_size": 1032}, ((1, 9),)),
     "block-size12": Row({"block_size": 12}, MIXED),
-    "block-size512": Row({"block_size": 512}, MIXED),
+    "block-size2056": Row({"block_size": 2056}, MIXED),
 }
 """Refused by every backend there is today; one that learns to run a row must then be right."""
 
 FORMATS: dict[str, Row] = {**_formats(), **_packed_formats()}
 
-ROWS: dict[str, Row] = {**_SINGLE, **_PAIRS, **_SIZES, **FORMATS, **_DCP_ROWS, **_REFUSED}
+ROWS: dict[str, Row] = {**_SINGLE, **_PAIRS, **_SIZES, **FORMATS, **_DCP_ROWS, **_blocks(), **_REFUSED}

@@ -46,6 +46,8 @@ def cpu_marks(name: str, row: str) -> list[Any]:
         return [pytest.mark.long]
     if "cpu" in selector.get_backend(name).capabilities.devices or row in PLAIN:
         return []
+    if "wide" in row or "block-size2048+" in row:
+        return [pytest.mark.long]
     draw = zlib.crc32(f"{fuzz_seed()} {row}".encode())
     if row in FORMATS:
         return [pytest.mark.long] if draw % 3 else [pytest.mark.slow] if draw % 9 else []

@@ -42,9 +42,11 @@ def test_eight_codes_and_the_sum_of_their_squares(bits: int) -> None:
 def test_words_are_stored_in_caches_that_begin_at_one() -> None:
     native, parts = Limits(132, 227 << 10, native_fp8=True), KV_FORMATS["turboquant_4bit_nc"].parts
     storage = torch.zeros(4, 64, dtype=torch.uint8)
-    assert has_words(storage[:, 4:], parts, native)
-    assert not has_words(storage[:, 2:], parts, native)
-    assert not has_words(storage.view(-1)[:252].view(4, 63)[:, :60], parts, native)
-    assert not has_words(storage, KV_FORMATS["turboquant_k8v4"].parts, native)
-    assert not has_words(storage, parts, Limits(8, 1 << 16, native_fp8=False))
+    assert has_words((storage[:, 4:], storage[:, 8:]), parts, native)
+    assert not has_words((storage[:, 2:], storage[:, 8:]), parts, native)
+    assert not has_words((storage, storage[:, 18:]), parts, native)
+    odd = storage.view(-1)[:252].view(4, 63)
+    assert not has_words((odd, odd[:, 4:]), parts, native)
+    assert not has_words((storage, storage), KV_FORMATS["turboquant_k8v4"].parts, native)
+    assert not has_words((storage, storage), parts, Limits(8, 1 << 16, native_fp8=False))
     assert choose_store(parts[0], True) is packed_words.store_codebook

@@ -191,6 +191,9 @@ class Capabilities:
             found += [f"head_size {size} with {name} (runs {of})" for name, of in narrower.items() if size not in of]
         if config.block_size:
             found += not_allowed(config, {"block_size": self.block_sizes})
+            found += stored.block_problems(
+                config.block_size * config.num_kv_heads, config.head_size, config.head_size_v
+            )
         found += self._of_arithmetic(config)
         fmt = OUTPUT_FORMATS[config.output_format]
         if fmt.group_size > 0 and config.head_size_v % fmt.group_size and fmt.group_size % config.head_size_v:

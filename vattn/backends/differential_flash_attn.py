@@ -14,7 +14,7 @@ from torch import Tensor
 from vattn.backends.base import Backend, Capabilities
 from vattn.config.arguments import integer, read_count
 from vattn.config.attention import AttentionConfig
-from vattn.config.device import DeviceInfo, Sizes
+from vattn.config.device import BLOCK_SIZES, DeviceInfo, Sizes
 from vattn.config.features import FEATURES
 from vattn.errors import CacheError, ConfigError
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
@@ -33,7 +33,7 @@ class DifferentialFlashAttentionBackend(Backend):
         output_formats=tuple(OUTPUT_FORMATS),
         attn_types=("decoder",),
         head_sizes=Sizes(8, 8, 512),
-        block_sizes=Sizes(8, 8, 256),
+        block_sizes=BLOCK_SIZES,
         features=frozenset(FEATURES)
         - {"context_parallel", "batch_invariant", "hnd_layout", "contiguous_kv", "unequal_head_sizes"},
         required_features=frozenset({"head_pairs"}),

@@ -9,7 +9,7 @@ import torch
 
 from vattn.backends.base import PACKED_DCP, Backend, Capabilities, Package
 from vattn.config.attention import AttentionConfig
-from vattn.config.device import DeviceInfo, Sizes
+from vattn.config.device import BLOCK_SIZES, DeviceInfo, Sizes
 from vattn.config.features import FEATURES
 from vattn.config.rope import RopeConfig
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, PlanArgs, RopeUpdateArgs, VarlenAttentionArgs
@@ -28,7 +28,7 @@ class TritonAttentionBackend(Backend):
         output_formats=tuple(OUTPUT_FORMATS),
         attn_types=("decoder", "encoder", "encoder_only", "encoder_decoder"),
         head_sizes=Sizes(8, 8, 512),
-        block_sizes=Sizes(8, 8, 256),
+        block_sizes=BLOCK_SIZES,
         features=frozenset(FEATURES),
         exclusions=(PACKED_DCP,),
         # FP8 is decoded and encoded in software where the hardware has none.
@@ -70,11 +70,7 @@ class TritonAttentionBackend(Backend):
         on_hopper = device.type == "cuda" and device.capability == hopper_routes.availability.CAPABILITY
         if not on_hopper or config.block_size == 0:
             return []
-        return [
-            f"{steps} run on the general kernel, not on Hopper's: {'; '.join(dict.fromkeys(reasons))}"
-            for steps, reasons in hopper_routes.missed(config, device).items()
-            if reasons
-        ]
+        return hopper_routes.availability.missed_steps(hopper_routes.missed(config, device))
 
     def plan_shape(self, config: AttentionConfig, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
         """Return the shape of the schedule of the kernels made for Hopper; `()` where none runs the layer."""

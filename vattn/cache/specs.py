@@ -61,9 +61,10 @@ class KVCacheSpec:
             if value not in allowed:
                 raise ConfigError(f"{name}={value!r}", ", ".join(allowed), "choose one of these names")
         fmt = KV_FORMATS.get(self.kv_cache_dtype)
-        problems = [] if fmt is None else fmt.head_size_problems(self.head_size, self.head_size_v)
+        sizes, rows = (self.head_size, self.head_size_v), self.block_size * self.num_kv_heads
+        problems = [] if fmt is None else fmt.head_size_problems(*sizes) or fmt.block_problems(rows, *sizes)
         if problems:
-            raise ConfigError("; ".join(problems), "head sizes that the format takes", "choose another kv_cache_dtype")
+            raise ConfigError("; ".join(problems), "sizes that the format takes", "choose another kv_cache_dtype")
         if self.page_size_padded is not None:
             self._check_padding(self.page_size_padded)
 

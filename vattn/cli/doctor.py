@@ -76,7 +76,7 @@ def plain_request(backend: Backend) -> AttentionConfig:
         scale=0.125,
         dtype=dtype,
         kv_cache_dtype=cache,
-        block_size=next(size for size in (16, 32, 64, *range(8, 264, 8)) if size in can.block_sizes),
+        block_size=next(size for size in (16, 32, 64, *range(8, 2056, 8)) if size in can.block_sizes),
         kv_scale="tensor" if KV_FORMATS[cache].quantised else "none",
         attn_type=can.attn_types[0],
         backend=backend.name,

@@ -15,6 +15,7 @@ from typing import Any
 from vattn.config import encoding
 from vattn.config.arguments import integer, read_count
 from vattn.config.dcp import DCPShard, check_shard, shard_of
+from vattn.config.device import BLOCK_SIZES
 from vattn.config.encoding import check as _check
 from vattn.quantization.formats import (
     KV_FORMATS,
@@ -353,7 +354,8 @@ class CacheConfig:
     """Say how the KV caches of a model are stored.
 
     Attributes:
-        block_size: tokens per block, any multiple of 8 from 8 to 256.
+        block_size: tokens per block: 1, 2, 4 or a multiple of 8 from 8 to 2048. Which of them a backend and its fast
+            kernels take, `vattn.explain` says.
         cache_dtype: `"auto"` (the model dtype), `"float16"`, `"bfloat16"`, `"float32"`, `"fp8"` (`"fp8_e4m3"`),
             `"fp8_e5m2"`, or a packed format of `vattn.quantization.formats.KV_FORMATS`, such as
             `"int8_per_token_head"`; for latent attention also `"fp8_ds_mla"` and `"nvfp4_ds_mla"`.
@@ -387,9 +389,9 @@ class CacheConfig:
         )
         object.__setattr__(self, "kv_cache_dtype_skip_layers", tuple(skip))
         _check(
-            isinstance(self.block_size, int) and 8 <= self.block_size <= 256 and self.block_size % 8 == 0,
+            type(self.block_size) is int and self.block_size in BLOCK_SIZES,
             f"block_size={self.block_size!r}",
-            "a multiple of 8 from 8 to 256",
+            f"{BLOCK_SIZES}",
             "block_size=16",
         )
         choices = {"cache_dtype": (*kv_cache_dtypes(), *MLA_PACKED_DTYPES), "kv_cache_layout": KV_CACHE_LAYOUTS}

@@ -95,23 +95,29 @@ class DeviceInfo:
 
 @dataclass(frozen=True)
 class Sizes:
-    """A set of allowed sizes: multiples of `step` from `low` to `high`, or the listed `values`."""
+    """A set of allowed sizes: multiples of `step` from `low` to `high` and those `besides`; or the listed `values`."""
 
     step: int = 8
     low: int = 8
     high: int = 512
     values: tuple[int, ...] = ()
+    besides: tuple[int, ...] = ()
 
     def __contains__(self, size: int) -> bool:
         if self.values:
             return size in self.values
-        return self.low <= size <= self.high and size % self.step == 0
+        return size in self.besides or (self.low <= size <= self.high and size % self.step == 0)
 
     def __str__(self) -> str:
         if self.values:
             return ", ".join(map(str, self.values))
         steps = "" if self.step == 1 else f"multiples of {self.step} "
-        return f"{steps}from {self.low} to {self.high}"
+        found = f"{steps}from {self.low} to {self.high}"
+        return f"{', '.join(map(str, self.besides))} and {found}" if self.besides else found
+
+
+BLOCK_SIZES = Sizes(8, 8, 2048, besides=(1, 2, 4))
+"""Tokens that a block of a cache may hold; a backend takes all of them or fewer."""
 
 
 def not_allowed(config: Any, allowed: Mapping[str, Collection[Any] | Sizes]) -> list[str]:

@@ -142,6 +142,20 @@ class KVFormat:
                 found.append(f"{name} {size} with kv_cache_dtype {self.name} (takes {problem})")
         return found
 
+    def block_problems(self, rows: int, head_size: int, head_size_v: int) -> list[str]:
+        """Return why blocks of `rows` rows, tokens times KV heads, cannot hold the format; empty if they can.
+
+        The scales of a block follow its codes, and a scale of two bytes starts at an even one.
+        """
+        start = 0
+        for part, width in ((self.key, head_size), (self.value, head_size_v)) if self.packed else ():
+            assert part is not None
+            start += rows * part.code_bytes(width)
+            if part.scale_dtype is not None and start % part.scale_dtype.itemsize:
+                return [f"kv_cache_dtype {self.name} in blocks of {rows} rows (takes an even number of tokens)"]
+            start += rows * part.scale_bytes(width)
+        return []
+
 
 def _packed(name: str, key: PackedPart, value: PackedPart, quantised: bool = False, largest: float = 0.0) -> KVFormat:
     return KVFormat(name, torch.uint8, torch.uint8, quantised, largest or float("inf"), key, value)

@@ -75,15 +75,16 @@ _WINDOW_INVARIANT = (
 )
 _FEATURES_OF_3 = frozenset("logits_soft_cap kv_scale_per_head query_scale_per_head batch_invariant".split())
 _ANY_16 = Sizes(16, 16, 256)
-_PAGES_OF_2 = Sizes(values=(256,))
+_LARGE_16 = Sizes(16, 16, 2048)
+_PAGES_OF_2 = Sizes(256, 256, 2048)
 
 FLASH_ATTENTION_3 = _capabilities(
-    _FEATURES_OF_3 | {"sinks"}, _ANY_16, (9, 0), (*_FP8_OF_3, *_SINKS_IN_BF16, *_WINDOW_INVARIANT), ("fp8_e4m3",)
+    _FEATURES_OF_3 | {"sinks"}, _LARGE_16, (9, 0), (*_FP8_OF_3, *_SINKS_IN_BF16, *_WINDOW_INVARIANT), ("fp8_e4m3",)
 )
 """What a FlashAttention-3 library given by path does; also what the documentation shows."""
 
 FLASH_ATTENTION_3_PACKAGE = _capabilities(
-    _FEATURES_OF_3, _ANY_16, (9, 0), (*_FP8_OF_3, *_WINDOW_INVARIANT), ("fp8_e4m3",)
+    _FEATURES_OF_3, _LARGE_16, (9, 0), (*_FP8_OF_3, *_WINDOW_INVARIANT), ("fp8_e4m3",)
 )
 """What the package of FlashAttention-3 does: it has no sinks."""
 

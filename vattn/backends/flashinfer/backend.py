@@ -30,7 +30,7 @@ from vattn.backends.flashinfer.jit import INSTALL, can_compile, compiler_problem
 from vattn.backends.flashinfer.plan import kernel_family, offsets_of, plan_options, plan_text, used_blocks, workspace
 from vattn.cache.layout import key_value_views
 from vattn.config.attention import AttentionConfig
-from vattn.config.device import DeviceInfo, Sizes
+from vattn.config.device import BLOCK_SIZES, DeviceInfo, Sizes
 from vattn.errors import GraphContractError, MissingPackageError, UnsupportedRequestError
 from vattn.ops.arguments import AttentionArgs, HostPlanArgs, PlanArgs, VarlenAttentionArgs
 from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES
@@ -43,7 +43,7 @@ FLASHINFER = Capabilities(
     output_formats=("none",),
     attn_types=("decoder", "encoder", "encoder_only", "encoder_decoder"),
     head_sizes=Sizes(values=(64, 128, 256)),
-    block_sizes=Sizes(8, 8, 256),
+    block_sizes=BLOCK_SIZES,
     strided_caches=False,
     features=frozenset(
         "bidirectional sliding_window logits_soft_cap sinks tree_bias kv_scale_per_head "

@@ -17,7 +17,7 @@ from vattn.backends.base import Package, refuse_capture
 from vattn.backends.external_rows import valid_rows, zero_invalid_rows
 from vattn.backends.flashinfer.plan import offsets_of, used_blocks
 from vattn.backends.mla.base import MLABackend, TritonMLAUpdate, library_capabilities
-from vattn.config.device import Sizes
+from vattn.config.device import BLOCK_SIZES
 from vattn.config.mla import MLAConfig
 from vattn.ops.arguments_mla import MLAAttentionArgs
 from vattn.ops.reference.mla_absorb import absorb, project_values, weights_of
@@ -33,7 +33,7 @@ class FlashInferMLABackend(TritonMLAUpdate, MLABackend):
     capabilities = library_capabilities(
         Package(module="flashinfer", distribution="flashinfer-python", minimum=(0, 6), extra="flashinfer"),
         minimum_capability=(8, 0),
-        block_sizes=Sizes(8, 8, 256),
+        block_sizes=BLOCK_SIZES,
     )
 
     def mla_attention(self, args: MLAAttentionArgs, config: MLAConfig) -> None:

@@ -20,7 +20,7 @@ from vattn.backends.base import refuse_capture
 from vattn.backends.mla.base import MLABackend, MLACapabilities
 from vattn.cache.layout import row_view
 from vattn.config.dcp import DCPShard
-from vattn.config.device import Sizes
+from vattn.config.device import BLOCK_SIZES, Sizes
 from vattn.config.mla import WEIGHT_FORMATS, MLAConfig
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.reference import mla as mla_reference
@@ -78,7 +78,7 @@ class TorchMLABackend(MLABackend):
         output_formats=tuple(OUTPUT_FORMATS),
         attn_types=("decoder",),
         head_sizes=Sizes(1, 2, 1 << 16),
-        block_sizes=Sizes(8, 8, 256),
+        block_sizes=BLOCK_SIZES,
         features=frozenset({"lse", "sparse", "context_parallel", "mixed_cache"}),
         weight_formats=WEIGHT_FORMATS,
         output_variants=True,

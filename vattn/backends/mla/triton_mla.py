@@ -12,7 +12,7 @@ import torch
 
 from vattn.backends.base import Package
 from vattn.backends.mla.base import MLABackend, MLACapabilities, TritonMLAUpdate
-from vattn.config.device import Sizes
+from vattn.config.device import BLOCK_SIZES, DeviceInfo, Sizes
 from vattn.config.mla import WEIGHT_FORMATS, MLAConfig
 from vattn.ops.arguments import PlanArgs
 from vattn.ops.arguments_mla import MLAAttentionArgs
@@ -32,7 +32,7 @@ class TritonMLABackend(TritonMLAUpdate, MLABackend):
         output_formats=tuple(OUTPUT_FORMATS),
         attn_types=("decoder",),
         head_sizes=Sizes(1, 2, 640),
-        block_sizes=Sizes(8, 8, 256),
+        block_sizes=BLOCK_SIZES,
         features=frozenset({"lse", "sparse", "context_parallel"}),
         # FP8 is decoded and encoded in software where the hardware has none.
         minimum_capability=(8, 0),
@@ -43,6 +43,15 @@ class TritonMLABackend(TritonMLAUpdate, MLABackend):
         output_variants=True,
         cuda_graphs="full",
     )
+
+    def general_steps(self, config: Any, device: DeviceInfo) -> list[str]:
+        """Say which steps run on the general kernels on Hopper, which has faster ones."""
+        from vattn.kernels import mla_route
+        from vattn.kernels.hopper import availability
+
+        if device.type != "cuda" or device.capability != availability.CAPABILITY:
+            return []
+        return availability.missed_steps(mla_route.missed(config, device))
 
     def plan_shape(self, config: Any, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
         """Return the shape of a step's plan: what a layer and the GPU have of schedule and line of keys."""

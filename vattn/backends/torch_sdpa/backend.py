@@ -23,7 +23,7 @@ from vattn.backends.torch_sdpa.chunked import Args, Chunk, Request, chunks
 from vattn.cache.layout import PackedRows
 from vattn.cache.stored_rows import decode_stored, stored_views
 from vattn.config.attention import AttentionConfig
-from vattn.config.device import Sizes
+from vattn.config.device import BLOCK_SIZES, Sizes
 from vattn.config.features import FEATURES
 from vattn.config.rope import RopeConfig
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, RopeUpdateArgs, VarlenAttentionArgs
@@ -51,7 +51,7 @@ class TorchSDPABackend(Backend):
         output_formats=tuple(OUTPUT_FORMATS),
         attn_types=("decoder", "encoder", "encoder_only", "encoder_decoder"),
         head_sizes=Sizes(8, 8, 1024),
-        block_sizes=Sizes(8, 8, 256),
+        block_sizes=BLOCK_SIZES,
         features=frozenset(FEATURES) - {"batch_invariant"},
         exclusions=(PACKED_DCP,),
         query_loads=("plain", "divide", "multiply"),

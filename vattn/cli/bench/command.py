@@ -13,6 +13,7 @@ from typing import Any
 
 from vattn.calibration.result_files import check_output, check_picture
 from vattn.cli.doctor import aligned, version_of
+from vattn.config.device import BLOCK_SIZES
 from vattn.config.files import write_whole
 from vattn.errors import ConfigError, DeviceError
 
@@ -110,8 +111,8 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
         )
     if options.replays < 1:
         raise ConfigError(f"--replays {options.replays}", "1 or more", "leave it out for 7")
-    if options.block_size not in range(8, 257, 8):
-        raise ConfigError(f"--block-size {options.block_size}", "8 to 256, by 8", "leave it out for 16")
+    if options.block_size not in BLOCK_SIZES:
+        raise ConfigError(f"--block-size {options.block_size}", f"{BLOCK_SIZES}", "leave it out for 16")
     if options.seconds is not None and not options.seconds >= 0:
         raise ConfigError(f"--seconds {options.seconds}", "a number from 0 up", "leave it out to measure everything")
     if options.fa3:

@@ -37,6 +37,15 @@ def layer_refusals(
     ]
 
 
+def missed_steps(missed: dict[str, list[str]]) -> list[str]:
+    """Return a note for each kind of step that misses its kernel made for Hopper, of the reasons that it has."""
+    return [
+        f"{steps} run on the general kernel, not on Hopper's: {'; '.join(dict.fromkeys(reasons))}"
+        for steps, reasons in missed.items()
+        if reasons
+    ]
+
+
 def runs_where(refusals: Callable[[Any, DeviceInfo], list[str]]) -> Any:
     """Return a function of a layer's config and a device, cached: whether a kernel's `refusals` has no reason."""
 

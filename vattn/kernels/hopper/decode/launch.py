@@ -42,7 +42,7 @@ from vattn.quantization.formats import KV_FORMATS, OUTPUT_FORMATS
 
 HEAD_SIZES = Sizes(values=(64, 128, 256))
 SPECULATIVE_HEAD_SIZES = Sizes(values=(64, 128))
-BLOCK_SIZES = Sizes(step=16, low=16, high=256)
+BLOCK_SIZES = Sizes(step=16, low=16, high=2048)
 MAX_GROUP_SIZE = 16
 """Query heads per KV head; where several rows of a request are attended at a time, that times the rows."""
 

@@ -35,7 +35,8 @@ from vattn.quantization.formats import MODEL_DTYPES
 
 DTYPES = ("bfloat16",)
 """Of the kernels' two; in the other one they have not run on a GPU."""
-BLOCK_SIZES = Sizes(values=(16, 32, 64, 128))
+BLOCK_SIZES = Sizes(step=64, low=64, high=2048, besides=(16, 32))
+"""Whole tiles of a block, or whole blocks of a tile."""
 NUM_HEADS = Sizes(values=(8, 16, 32, 64, 128))
 FP8 = "fp8_e4m3"
 FP8_HEADS = Sizes(values=(8, 16))

@@ -21,7 +21,7 @@ from vattn.kernels.triton.common.tiles import Limits, next_power_of_two
 from vattn.kernels.triton.mla.epilogue import epilogue_arguments, epilogue_constants
 from vattn.ops.arguments_mla import MLAAttentionArgs
 
-BLOCK_SIZES = Sizes(values=(16, 32, 64, 128, 256))
+BLOCK_SIZES = Sizes(step=128, low=128, high=2048, besides=(16, 32, 64))
 DTYPES = {"float16": gl.float16, "bfloat16": gl.bfloat16}
 ROWS = GROUPS.value * GROUP_ROWS.value
 WIDTHS = {(128, ROPE.value, 128): 2, (64, ROPE.value, 64): 3}

@@ -126,14 +126,13 @@ def choose_update(config: AttentionConfig, wide: int) -> tuple[int, int]:
     return min(max(1, columns // wide), next_power_of_two(config.num_kv_heads)), num_warps
 
 
-def has_words(storage: Tensor, parts: tuple[PackedPart, PackedPart], limits: Limits) -> bool:
-    """Return whether both parts of a format are stored by words, and the cache is aligned to them."""
-    return (
-        limits.native_fp8
-        and storage.data_ptr() % 4 == 0
-        and storage.stride(0) % 4 == 0
-        and all(part.codec in WORD_STORES for part in parts)
-    )
+def has_words(codes: tuple[Tensor, Tensor], parts: tuple[PackedPart, PackedPart], limits: Limits) -> bool:
+    """Return whether both parts of a format are stored by words, and codes of keys and of values are aligned to them.
+
+    In blocks of few tokens the values may begin inside a word.
+    """
+    aligned = all((view.data_ptr() | view.stride(0)) % 4 == 0 for view in codes)
+    return limits.native_fp8 and aligned and all(part.codec in WORD_STORES for part in parts)
 
 
 def choose_store(part: PackedPart, words: bool) -> Any:
@@ -149,7 +148,7 @@ def update_packed(args: CacheUpdateArgs, config: AttentionConfig, limits: Limits
     limits = limits or Limits.of(args.key.device)
     key, value = packed_views(args.key_cache, config)
     parts = KV_FORMATS[config.kv_cache_dtype].parts
-    words = has_words(args.key_cache, parts, limits)
+    words = has_words((key.codes, value.codes), parts, limits)
     constants = [part_constants(p, w) for p, w in zip(parts, (config.head_size, config.head_size_v), strict=True)]
     tile, num_warps = choose_update(config, max(constants[0][1], constants[1][1]))
     packed_update_kernel[(num_tokens, -(-config.num_kv_heads // tile))](
