@@ -170,13 +170,14 @@ def check(request: MLARequest) -> bool:
 def check_update(request: MLARequest) -> None:
     """Write some rows to a cache and compare every byte."""
     config, rng = request.config, torch.Generator().manual_seed(request.made["seed"])
-    cache = torch.zeros(mla_cache_shape(config, 3), dtype=mla_cache_dtype(config))
+    num_blocks = max(3, -(-12 // config.block_size))
+    cache = torch.zeros(mla_cache_shape(config, num_blocks), dtype=mla_cache_dtype(config))
     cache.view(torch.uint8).fill_(0xAB)
     expected, dtype = cache.clone(), MODEL_DTYPES[config.dtype]
     latent, rope = config.kv_lora_rank, config.qk_rope_head_dim
     wide = (torch.randn(9, latent + rope + 3, generator=rng) * torch.logspace(-4, 2, 9)[:, None]).to(dtype)
-    slots = torch.randperm(3 * config.block_size, generator=rng)[:9]
-    slots[2], slots[4], slots[6] = -1, 3 * config.block_size, 2**40
+    slots = torch.randperm(num_blocks * config.block_size, generator=rng)[:9]
+    slots[2], slots[4], slots[6] = -1, num_blocks * config.block_size, 2**40
     scale = torch.tensor([0.02]) if config.kv_scale == "tensor" else None
     args = MLACacheUpdateArgs(wide[:, :latent], wide[:, latent : latent + rope], cache, slots, scale, config.encode())
     torch.ops.vattn.mla_kv_cache_update(*args)
