@@ -19,7 +19,12 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("[0-9][0-9]_*.py"))
 
 
-LINES = {"01_paged_decode_by_hand.py": 45, "15_http_server.py": 320}
+LINES = {
+    "01_paged_decode_by_hand.py": 45,
+    "04_engine.py": 300,
+    "15_http_server.py": 320,
+    "19_single_request.py": 135,
+}
 """How long an example may be, where that is not 120 lines."""
 
 
@@ -100,12 +105,17 @@ def test_context_parallel() -> None:
 
 
 @pytest.mark.slow
-def test_continuous_batching() -> None:
-    printed = run("04_continuous_batching.py")
-    finished = [int(number) for number in re.findall(r"request (\d) is done", printed)]
-    assert sorted(finished) == [0, 1, 2, 3, 4]
-    assert "3 prefilling, 0 decoding, 2 waiting" in printed
-    assert "1 prefilling, 2 decoding, 2 waiting" in printed, "a long prompt is prefilled beside decodes"
+def test_engine() -> None:
+    printed = run("04_engine.py")
+    assert printed.count("preempted") == 9 and "preempted 1 times" in printed
+    assert "72 tokens, 64 of them found" in printed
+    assert re.search(r"768 tokens in \S+ s", printed)
+
+
+@pytest.mark.slow
+def test_single_request() -> None:
+    printed = run("19_single_request.py", "import ")
+    assert printed.count("200 tokens in") == 2 and "import sys\nimport unittest" in printed
 
 
 @pytest.mark.slow
