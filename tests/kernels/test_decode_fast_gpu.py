@@ -85,7 +85,7 @@ def test_groups(heads: tuple[int, int], head_size: int, cache: dict[str, Any]) -
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kv_scale", ["none", "tensor", "head"])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("block_size", [16, 48, 128])
+@pytest.mark.parametrize("block_size", [16, 48, 128, 528, 2048])
 def test_caches(dtype: str, kv_scale: str, layout: str, block_size: int) -> None:
     cache = dtype if kv_scale == "none" else "fp8_e4m3"
     check(

@@ -102,6 +102,7 @@ def test_masks(fmt: str) -> None:
     masks: dict[str, Any] = {"sliding_window": 133, "logits_soft_cap": 4.0, "sinks": True}
     if KV_FORMATS[fmt].quantised:
         masks["kv_scale"] = "head"
+    check(fmt, [5, 1900, 64], block_size=528)
     check(fmt, [5, 900, 64], planned=False, block_size=32, kv_cache_layout="HND", num_heads=21, num_kv_heads=3,
           dtype="float16", **masks)  # fmt: skip
 

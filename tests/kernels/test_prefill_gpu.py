@@ -70,7 +70,7 @@ CACHES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256])
+@pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256, 48, 528, 2048])
 def test_caches(block_size: int, layout: str, cache: str) -> None:
     check(prefill_batch(block_size=block_size, kv_cache_layout=layout, padding=150, **CACHES[cache]))
 
@@ -185,7 +185,16 @@ def test_queries_longer_than_their_sequences(changes: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"kv_cache_layout": "HND"}, {"block_size": 256}, {"head_size": 256}, FP8, {"head_size": 256, **FP8}, NATIVE],
+    [
+        {},
+        {"kv_cache_layout": "HND"},
+        {"block_size": 256},
+        {"block_size": 48},
+        {"head_size": 256},
+        FP8,
+        {"head_size": 256, **FP8},
+        NATIVE,
+    ],
     ids=str,
 )
 def test_block_ids_out_of_range_hide_their_keys(changes: dict[str, Any]) -> None:

@@ -86,7 +86,7 @@ def test_many_rows_per_request_go_to_the_kernel(monkeypatch: pytest.MonkeyPatch)
     for changes in ({"kv_cache_dtype": "fp8_e4m3"}, {"head_size": 256}, {"dtype": "float16", "num_heads": 10}):
         assert hopper_routes.run(prefill_call(), make_config(**{**LLAMA, **changes}))
     del calls[2:]
-    for changes in ({"alibi": "linear"}, {"dtype": "float32"}, {"block_size": 48}):
+    for changes in ({"alibi": "linear"}, {"dtype": "float32"}, {"block_size": 24}):
         assert not hopper_routes.run(prefill_call(), make_config(**{**LLAMA, **changes}))
     assert len(calls) == 2
     prefill_launch.runs.cache_clear()

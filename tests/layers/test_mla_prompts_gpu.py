@@ -47,6 +47,7 @@ deepseek = partial(mla_support.deepseek, num_heads=4, lse=True, backend="TRITON_
 
 CASES: dict[str, dict[str, Any]] = {
     "bf16": {},
+    "blocks of 384": {"block_size": 384},
     "fp16": {"dtype": "float16"},
     "fp32": {"dtype": "float32", "num_heads": 2},
     "96+64/64, 256": {"qk_nope_head_dim": 96, "v_head_dim": 64, "kv_lora_rank": 256, "block_size": 16},

@@ -27,6 +27,7 @@ def configs() -> Iterator[AttentionConfig]:
     for formats in ({}, fp8, {"dtype": "float16", "kv_cache_dtype": "float16"}):
         layer = base.replace(**formats)
         yield layer
+        yield layer.replace(block_size=528)
         yield layer.replace(**features, output_format="fp8_static")
         yield layer.replace(output_format="fp8_group64", output_arithmetic="approximate_divide")
         yield layer.replace(output_format="nvfp4")

@@ -172,6 +172,8 @@ def decodes() -> Iterator[tuple[MLAConfig, int]]:
         yield BASE.replace(num_heads=heads), rows
         yield BASE.replace(num_heads=heads, block_size=16, lse=False), rows
     yield BASE.replace(block_size=128), 1
+    yield BASE.replace(block_size=2048), 1
+    yield CODES.replace(block_size=192), 1
     yield BASE, 40  # A step of different lengths.
     for heads, block_size in ((16, 64), (8, 16)):
         layer = CODES.replace(num_heads=heads, block_size=block_size, lse=heads == 16)
@@ -185,7 +187,7 @@ def expanded() -> Iterator[MLAConfig]:
     half: dict[str, Any] = {"dtype": "float16", "kv_cache_dtype": "float16"}
     yield BASE
     yield BASE.replace(num_heads=3, block_size=16, lse=False, **half)
-    yield BASE.replace(block_size=256, output_format="fp8_static")
+    yield BASE.replace(block_size=384, output_format="fp8_static")
     yield BASE.replace(output_format="fp8_group64", output_arithmetic="divide")
     yield BASE.replace(output_format="nvfp4", lse=False)
     yield BASE.replace(output_format="nvfp4_swizzled")

@@ -65,8 +65,8 @@ def _prefill(config: AttentionConfig, tiles: TileConfig, early: bool = False) ->
 
 
 def _prompts() -> Iterator[Launch]:
-    blocks, sizes = launch.BLOCK_SIZES.values, launch.HEAD_SIZES.values
-    for dtype, layout, block_size in itertools.product(DTYPES, ("NHD", "HND"), blocks):
+    sizes = launch.HEAD_SIZES.values
+    for dtype, layout, block_size in itertools.product(DTYPES, ("NHD", "HND"), (16, 32, 64, 128, 256, 528, 2048)):
         for size, cache, features in itertools.product(sizes, CACHES, FEATURES):
             config = _layer(32, size, dtype, block_size=block_size, kv_cache_layout=layout, **cache, **features)
             for groups in sorted({launch.warpgroups(config, rows) for rows in (64, 8192)}):

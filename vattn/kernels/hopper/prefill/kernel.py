@@ -64,7 +64,6 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
     HEADS: gl.constexpr = SHAPE.HEADS
     D: gl.constexpr = SHAPE.D
     PACK: gl.constexpr = SHAPE.PACK
-    BLOCK_SIZE: gl.constexpr = SHAPE.BLOCK_SIZE
     WINDOW: gl.constexpr = SHAPE.WINDOW
     SOFT_CAP: gl.constexpr = SHAPE.SOFT_CAP
     STAGES: gl.constexpr = SHAPE.STAGES
@@ -75,7 +74,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
     OUTPUT_GROUPS: gl.constexpr = SHAPE.OUTPUT_GROUPS
     GROUP: gl.constexpr = HEADS // SHAPE.KV_HEADS
     N: gl.constexpr = SHAPE.KEYS
-    BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < N else N
+    BOX: gl.constexpr = SHAPE.BOX
     NATIVE: gl.constexpr = CACHE == "native"
     MATH: gl.constexpr = keys.dtype
     DEPTH: gl.constexpr = 32 if NATIVE else 16
@@ -147,7 +146,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
             key_tile0 = own_end - 1
             reaches_tail = (seq_len % BOX != 0) & (own_end * N > seq_len)
             if reaches_tail | (missing != 0) | (key_tile0 < window_to):
-                scores0 = hide(scores0, position, key_tile0, seq_len, missing, PACK, N, WINDOW, BLOCK_SIZE, SCORES)
+                scores0 = hide(scores0, position, key_tile0, seq_len, missing, PACK, N, WINDOW, BOX, SCORES)
             else:
                 row = tokens_of(gl.arange(0, GROUP_ROWS, layout=ROW), PACK) + (position - key_tile0 * N)
                 column = gl.arange(0, N, layout=gl.SliceLayout(0, SCORES))
@@ -179,7 +178,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
                 scores = cap_scores(raw, head_scale, SOFT_CAP)
                 key_tile = own_end - 1 - back
                 if (key_tile >= whole_from) | (key_tile < window_to) | (missing != 0):
-                    scores = hide(scores, position, key_tile, seq_len, missing, PACK, N, WINDOW, BLOCK_SIZE, SCORES)
+                    scores = hide(scores, position, key_tile, seq_len, missing, PACK, N, WINDOW, BOX, SCORES)
                 maximum, sums, acc = add_tile(
                     scores, maximum, sums, acc, weight_scale, values, value_full, next_stage, next_phase, BITS, CACHE,
                     MATH, LEFT, MINE if LONG_PING_PONG else None, SHAPE.HALVES,
@@ -245,7 +244,6 @@ def prefill_kernel(
     """
     D: gl.constexpr = SHAPE.D
     KEYS: gl.constexpr = SHAPE.KEYS
-    BLOCK_SIZE: gl.constexpr = SHAPE.BLOCK_SIZE
     STAGES: gl.constexpr = SHAPE.STAGES
     RAW_STAGES: gl.constexpr = SHAPE.RAW_STAGES
     CACHE: gl.constexpr = SHAPE.CACHE
@@ -262,7 +260,7 @@ def prefill_kernel(
     queries = gl.allocate_shared_memory(query_boxes.dtype, [GROUPS, GROUP_ROWS, D], query_panels)
     words = gl.allocate_shared_memory(gl.int32, [WORDS, 1], words_layout)
     messages = gl.allocate_shared_memory(gl.int32, [2, RECORD], words_layout)
-    boxes_of_tile: gl.constexpr = KEYS // BLOCK_SIZE if BLOCK_SIZE < KEYS else 1
+    boxes_of_tile: gl.constexpr = KEYS // SHAPE.BOX
     blocks = gl.allocate_shared_memory(gl.int32, [boxes_of_tile], words_layout)
     query_full = new_barriers(GROUPS, 1)
     query_empty = new_barriers(GROUPS, 1)

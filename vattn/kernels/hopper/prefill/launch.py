@@ -40,7 +40,7 @@ from vattn.ops.arguments import AttentionArgs
 from vattn.quantization.formats import OUTPUT_FORMATS
 
 HEAD_SIZES = Sizes(values=(64, 128, 256))
-BLOCK_SIZES = Sizes(values=(16, 32, 64, 128, 256))
+BLOCK_SIZES = Sizes(16, 16, 2048)
 MIN_ROWS_PER_REQUEST = 64
 """On average; below, row tiles of 128 are mostly empty."""
 
@@ -304,6 +304,11 @@ def key_tile(config: AttentionConfig, tiles: TileConfig) -> int:
     return 64 if config.head_size == 256 else 128
 
 
+def box_tokens(config: AttentionConfig, tiles: TileConfig) -> int:
+    """Return tokens of a box of a tensor map: as many as divide a block and a key tile."""
+    return math.gcd(config.block_size, key_tile(config, tiles))
+
+
 def warpgroups(config: AttentionConfig, rows_per_request: int) -> int:
     """Return the consumer warpgroups of a CTA: three where their registers suffice and tiles of 192 rows get full.
 
@@ -336,6 +341,7 @@ def shape_of(config: AttentionConfig, tiles: TileConfig, late: bool, dense: bool
         PACK=tiles.pack,
         KEYS=key_tile(config, tiles),
         BLOCK_SIZE=config.block_size,
+        BOX=box_tokens(config, tiles),
         DENSE=dense,
         WINDOW=config.sliding_window or 0,
         SOFT_CAP=config.logits_soft_cap is not None,
@@ -429,6 +435,6 @@ def cache_boxes(cache: Tensor, config: AttentionConfig, tiles: TileConfig, dense
     shape, strides = decode_fast.map_dimensions(cache)
     if dense:
         shape, strides = [blocks, block_size, heads * width], [strides[0], strides[2], 1]
-    box = [min(block_size, key_tile(config, tiles)), min(width, 128 // cache.itemsize)]
+    box = [box_tokens(config, tiles), min(width, 128 // cache.itemsize)]
     ones = [1] * (len(shape) - 2)
     return TensorDescriptor(cache, shape, strides, ones + box, panels(cache.itemsize, width, len(shape)))

@@ -90,7 +90,7 @@ def produce(arguments, SHAPE: gl.constexpr):
     FILLED: gl.constexpr = PACK if PACK <= GROUP else GROUP
     HEADS: gl.constexpr = SHAPE.HEADS // FILLED
     TOGETHER: gl.constexpr = SHAPE.KV_GROUP * GROUP // FILLED
-    BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < KEYS else KEYS
+    BOX: gl.constexpr = SHAPE.BOX
     BOXES: gl.constexpr = KEYS // BOX
     QUERY_BYTES: gl.constexpr = GROUP_ROWS * D * query_boxes.dtype.primitive_bitwidth // 8
     TILE_BYTES: gl.constexpr = KEYS * D * key_boxes.dtype.primitive_bitwidth // 8

@@ -14,6 +14,7 @@ class Shape(NamedTuple):
         PACK: rows of a token in one tile: 1, or as many as its KV head has query heads, or more.
         KEYS: tokens of a key tile.
         BLOCK_SIZE: of the cache.
+        BOX: tokens of a box, which is part of one block and of one key tile.
         DENSE: whether the heads of a token follow each other without gaps: tensor maps are smaller then.
         WINDOW: 0 for none.
         SOFT_CAP: whether scores are capped.
@@ -42,6 +43,7 @@ class Shape(NamedTuple):
     PACK: int
     KEYS: int
     BLOCK_SIZE: int
+    BOX: int
     DENSE: bool
     WINDOW: int
     SOFT_CAP: bool

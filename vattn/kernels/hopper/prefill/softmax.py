@@ -63,10 +63,9 @@ def multiply_keys(held, query, keys, no_scores, HELD: gl.constexpr, D: gl.conste
 @gluon.jit
 def hide(
     scores, position, key_tile, seq_len, missing, PACK: gl.constexpr, KEYS: gl.constexpr, WINDOW: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, LAYOUT: gl.constexpr,
+    BOX: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Return scores with everything invisible at -inf: the future, the window, missing blocks, the last box's shift."""
-    BOX: gl.constexpr = BLOCK_SIZE if BLOCK_SIZE < KEYS else KEYS
     row = position + tokens_of(gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, LAYOUT)), PACK)
     column = gl.arange(0, KEYS, layout=gl.SliceLayout(0, LAYOUT))
     token = key_tile * KEYS + column
