@@ -42,6 +42,8 @@ ROWS: dict[str, Row] = {
     "head-size-256": Row({"head_size": 256, "head_size_v": 256}, LONG),
     "block-48": Row({"block_size": 48}, LONG),
     "block-128": Row({"block_size": 128}, LONG),
+    "block-528": Row({"block_size": 528}, ((1, 1100), (130, 700), (3, 3))),
+    "block-2048": Row({"block_size": 2048}, ((1, 4100), (130, 2200), (3, 3))),
     "hnd": Row({"kv_cache_layout": "HND"}, MIXED),
     "window": Row(WINDOW, LONG),
     "window-decodes": Row({"sliding_window": 8}, DECODES),

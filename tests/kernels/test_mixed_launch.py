@@ -175,7 +175,7 @@ def test_layers_that_one_kernel_refuses_keep_the_general_one(monkeypatch: pytest
         block_table=torch.zeros(136, 4), key_cache=torch.zeros(3, 16, 8, 128), value_cache=torch.zeros(3, 16, 8, 128),
     )  # fmt: skip
     assert mixed_launch.accepts(call, make_config(**LLAMA))
-    for changes in ({"alibi": "linear"}, {"num_heads": 256}, {"block_size": 48}):
+    for changes in ({"alibi": "linear"}, {"num_heads": 256}, {"block_size": 24}):
         assert not mixed_launch.accepts(call, make_config(**{**LLAMA, **changes}))
     prefill_launch.runs.cache_clear()
     decode_fast.runs.cache_clear()

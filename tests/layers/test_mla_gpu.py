@@ -62,7 +62,7 @@ def check(config: MLAConfig, query_lens: list[int], seq_lens: list[int], decode:
     error_of(args, config, sum(query_lens))
 
 
-SHAPES = [*((heads, 64) for heads in (8, 16, 32, 64, 128)), *product((8, 16, 128), (16, 32, 128)), (16, 192), (128, 640)]
+SHAPES = [*product((8, 16, 32, 64, 128), (64,)), *product((8, 16, 128), (16, 32, 128)), (16, 192), (128, 640)]
 STEPS: dict[str, tuple[list[int], list[int], int, int]] = {
     "ragged": ([1] * len(RAGGED), RAGGED, 2, 0),
     "one": ([1], [1], 0, 2),
