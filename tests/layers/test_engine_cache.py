@@ -13,9 +13,28 @@ from torch import Tensor, nn
 from torch._inductor.utils import run_and_get_code
 
 import vattn
-from tests.layers.layer_support import BLOCK, KV_HEADS, NUM_BLOCKS, SIZE, backends, make_inputs, make_layer, make_step
-from vattn.backends import selector
-from vattn.errors import CacheError, DtypeError, ShapeError, StrideError, UnsupportedRequestError, VattnError
+from tests.layers.layer_support import (
+    BLOCK,
+    HEADS,
+    KV_HEADS,
+    NUM_BLOCKS,
+    SIZE,
+    backends,
+    make_inputs,
+    make_layer,
+    make_step,
+)
+from vattn.backends import dispatch, selector
+from vattn.config.device import DeviceInfo
+from vattn.errors import (
+    CacheError,
+    ConfigError,
+    DtypeError,
+    ShapeError,
+    StrideError,
+    UnsupportedRequestError,
+    VattnError,
+)
 from vattn.ops.checks import share_elements
 
 Views = tuple[Tensor, Tensor]
@@ -154,12 +173,64 @@ def test_groups_of_a_hybrid_cache_share_their_tensors() -> None:
     assert model[0].kv_cache is model[1].kv_cache and model[0].key_cache is model[1].key_cache
 
 
-def test_libraries_with_layouts_of_their_own_refuse_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
-    can = selector.get_backend("TORCH_SDPA").capabilities
-    monkeypatch.setattr(type(selector.get_backend("TORCH_SDPA")), "capabilities", replace(can, strided_caches=False))
+@pytest.fixture
+def restricted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Narrow what TORCH_SDPA reads, as libraries do."""
+
+    def narrow(**changes: Any) -> None:
+        backend = type(selector.get_backend("TORCH_SDPA"))
+        monkeypatch.setattr(backend, "capabilities", replace(backend.capabilities, **changes))
+        selector.forget_decisions()
+        dispatch._resolve.cache_clear()
+
+    yield narrow  # type: ignore[misc]
+    selector.forget_decisions()
+    dispatch._resolve.cache_clear()
+
+
+def test_backends_that_read_no_gaps_refuse_them(restricted: Callable[..., None]) -> None:
+    restricted(strided_caches=False)
     bound("apart", attn_backend="TORCH_SDPA")
-    with pytest.raises(UnsupportedRequestError, match=r"strides .* on backend TORCH_SDPA"):
+    with pytest.raises(UnsupportedRequestError, match=r"TORCH_SDPA cannot run .* gaps between the blocks"):
         bound("side by side", attn_backend="TORCH_SDPA")
+    if selector.get_backend("TRITON_ATTN").problem() is None and DeviceInfo.of("cpu").triton_interpreter:
+        assert bound("side by side")[0].config.backend == "TRITON_ATTN"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("changes", [{"strided_caches": False}, {"row_alignment": 16}])
+def test_functions_refuse_memory_that_the_backend_does_not_read(
+    changes: dict[str, Any], restricted: Callable[..., None]
+) -> None:
+    layer, _, _ = bound("apart", attn_backend="TORCH_SDPA")
+    config, step = layer.config, make_step([3], [3])
+    assert config is not None
+    pool = torch.zeros(2, NUM_BLOCKS, BLOCK, KV_HEADS, SIZE + 2)[..., :SIZE]
+    query, rows = torch.ones(3, HEADS, SIZE), torch.ones(3, KV_HEADS, SIZE)
+    vattn.update_kv_cache(rows, rows, (pool[0], pool[1]), step.slot_mapping, config)
+    written = pool.clone()
+    restricted(**changes)
+    with pytest.raises(UnsupportedRequestError, match=r"gaps between|multiples of 8 bytes \(reads multiples of 16\)"):
+        vattn.update_kv_cache(2 * rows, rows, (pool[0], pool[1]), step.slot_mapping, config)
+    with pytest.raises(UnsupportedRequestError, match=r"gaps between|multiples of 8 bytes \(reads multiples of 16\)"):
+        vattn.paged_attention(query, (pool[0], pool[1]), step, config)
+    assert torch.equal(pool, written)
+    dense = torch.zeros(2, NUM_BLOCKS, BLOCK, KV_HEADS, SIZE)
+    vattn.update_kv_cache(rows, rows, (dense[0], dense[1]), step.slot_mapping, config)
+    assert bool(vattn.paged_attention(query, (dense[0], dense[1]), step, config).output.eq(1).all())
+
+
+def test_explain_says_how_a_layers_cache_lies() -> None:
+    layer, _, views = bound("side by side")
+    explained, config = vattn.explain(layer), layer.config
+    assert config is not None and explained == vattn.explain(config, "cpu", views)
+    assert explained.chosen == config.backend
+    assert "cache  : gaps between blocks, tokens or heads, rows at multiples of 16 bytes" in str(explained)
+    narrow = torch.zeros(2, NUM_BLOCKS, BLOCK, KV_HEADS, SIZE + 2)[..., :SIZE]
+    layer.bind_kv_cache(narrow[0], narrow[1])
+    notes = vattn.explain(config.replace(backend="TRITON_ATTN"), "sm_90", layer.cache_views()).notes
+    assert len([note for note in notes if "rows of the cache at multiples of 8 bytes" in note]) == 2
+    with pytest.raises(ConfigError, match="a layer without a KV cache"):
+        vattn.explain(make_layer(bound=False))
 
 
 def test_a_model_moves_and_copies_with_an_engines_cache() -> None:

@@ -49,12 +49,37 @@ def test_a_request_as_a_string(capsys) -> None:
         (["--context-only", "--batch-invariant"], 0, "layers refuse it"),
         (["--alibi", "sqrt", "--causality", "bidirectional"], 2, "alibi='sqrt'"),
         (["vattn9 num_heads=2"], 2, "vattn9"),
+        (["--cache-strides", "4096", "256"], 2, "three positive numbers: of blocks, tokens, heads"),
+        (
+            ["--cache-strides", "4096", "256", "132", "--num-heads", "2"],
+            0,
+            "gaps between blocks, tokens or heads, rows",
+        ),
+        (["--cache-strides", "4096", "256", "128", "--num-heads", "2"], 0, "cache  : no gaps between"),
     ],
 )
 def test_answers(arguments, status, text, capsys) -> None:
     assert main(["explain", *arguments, "--device", "cpu"]) == status
     printed = capsys.readouterr()
     assert text in printed.out + printed.err
+
+
+def test_strides_that_hoppers_kernels_do_not_read_are_told(capsys) -> None:
+    latent = make_mla_config(
+        num_heads=16, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, kv_lora_rank=512, dtype="bfloat16",
+        kv_cache_dtype="bfloat16", block_size=64, backend="auto",
+    ).encode()  # fmt: skip
+    for arguments, strides, expected in (
+        (["--num-heads", "2"], ["8192", "520", "260"], 2),
+        (["--num-heads", "2"], ["8192", "512", "256"], 0),
+        (["--num-heads", "2", "--kv-cache-dtype", "int4_per_token_head"], ["5000"], 2),
+        ([latent], [str(64 * 576 * 3)], 0),
+        ([latent], [str(64 * 576 + 4)], 1),
+        ([latent], [str(64 * 576 + 64)], 1),
+    ):
+        assert main(["explain", *arguments, "--device", "sm_90", "--cache-strides", *strides]) == 0
+        notes = [line for line in capsys.readouterr().out.splitlines() if "general kernel, not on Hopper's" in line]
+        assert len([note for note in notes if "rows of the cache" in note or "blocks of the cache" in note]) == expected
 
 
 def test_a_string_and_options_are_refused_together(capsys) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from vattn.cache.memory import CacheMemory
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo, Sizes, not_allowed, parse_version
 from vattn.config.features import FEATURES, request_parts, requested_features
@@ -121,6 +122,7 @@ class Capabilities:
         negative_scales: whether the scores may be multiplied by 0 or less.
         tree_masks_only: whether a tree's biases must be 0 or -inf; a call with others is refused.
         strided_caches: whether blocks, tokens and heads of keys and values may have gaps between them.
+        row_alignment: bytes; rows of keys and values must start at multiples of it.
         garbage_safe: NaN in unused table entries, unwritten block tails and blocks outside a window never reaches a
             result.
     """
@@ -150,11 +152,29 @@ class Capabilities:
     negative_scales: bool = True
     tree_masks_only: bool = False
     strided_caches: bool = True
+    row_alignment: int = 1
     garbage_safe: bool = True
 
     def refusals(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
         """Return what of a request is not allowed, with the value and what is allowed; empty if all of it is."""
         return self._of_device(config, device) + self._of_values(config) + self._of_features(config)
+
+    @property
+    def reads_any_memory(self) -> bool:
+        """Whether a cache of any strides may be given."""
+        return self.strided_caches and self.row_alignment == 1
+
+    def memory_refusals(self, memory: CacheMemory) -> list[str]:
+        """Return what of the memory of a cache is not allowed; empty if kernels can read it."""
+        found = []
+        if not (self.strided_caches or memory.dense):
+            found.append("gaps between the blocks, tokens or heads of a cache (reads memory without gaps)")
+        if memory.row_alignment < self.row_alignment:
+            found.append(
+                f"rows of a cache at multiples of {memory.row_alignment} bytes (reads multiples of "
+                f"{self.row_alignment})"
+            )
+        return found
 
     def _of_device(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
         kinds = (device.type, "interpreter") if device.triton_interpreter else (device.type,)
@@ -271,8 +291,14 @@ class Backend:
         """Return what this backend does to run a request that it accepts, such as padding; for `explain`."""
         return []
 
-    def general_steps(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
-        """Return which steps of a request miss the kernels made for a device, and why; for `explain`."""
+    def general_steps(
+        self, config: AttentionConfig, device: DeviceInfo, memory: CacheMemory | None = None
+    ) -> list[str]:
+        """Return which steps of a request miss the kernels made for a device, and why; for `explain`.
+
+        Args:
+            memory: of the cache, if it is known.
+        """
         return []
 
     def plan_shape(self, config: AttentionConfig, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vattn.backends.base import Backend, Capabilities
+from vattn.cache.memory import CacheMemory
 from vattn.config.arguments import integer, read_count
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import BLOCK_SIZES, DeviceInfo, Sizes
@@ -109,23 +110,24 @@ class DifferentialFlashAttentionBackend(Backend):
 
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
         """Run `vattn::attention` of one half."""
-        backend, inner = _delegate(config, args.query.device)
+        backend, inner = _delegate(config, args.query.device, CacheMemory.of(args.key_cache, args.value_cache))
         backend.attention(args._replace(config=inner.encode()), inner)
 
     def kv_cache_update(self, args: CacheUpdateArgs, config: AttentionConfig) -> None:
         """Run `vattn::kv_cache_update` of one half's keys and of the values of both."""
-        backend, inner = _delegate(config, args.key.device)
+        backend, inner = _delegate(config, args.key.device, CacheMemory.of(args.key_cache, args.value_cache))
         backend.kv_cache_update(args._replace(config=inner.encode()), inner)
 
 
 @lru_cache(maxsize=4096)
-def _delegate(config: AttentionConfig, device: torch.device) -> tuple[Backend, AttentionConfig]:
+def _delegate(config: AttentionConfig, device: torch.device, memory: CacheMemory) -> tuple[Backend, AttentionConfig]:
     """Return the underlying backend of a device and the request for it."""
     from vattn.backends import selector
 
     name = underlying(config, DeviceInfo.of(device))
     assert name is not None  # `reasons` refused the call otherwise
-    return selector.get_backend(name), config.replace(backend=name)
+    inner = config.replace(backend=name)
+    return selector.choose(inner, device, memory=memory), inner
 
 
 @lru_cache(maxsize=4096)

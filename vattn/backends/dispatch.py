@@ -14,6 +14,7 @@ from torch import Tensor
 
 from vattn.backends import linear as products
 from vattn.backends import selector
+from vattn.cache.memory import CacheMemory
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo, has_triton
 from vattn.config.mla import MLAConfig
@@ -37,11 +38,18 @@ from vattn.quantization import codecs
 
 
 @lru_cache(maxsize=4096)
-def _resolve(text: str, device: torch.device) -> tuple[Any, Any]:
-    """Return the backend and the config of a config string."""
+def _resolve(text: str, device: torch.device, memory: CacheMemory | None = None) -> tuple[Any, Any]:
+    """Return the backend and the config of a config string; `memory`: of a cache that not every backend reads."""
     config = (MLAConfig if text.startswith(MLAConfig.head) else AttentionConfig).parse(text)
     read_note(text)
-    return selector.choose(config, DeviceInfo.of(device)), config
+    return selector.choose(config, DeviceInfo.of(device), memory=memory), config
+
+
+def _memory_of(args: Any) -> CacheMemory | None:
+    """Return how the cache of an op's arguments lies; `None` for an op without one."""
+    if hasattr(args, "key_cache"):
+        return CacheMemory.of(args.key_cache, args.value_cache)
+    return CacheMemory.of(args.kv_cache) if hasattr(args, "kv_cache") else None
 
 
 def _by_backend(name: str, kind: Any, tensor: str, check: Callable[[Any], None]) -> Callable[..., None]:
@@ -54,6 +62,8 @@ def _by_backend(name: str, kind: Any, tensor: str, check: Callable[[Any], None])
             args = args._replace(plan=[schedule for schedule in args.plan if schedule.numel()])
         backend, config = _resolve(args.config, getattr(args, tensor).device)
         check(args)
+        if not backend.capabilities.reads_any_memory:
+            backend, config = _resolve(args.config, getattr(args, tensor).device, _memory_of(args))
         getattr(backend, name)(args, config)
 
     return run

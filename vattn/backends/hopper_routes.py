@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import torch
 
+from vattn.cache.memory import CacheMemory
 from vattn.config.attention import AttentionConfig
 from vattn.config.dcp import without_dcp
 from vattn.config.device import DeviceInfo
@@ -47,7 +48,7 @@ def routes(config: AttentionConfig) -> tuple[bool, bool]:
     return decode.runs(plain, device), prefill.runs(plain, device)
 
 
-def missed(config: AttentionConfig, device: DeviceInfo) -> dict[str, list[str]]:
+def missed(config: AttentionConfig, device: DeviceInfo, memory: CacheMemory | None = None) -> dict[str, list[str]]:
     """Return why decodes and prompts do not run by the kernels made for Hopper; empty lists where they do."""
     whole = without_dcp(config)
     plain = whole if _is_packed(config) else after_rounding(whole)
@@ -56,7 +57,8 @@ def missed(config: AttentionConfig, device: DeviceInfo) -> dict[str, list[str]]:
     if config.context_parallel:
         decodes += [f"{name} over a rank's keys" for name in sorted(requested_features(config) - _ORDER_FREE)]
         prompts.append("context_parallel")
-    return {"decodes": decodes, "prompts": prompts}
+    of_memory = [] if memory is None else memory.row_refusals()
+    return {"decodes": decodes + of_memory, "prompts": prompts + of_memory}
 
 
 def takes_rounded_queries(config: AttentionConfig) -> str:

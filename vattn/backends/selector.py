@@ -12,14 +12,16 @@ import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from vattn.backends import choice_table
 from vattn.backends.base import Backend
 from vattn.backends.mla.registry import MLA_PRIORITY, mla_backends
 from vattn.backends.recorded_runs import runs_of, verdict
+from vattn.cache.memory import CacheMemory
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
 from vattn.config.mla import MLAConfig
@@ -130,6 +132,7 @@ class Explanation:
             were made for the device.
         tested: for each backend that accepts on a GPU, the recorded run that covers the request, or that it is
             untested and why (`vattn.backends.recorded_runs`). On a CPU the tests of every change run.
+        memory: how the cache lies, if it was given.
     """
 
     config: AttentionConfig | MLAConfig
@@ -138,6 +141,7 @@ class Explanation:
     refusals: dict[str, tuple[str, ...]]
     notes: tuple[str, ...] = ()
     tested: dict[str, str] = field(default_factory=dict)
+    memory: CacheMemory | None = None
 
     def problem(self) -> str:
         """Return in a sentence why no backend runs the request.
@@ -152,6 +156,7 @@ class Explanation:
 
     def __str__(self) -> str:
         lines = [f"request: {self.config.encode()}", f"device : {self.device}", f"chosen : {self.chosen or 'none'}"]
+        lines += [] if self.memory is None else [f"cache  : {self.memory}"]
         width = max(map(len, self.refusals), default=0)
         for name, reasons in self.refusals.items():
             accepts = "; ".join(["accepts", *([self.tested[name]] if name in self.tested else [])])
@@ -181,47 +186,75 @@ def _candidates(config: AttentionConfig | MLAConfig, device: DeviceInfo) -> tupl
 
 
 @lru_cache(maxsize=4096)
-def _decide(config: Any, device: DeviceInfo) -> Explanation:
+def _decide(config: Any, device: DeviceInfo, memory: CacheMemory | None = None) -> Explanation:
     backends, measured = _candidates(config, device)
     refusals = {name: tuple(backend.reasons(config, device)) for name, backend in backends.items()}
+    if memory is not None:
+        of_memory = {name: backend.capabilities.memory_refusals(memory) for name, backend in backends.items()}
+        refusals = {name: (*reasons, *of_memory[name]) for name, reasons in refusals.items()}
     accepting = [name for name, reasons in refusals.items() if not reasons]
     chosen = accepting[0] if accepting else None
     notes: list[str] = []
     if chosen is not None:
-        notes = [*backends[chosen].notes(config), *backends[chosen].general_steps(config, device)]
+        notes = [*backends[chosen].notes(config), *backends[chosen].general_steps(config, device, memory)]
     notes += [] if measured is None else [measured]
     tested = {}
     for name in accepting if device.type == "cuda" else []:
         backend = backends[name]
         tested[name] = verdict(runs_of(name), backend.running(), device.capability, backend.parts(config))
-    return Explanation(config, device, chosen, refusals, tuple(notes), tested)
+    return Explanation(config, device, chosen, refusals, tuple(notes), tested, memory)
 
 
-def explain(config: AttentionConfig | MLAConfig, device: torch.device | str | DeviceInfo = "cpu") -> Explanation:
+class BoundLayer(Protocol):
+    """A layer with a KV cache, as `explain` reads it."""
+
+    @property
+    def config(self) -> AttentionConfig | MLAConfig | None:
+        """What the bound cache made of the request; `None` without a cache."""
+
+    def cache_views(self) -> tuple[Tensor, Tensor | None]:
+        """Return keys and values, or a storage alone."""
+
+
+def explain(
+    request: AttentionConfig | MLAConfig | BoundLayer,
+    device: torch.device | str | DeviceInfo | None = None,
+    cache: tuple[Tensor, Tensor | None] | CacheMemory | None = None,
+) -> Explanation:
     """Tell which backend a request gets on a device and why the others refuse; raises nothing for a refusal.
 
     Args:
-        device: of torch, or a GPU elsewhere by its architecture, such as `"sm_90"`.
+        request: or a layer with a KV cache, which says device and cache itself.
+        device: of torch, or a GPU elsewhere by its architecture, such as `"sm_90"`; default the CPU.
+        cache: keys and values as `paged_attention` takes them; tensors on meta will do. Their strides count too then.
 
     Raises:
-        ConfigError: no request. DeviceError: no such device.
+        ConfigError: no request, or a layer without a cache. DeviceError: no such device.
 
     Example:
-        >>> import vattn
-        >>> request = vattn.AttentionConfig(8, 2, 64, 64, 0.125, "float32", "float32")
+        >>> import torch, vattn
+        >>> request = vattn.AttentionConfig(8, 2, 64, 64, 0.125, "bfloat16", "bfloat16")
         >>> vattn.explain(request, "cpu").chosen
         'TORCH_SDPA'
-        >>> vattn.explain(request, "sm_90").device.capability
-        (9, 0)
+        >>> pool = torch.empty(2, 100, 16, 2, 68, dtype=torch.bfloat16, device="meta")[..., :64]
+        >>> vattn.explain(request.replace(backend="FLASH_ATTN"), "sm_90", (pool[0], pool[1])).memory
+        CacheMemory(dense=False, row_alignment=8)
     """
-    if not isinstance(config, (AttentionConfig, MLAConfig)):
+    if hasattr(request, "cache_views"):
+        layer, request = request, request.config
+        if request is not None:
+            cache = layer.cache_views()
+            device = cache[0].device if device is None else device
+    if not isinstance(request, (AttentionConfig, MLAConfig)):
         raise ConfigError(
-            f"a request of type {type(config).__name__}",
-            "an AttentionConfig or an MLAConfig",
-            "AttentionConfig.parse('vattn1 ...') reads one that was written",
+            "a layer without a KV cache" if request is None else f"a request of type {type(request).__name__}",
+            "an AttentionConfig, an MLAConfig or a layer with a KV cache",
+            "vattn.allocate_kv_cache(model, num_blocks=...) binds caches"
+            if request is None
+            else "AttentionConfig.parse('vattn1 ...') reads one that was written",
         )
-    info = device if isinstance(device, DeviceInfo) else DeviceInfo.anywhere(device)
-    return _decide(config, info)
+    info = device if isinstance(device, DeviceInfo) else DeviceInfo.anywhere("cpu" if device is None else device)
+    return _decide(request, info, CacheMemory.of(*cache) if isinstance(cache, tuple) else cache)
 
 
 @lru_cache(maxsize=4096)
@@ -230,18 +263,22 @@ def _log_once(chosen: str, request: str, device: DeviceInfo) -> None:
 
 
 def choose(
-    config: AttentionConfig | MLAConfig, device: torch.device | str | DeviceInfo, layer: str | None = None
+    config: AttentionConfig | MLAConfig,
+    device: torch.device | str | DeviceInfo,
+    layer: str | None = None,
+    memory: CacheMemory | None = None,
 ) -> Backend:
     """Return the backend for a request.
 
     Args:
         layer: prefix of the layer that requests it, for the error.
+        memory: of its cache, if that is not vattn's own.
 
     Raises:
         UnsupportedRequestError: no backend, or not the requested one, accepts it; the text has the reasons of the
             nearest one.
     """
-    explanation = explain(config, device)
+    explanation = explain(config, device, memory)
     if explanation.chosen is None:
         request = config.replace(backend="auto").encode()
         raise UnsupportedRequestError(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from vattn.backends.base import PACKED_DCP, Backend, Capabilities, Package
+from vattn.cache.memory import CacheMemory
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import BLOCK_SIZES, DeviceInfo, Sizes
 from vattn.config.features import FEATURES
@@ -63,14 +64,16 @@ class TritonAttentionBackend(Backend):
             )
         return found
 
-    def general_steps(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
+    def general_steps(
+        self, config: AttentionConfig, device: DeviceInfo, memory: CacheMemory | None = None
+    ) -> list[str]:
         """Say which steps of a layer with a paged cache run on the general kernel on Hopper, which has faster ones."""
         from vattn.backends import hopper_routes
 
         on_hopper = device.type == "cuda" and device.capability == hopper_routes.availability.CAPABILITY
         if not on_hopper or config.block_size == 0:
             return []
-        return hopper_routes.availability.missed_steps(hopper_routes.missed(config, device))
+        return hopper_routes.availability.missed_steps(hopper_routes.missed(config, device, memory))
 
     def plan_shape(self, config: AttentionConfig, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
         """Return the shape of the schedule of the kernels made for Hopper; `()` where none runs the layer."""

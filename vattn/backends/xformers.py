@@ -22,6 +22,7 @@ from vattn.backends.base import Exclusion, Package
 from vattn.backends.external_rows import rows_as_requests
 from vattn.backends.triton_attn import TritonAttentionBackend
 from vattn.cache.layout import key_value_views
+from vattn.cache.memory import CacheMemory
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo, Sizes
 from vattn.config.features import requested_features
@@ -74,9 +75,11 @@ class XFormersBackend(TritonAttentionBackend):
             )
         return [note, *super().notes(config)]
 
-    def general_steps(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
+    def general_steps(
+        self, config: AttentionConfig, device: DeviceInfo, memory: CacheMemory | None = None
+    ) -> list[str]:
         """Return which steps that run by vattn's kernels miss those for Hopper."""
-        found = super().general_steps(config, device)
+        found = super().general_steps(config, device, memory)
         return found if missing_in_xformers(config) else [step for step in found if not step.startswith("decodes ")]
 
     def plan_shape(self, config: AttentionConfig, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:

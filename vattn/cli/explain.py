@@ -6,6 +6,9 @@ import argparse
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
+from vattn.cache.layout import kv_cache_shape, mla_cache_dtype, mla_cache_shape
 from vattn.config import attention as config
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
@@ -60,6 +63,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     number("--context-interleave", 1, "neighbouring tokens on one rank (default: 1)")
     for name in FLAGS:
         parser.add_argument("--" + name.replace("_", "-"), action="store_true")
+    parser.add_argument(
+        "--cache-strides",
+        type=int,
+        nargs="+",
+        metavar="N",
+        help="elements from block to block, token to token and head to head of keys and of values; of latents, from "
+        "block to block (default: a cache of vattn's)",
+    )
     parser.add_argument("--backend", default="auto", help="a backend by name (default: auto)")
     parser.add_argument("--device", help="cpu, cuda, cuda:1, or sm_90 for a GPU elsewhere (default: cuda or cpu)")
     parser.set_defaults(defaults=parser.get_default)
@@ -67,17 +78,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(options: argparse.Namespace) -> int:
     """Print the explanation; return 0 if a backend accepts, 1 if none does."""
-    import torch
-
     from vattn.backends import selector
 
     request = _request(options)
     device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    explanation = selector.explain(request, DeviceInfo.anywhere(device))
+    explanation = selector.explain(request, DeviceInfo.anywhere(device), _cache(options.cache_strides, request))
     print(explanation)
     if refusal := _layer_refusal(request):
         print(f"layers refuse it, whichever backend accepts: {refusal}")
     return 0 if explanation.chosen else 1
+
+
+def _cache(
+    strides: Sequence[int] | None, request: AttentionConfig | MLAConfig
+) -> tuple[torch.Tensor, torch.Tensor | None] | None:
+    """Return a cache of two blocks on meta with these strides."""
+    if strides is None:
+        return None
+    latent = isinstance(request, MLAConfig)
+    packed = request.packed if latent else formats.KV_FORMATS[request.kv_cache_dtype].packed
+    wanted = 1 if latent or packed else 3
+    if len(strides) != wanted or min(strides) < 1:
+        allowed = (
+            "one positive number, of blocks" if wanted == 1 else "three positive numbers: of blocks, tokens, heads"
+        )
+        raise ConfigError(f"--cache-strides {' '.join(map(str, strides))}", allowed, "count in elements of the cache")
+    if isinstance(request, MLAConfig):
+        sizes = mla_cache_shape(request, 2)
+        steps = (*strides, 1) if packed else (*strides, request.head_size, 1)
+        return torch.empty_strided(sizes, steps, dtype=mla_cache_dtype(request), device="meta"), None
+    if packed:
+        return torch.empty_strided(kv_cache_shape(request, 2), (*strides, 1), dtype=torch.uint8, device="meta"), None
+    dtype = formats.KV_FORMATS[request.kv_cache_dtype].value_dtype
+    key, value = (
+        torch.empty_strided(
+            (2, request.block_size, request.num_kv_heads, width), (*strides, 1), dtype=dtype, device="meta"
+        )
+        for width in (request.head_size, request.head_size_v)
+    )
+    return key, value
 
 
 def _layer_refusal(request: AttentionConfig | MLAConfig) -> str:
@@ -125,4 +164,4 @@ def _refuse_head(granularity: str, option: str, where: str) -> None:
         raise ConfigError(f"{option} {granularity} without {where}", f"{option} with {where}", f"leave {option} out")
 
 
-_NO_FIELDS = ("command", "device", "request", "defaults")
+_NO_FIELDS = ("command", "device", "request", "defaults", "cache_strides")

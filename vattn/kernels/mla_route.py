@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from vattn.cache.memory import CacheMemory
 from vattn.config.device import DeviceInfo
 from vattn.config.mla import MLAConfig
 from vattn.errors import ShapeError
@@ -32,11 +33,12 @@ from vattn.quantization.formats import MODEL_DTYPES
 _ALL_KEYS = 1 << 30
 
 
-def missed(config: MLAConfig, device: DeviceInfo) -> dict[str, list[str]]:
+def missed(config: MLAConfig, device: DeviceInfo, memory: CacheMemory | None = None) -> dict[str, list[str]]:
     """Return why steps of a layer do not run by the kernels made for Hopper; empty lists where they do."""
+    of_memory = [] if memory is None else memory.row_refusals()
     if config.sparse:
-        return {"steps": hopper_sparse.refusals(config, device)}
-    short = hopper.refusals(config, device)
+        return {"steps": hopper_sparse.refusals(config, device) + of_memory}
+    short = hopper.refusals(config, device) + of_memory
     if config.kv_cache_dtype == hopper.FP8 and config.num_heads not in hopper.FP8_HEADS:
         short.append(f"num_heads {config.num_heads} with {hopper.FP8} (runs {hopper.FP8_HEADS})")
     return {"decodes": short, "prompts": hopper_prefill.refusals(config, device)}

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn.backends import selector
+from vattn.cache.memory import CacheMemory
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
 from vattn.errors import ConfigError, ShapeError, StrideError
@@ -139,9 +140,12 @@ class DifferentialAttention(Attention):
         q1, k1, q2, k2 = (getattr(self, name).detach().float() for name in _LAMBDAS)
         return torch.exp((q1 * k1).sum()) - torch.exp((q2 * k2).sum()) + self.lambda_init
 
-    def _choose_backend(self, config: AttentionConfig, device: torch.device | str) -> str:
+    def _choose_backend(
+        self, config: AttentionConfig, device: torch.device | str, memory: CacheMemory | None = None
+    ) -> str:
         half = half_of(config, "even")
-        return selector.choose(half, device, self.prefix).runs_on(half, DeviceInfo.of(device))
+        name = selector.choose(half, device, self.prefix, memory).runs_on(half, DeviceInfo.of(device))
+        return selector.choose(half.replace(backend=name), device, self.prefix, memory).name
 
     def _check_cache(self, key_cache: Tensor, value_cache: Tensor | None) -> None:
         if isinstance(value_cache, Tensor) and value_cache.dim() == 4 and value_cache.stride(2) != self.head_size:

@@ -22,6 +22,7 @@ from vattn.metadata.attention_metadata import AttentionMetadata, sink_plan_key, 
 from vattn.quantization.formats import MODEL_DTYPES, dtype_name
 
 if TYPE_CHECKING:
+    from vattn.cache.memory import CacheMemory
     from vattn.config.attention import AttentionConfig
     from vattn.config.device import DeviceInfo
     from vattn.layers.base.cache_binding import BoundCache
@@ -145,7 +146,11 @@ class StaticSinkAttention(Attention):
         return SinkFullAttentionSpec(sink_len=self.sink_len, sliding_window=window, **self._spec_fields(dtype))
 
     def resolve_config(
-        self, dtype: torch.dtype, device: torch.device | str, target: BoundCache | None = None
+        self,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        target: BoundCache | None = None,
+        memory: CacheMemory | None = None,
     ) -> AttentionConfig:
         """Return the config that binding a cache would give; see `Attention`.
 
@@ -153,7 +158,7 @@ class StaticSinkAttention(Attention):
             ConfigError: the sinks have no values yet.
         """
         self._check_sinks()
-        return super().resolve_config(dtype, device, target)
+        return super().resolve_config(dtype, device, target, memory)
 
     def _check_target(self, target: BoundCache) -> None:
         super()._check_target(target)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from vattn.backends.base import Capabilities, Exclusion
 from vattn.backends.flash_attn.libraries import FlashLibrary
+from vattn.cache.memory import ALIGNED
 from vattn.config.device import Sizes
 
 HEAD_SIZES = (32, 64, 96, 128, 160, 192, 224, 256)
@@ -46,6 +47,7 @@ def _capabilities(
         minimum_capability=minimum_capability,
         format_head_sizes=dict.fromkeys(formats, Sizes(16, 32, 256)),
         fp8_weights=bool(formats),
+        row_alignment=ALIGNED,
         garbage_safe=False,
     )
 

@@ -29,6 +29,7 @@ from vattn.backends.flashinfer import plan as flashinfer_plan
 from vattn.backends.flashinfer.jit import INSTALL, can_compile, compiler_problem, is_built
 from vattn.backends.flashinfer.plan import kernel_family, offsets_of, plan_options, plan_text, used_blocks, workspace
 from vattn.cache.layout import key_value_views
+from vattn.cache.memory import ALIGNED
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import BLOCK_SIZES, DeviceInfo, Sizes
 from vattn.errors import GraphContractError, MissingPackageError, UnsupportedRequestError
@@ -45,6 +46,7 @@ FLASHINFER = Capabilities(
     head_sizes=Sizes(values=(64, 128, 256)),
     block_sizes=BLOCK_SIZES,
     strided_caches=False,
+    row_alignment=ALIGNED,
     features=frozenset(
         "bidirectional sliding_window logits_soft_cap sinks tree_bias kv_scale_per_head "
         "query_scale_per_head lse hnd_layout contiguous_kv".split()

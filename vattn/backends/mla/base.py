@@ -114,6 +114,7 @@ def library_capabilities(package: Package, minimum_capability: tuple[int, int], 
         cuda_graphs="never",
         rounded_lse=True,
         negative_scales=False,
+        strided_caches=False,
         garbage_safe=False,
     )
 

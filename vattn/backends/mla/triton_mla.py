@@ -12,6 +12,7 @@ import torch
 
 from vattn.backends.base import Package
 from vattn.backends.mla.base import MLABackend, MLACapabilities, TritonMLAUpdate
+from vattn.cache.memory import CacheMemory
 from vattn.config.device import BLOCK_SIZES, DeviceInfo, Sizes
 from vattn.config.mla import WEIGHT_FORMATS, MLAConfig
 from vattn.ops.arguments import PlanArgs
@@ -44,14 +45,14 @@ class TritonMLABackend(TritonMLAUpdate, MLABackend):
         cuda_graphs="full",
     )
 
-    def general_steps(self, config: Any, device: DeviceInfo) -> list[str]:
+    def general_steps(self, config: Any, device: DeviceInfo, memory: CacheMemory | None = None) -> list[str]:
         """Say which steps run on the general kernels on Hopper, which has faster ones."""
         from vattn.kernels import mla_route
         from vattn.kernels.hopper import availability
 
         if device.type != "cuda" or device.capability != availability.CAPABILITY:
             return []
-        return availability.missed_steps(mla_route.missed(config, device))
+        return availability.missed_steps(mla_route.missed(config, device, memory))
 
     def plan_shape(self, config: Any, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
         """Return the shape of a step's plan: what a layer and the GPU have of schedule and line of keys."""

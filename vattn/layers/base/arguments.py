@@ -196,13 +196,6 @@ def check_views(key_cache: Tensor, value_cache: Tensor, config: AttentionConfig)
             "memory of their own for both",
             "pass views that do not overlap",
         )
-    dense = all(view.is_contiguous() or view.transpose(1, 2).is_contiguous() for view in (key_cache, value_cache))
-    if not dense and not selector.get_backend(config.backend).capabilities.strided_caches:
-        raise UnsupportedRequestError(
-            f"keys and values of strides {key_cache.stride()} on backend {config.backend}",
-            "blocks, tokens and heads without gaps between them",
-            "leave attn_backend out, or name a backend with strided_caches=True in its capabilities",
-        )
 
 
 def layout_of(key_cache: Tensor) -> str:

@@ -15,6 +15,7 @@ from vattn.backends import selector
 from vattn.cache.allocation import skip_names
 from vattn.cache.groups import CacheGroup
 from vattn.cache.layout import CACHE_BUFFERS, op_views, separate
+from vattn.cache.memory import CacheMemory
 from vattn.cache.specs import KVCacheSpec
 from vattn.config.attention import AttentionConfig, CacheConfig
 from vattn.config.device import DeviceInfo
@@ -189,9 +190,16 @@ class BoundCache(CacheScales):
         }
 
     def resolve_config(
-        self, dtype: torch.dtype, device: torch.device | str, target: BoundCache | None = None
+        self,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        target: BoundCache | None = None,
+        memory: CacheMemory | None = None,
     ) -> AttentionConfig:
         """Return what binding a cache would make of the request, backend included; changes nothing.
+
+        Args:
+            memory: of the cache, if it is an engine's.
 
         Raises:
             CacheError: the layer would read the target's bytes differently.
@@ -201,18 +209,20 @@ class BoundCache(CacheScales):
             self._check_target(target)
             check_sharing(self.prefix, self._request_config(dtype), target._request_config(dtype))
         config = self._request_config(dtype, None if target is None else target.k_scale)
-        config = config.replace(backend=self._choose_backend(config, device))
+        config = config.replace(backend=self._choose_backend(config, device, memory))
         if config.context_only:
             selector.choose(step_request(config), device, self.prefix)
         return config
 
-    def _choose_backend(self, config: AttentionConfig, device: torch.device | str) -> str:
+    def _choose_backend(
+        self, config: AttentionConfig, device: torch.device | str, memory: CacheMemory | None = None
+    ) -> str:
         """Return the name of the backend that runs what the layer makes of a request.
 
         Raises:
             UnsupportedRequestError: no backend, or not the requested one, does.
         """
-        return selector.choose(config, device, self.prefix).name
+        return selector.choose(config, device, self.prefix, memory).name
 
     def _check_target(self, target: BoundCache) -> None:
         """Refuse a target of another kind; what configs tell is compared elsewhere."""
@@ -272,11 +282,11 @@ class BoundCache(CacheScales):
                 "bind the target first",
             )
         assert dtype is not None
-        requested = self._request["kv_cache_layout"]
-        if value_cache is not None:
-            self._request["kv_cache_layout"] = layout_of(key_cache)
+        requested, memory = self._request["kv_cache_layout"], None
+        if isinstance(value_cache, Tensor):
+            self._request["kv_cache_layout"], memory = layout_of(key_cache), CacheMemory.of(key_cache, value_cache)
         try:
-            config = self.resolve_config(dtype, storage.device, target)
+            config = self.resolve_config(dtype, storage.device, target, memory)
         finally:
             self._request["kv_cache_layout"] = requested
         if value_cache is None:
