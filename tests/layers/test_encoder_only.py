@@ -253,7 +253,7 @@ def test_the_module() -> None:
     )
     assert layer.get_kv_cache_spec(torch.float32) is None
     assert repr(layer) == (
-        "EncoderOnlyAttention(num_heads=4, num_kv_heads=2, head_size=16, sliding_window=7, backend=auto)"
+        "EncoderOnlyAttention(num_heads=4, num_kv_heads=2, head_size=16, scale=0.25, sliding_window=7, backend=auto)"
     )
     assert layer.resolve_config(torch.bfloat16, "cpu").backend == "TORCH_SDPA"
     state = layer.state_dict()

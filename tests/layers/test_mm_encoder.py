@@ -222,7 +222,7 @@ def test_more_bad_calls() -> None:
 def test_the_module() -> None:
     layer = vattn.MMEncoderAttention(4, 72, num_kv_heads=2, attn_backend="TORCH_SDPA")
     assert repr(layer) == (
-        "MMEncoderAttention(num_heads=4, num_kv_heads=2, head_size=72, backend=TORCH_SDPA (requested))"
+        "MMEncoderAttention(num_heads=4, num_kv_heads=2, head_size=72, scale=0.1179, backend=TORCH_SDPA (requested))"
     )
     assert layer.state_dict() == {} and layer.get_kv_cache_spec(torch.float32) is None
     config = layer.resolve_config(torch.bfloat16, "cpu")

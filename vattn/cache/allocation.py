@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from vattn.cache.bindings import count_binding
+from vattn.cache.bindings import count_binding, let_groups_share
 from vattn.cache.groups import CacheGroup, Grouping, KVCacheGroup, common_block_size, group_layers
 from vattn.cache.specs import CrossAttentionSpec, EncoderOnlyAttentionSpec, KVCacheSpec
 from vattn.config.arguments import format_bytes, parse_bytes, read_count
@@ -236,6 +236,8 @@ def allocate_kv_cache(
         adds = place not in storages
         if adds:
             storages[place] = _zeros(spec, count, device)
+        elif name not in targets:
+            let_groups_share(storages[place])
         if name in targets:
             module.bind_kv_cache(storages[place], dtype=dtype, target=modules[owner])
         else:

@@ -1,4 +1,4 @@
-"""Tell that a layer was bound to another KV cache since something was made for its cache.
+"""Tell that a layer was bound to another KV cache since something was made for its cache, and what its bytes mean.
 
 One count of all bindings in the process: where it has not moved, no layer needs to be looked at.
 """
@@ -11,8 +11,10 @@ from weakref import ref
 
 from torch import Tensor
 
-from vattn.cache.layout import num_blocks_of
+from vattn.cache.layout import CacheGeometry, num_blocks_of
+from vattn.cache.specs import MLAAttentionSpec
 from vattn.config.mla import MLAConfig
+from vattn.errors import CacheError
 
 _epoch = 0
 _claims: dict[int, int] = {}
@@ -29,6 +31,63 @@ def take_cache(storage: Tensor) -> None:
     """Note that the caller writes to blocks of its choice from now on, so that no earlier user may go on."""
     count_binding()
     _claims[storage.data_ptr()] = _epoch
+
+
+class _Meaning:
+    """What the bytes of a cache mean, for as long as its tensor lives."""
+
+    def __init__(self, address: int, cache: Tensor) -> None:
+        self.formats: set[str] = set()
+        self.grouped = False
+        self.cache = ref(cache, lambda _: _meanings.pop(address) if _meanings.get(address) is self else None)
+
+
+_meanings: dict[int, _Meaning] = {}
+"""By the address of a storage, or of an engine's keys."""
+
+
+def describe_format(config: CacheGeometry | MLAConfig) -> str:
+    """Return what decides the meaning of a cache's bytes, in words."""
+    if isinstance(config, (MLAConfig, MLAAttentionSpec)):
+        return f"{config.kv_cache_dtype}, blocks of {config.block_size} latent rows of {config.head_size}"
+    # A cache of pairs holds all heads, each as wide as a key.
+    pairs = config.head_pairs != "none"
+    heads, width_v = config.num_kv_heads * (2 if pairs else 1), config.head_size if pairs else config.head_size_v
+    widths = f"{config.head_size}" + (f" and {width_v}" if width_v != config.head_size else "")
+    layout = f" {config.kv_cache_layout}" if heads > 1 else ""
+    return f"{config.kv_cache_dtype}{layout}, blocks of {config.block_size} tokens, {heads} KV heads of {widths}"
+
+
+def check_format(cache: Tensor, config: CacheGeometry | MLAConfig) -> None:
+    """Refuse a format whose bytes a cache does not hold; a cache that no layer was bound to holds any.
+
+    Raises:
+        CacheError: such a format.
+    """
+    known, wanted = _meanings.get(cache.data_ptr()), describe_format(config)
+    if known is not None and known.cache() is not None and not known.grouped and wanted not in known.formats:
+        raise CacheError(
+            f"a KV cache of {' or '.join(sorted(known.formats))} taken for one of {wanted}",
+            "one meaning for the bytes of a cache, as long as it is there",
+            "allocate another cache, and drop all layers of the old one if its memory is used again",
+        )
+
+
+def note_format(cache: Tensor, config: CacheGeometry | MLAConfig) -> None:
+    """Note what the bytes of a cache mean, after `check_format`."""
+    address = cache.data_ptr()
+    if not cache.is_meta and cache.numel():
+        known = _meanings.get(address)
+        if known is None or known.cache() is None:
+            known = _meanings[address] = _Meaning(address, cache)
+        known.formats.add(describe_format(config))
+
+
+def let_groups_share(cache: Tensor) -> None:
+    """Let layers of other groups use a cache in their formats: each block belongs to one group."""
+    known = _meanings.get(cache.data_ptr())
+    if known is not None:
+        known.grouped = True
 
 
 class CacheBindings:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn.cache.allocation import KVCacheAllocation
+from vattn.cache.bindings import check_format
 from vattn.cache.layout import CacheGeometry, kv_cache_dtype, op_views, packed_views, shape_of_storage
 from vattn.config.attention import AttentionConfig
 from vattn.errors import CacheError, CacheNotBoundError, ConfigError, DeviceError, ShapeError, UnsupportedRequestError
@@ -40,6 +41,7 @@ def swap_blocks(source: Tensor, destination: Tensor, block_mapping: BlockMapping
                 f"{shape} of {dtype_name(dtype)}",
                 "pass the spec that the storage was allocated for",
             )
+        check_format(storage, geometry)
     if source.dim() == 2 and source.shape[1] != destination.shape[1]:
         raise CacheError(
             f"blocks of {source.shape[1]} and {destination.shape[1]} bytes, padding included",

@@ -82,7 +82,8 @@ class OwnBuffers(nn.Module):
 
     def _sizes_repr(self) -> str:
         text = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, head_size={self.head_size}"
-        return text if self.head_size_v == self.head_size else f"{text}, head_size_v={self.head_size_v}"
+        text += "" if self.head_size_v == self.head_size else f", head_size_v={self.head_size_v}"
+        return f"{text}, scale={self.scale:.4g}"
 
     def _register_per_head(self, name: str, values: Tensor | Sequence[float] | None) -> None:
         """Keep a parameter, or an fp32 copy of anything else, with one value per query head."""

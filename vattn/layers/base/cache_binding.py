@@ -13,6 +13,7 @@ from torch import Tensor
 
 from vattn.backends import selector
 from vattn.cache.allocation import skip_names
+from vattn.cache.bindings import check_format, note_format
 from vattn.cache.groups import CacheGroup
 from vattn.cache.layout import CACHE_BUFFERS, op_views, separate
 from vattn.cache.memory import CacheMemory
@@ -89,6 +90,7 @@ class BoundCache(CacheScales):
     ) -> None:
         super().__init__()
         self._set_sizes(num_heads, head_size, num_kv_heads, head_size_v, prefix, attn_backend)
+        self.scale = scale
         self.cache_config = cache_config or CacheConfig()
         self.quant_config = quant_config or QuantConfig()
         self.kv_sharing_target_layer_name = kv_sharing_target_layer_name
@@ -295,6 +297,7 @@ class BoundCache(CacheScales):
         else:
             check_views(key_cache, value_cache, config)
             views = key_cache, value_cache
+        check_format(views[0], config)
         self._check_values()
         device = DeviceInfo.of(storage.device)
         if config.context_only:
@@ -307,6 +310,7 @@ class BoundCache(CacheScales):
         views = separate(views)
         self.kv_cache = storage if value_cache is None else views[0]
         self.key_cache, self.value_cache = views if target is None else target.cache_views()
+        note_format(self.kv_cache, config)
         self.num_blocks = None if config.attn_type == "encoder_decoder" else views[0].shape[0]
         for name, buffer in self._own_buffers().items():
             self._buffers[name] = buffer.to(storage.device)
@@ -335,6 +339,7 @@ class BoundCache(CacheScales):
         storage = self._buffers.get("kv_cache")
         if storage is not None and storage.dim() != 4 and self.config is not None:
             self.key_cache, self.value_cache = separate(op_views(storage, self.config))
+            note_format(storage, self.config)
 
     def holds(self, key_cache: Tensor, value_cache: Tensor | None) -> bool:
         """Return whether this is the layer's cache: its storage, or the same views."""

@@ -39,6 +39,7 @@ class VarlenAttention(OwnBuffers):
 
     def _set_request(self, scale: float, cache_dtype: str = "auto", **request: Any) -> None:
         """Describe the request for every model dtype; `request` are further fields of `AttentionConfig`."""
+        self.scale = scale
         configs = {
             name: AttentionConfig(
                 num_heads=self.num_heads,
