@@ -91,6 +91,32 @@ def test_scales_are_not_calculated_for_caches_that_take_none(make, fmt):
     assert caught.value.fix
 
 
+@pytest.mark.parametrize("fmt", ["auto", "int8_per_token_head", "turboquant_k8v4", "fp8"])
+def test_unit_scales_with_every_format(fmt):
+    """Engines set scales of 1 for all layers; only a format that is scaled has a buffer for them."""
+    plain = None if fmt == "fp8" else vattn.QuantConfig()
+    cache = {"cache_dtype": fmt, **({"calculate_kv_scales": True} if fmt == "fp8" else {})}
+    unit = make_layer(cache={"cache_dtype": fmt}, quant_config=vattn.QuantConfig("unit", "unit"))
+    other = make_layer(cache=cache, quant_config=plain)
+    assert (unit.k_scale is None) == (fmt != "fp8") and unit.resolve_config(torch.float32, "cpu").kv_scale == (
+        "tensor" if fmt == "fp8" else "none"
+    )
+    if fmt != "fp8":
+        rows = make_inputs(5)
+        assert torch.equal(unit(*rows, metadata=make_step()), other(*rows, metadata=make_step()))
+
+
+def test_one_scale_for_both():
+    layer = make_layer(cache={"cache_dtype": "fp8"}, quant_config=vattn.QuantConfig(0.02, "k_scale"))
+    assert layer.k_scale.tolist() == layer.v_scale.tolist() == pytest.approx([0.02])
+    with pytest.raises(ScaleError, match="v_scale='k_scale' if one scale is for both"):
+        make_layer(bound=False, cache={"cache_dtype": "fp8"}, quant_config=vattn.QuantConfig(0.02))
+    with pytest.raises(ScaleError, match=r"QuantConfig\('unit', 'unit'\) if 1.0 is meant"):
+        make_layer(bound=False, cache={"cache_dtype": "fp8"})
+    with pytest.raises(vattn.errors.ConfigError, match="cap or None"):
+        make_layer(bound=False, logits_soft_cap=0.0)
+
+
 def test_a_skipped_layer_calculates_nothing():
     cache = {**CALCULATE, "kv_cache_dtype_skip_layers": ("0",)}
     layer = make_layer(bound=False, prefix="0", cache=cache)

@@ -24,6 +24,7 @@ from vattn.errors import (
     UnsupportedRequestError,
     VattnError,
 )
+from vattn.layers.base.scales import HEADROOM
 from vattn.quantization.codecs import dequantise_output
 from vattn.quantization.formats import OUTPUT_FORMATS
 
@@ -35,10 +36,8 @@ def make_layer(projection: nn.Module | None = None, *, blocks: int = 24, block_s
     latent = options.pop("kv_lora_rank", L)
     kv_b_proj = nn.Linear(latent, N * (P + V), bias=False) if projection is None else projection
     config = vattn.CacheConfig(block_size=block_size, cache_dtype=options.pop("cache_dtype", "auto"))
-    options = {"decode_threshold": 2, **options}
-    layer = vattn.MLAAttention(
-        N, SCALE, P, R, V, 16, latent, kv_b_proj, cache_config=config, **{"prefix": "0.attn", **options}
-    )
+    options = {"decode_threshold": 2, "cache_config": config, "prefix": "0.attn", **options}
+    layer = vattn.MLAAttention(N, SCALE, P, R, V, 16, latent, kv_b_proj, **options)
     if blocks:
         vattn.allocate_kv_cache(layer, num_blocks=blocks, dtype=torch.float32, device="cpu")
     return layer
@@ -126,6 +125,38 @@ def test_quantised_caches(cache_dtype: str) -> None:
         got = layer(q, kv_c, k_pe, metadata=step)
     expected = formula(q[:20], kv_c[:20], k_pe[:20], layer._kv_b_proj[0].weight)
     assert relative_l2(got[:20], expected) < (0.2 if "nvfp4" in cache_dtype else 0.05)
+
+
+def test_calculated_scales() -> None:
+    """The first real tokens decide, latents and rotated keys together; later steps keep it, compiled ones too."""
+    config = vattn.CacheConfig(block_size=8, cache_dtype="fp8", calculate_kv_scales=True)
+    layer = make_layer(cache_config=config)
+    assert layer.scales_ready.tolist() == [0] and {"k_scale", "scales_ready"} <= layer.state_dict().keys()
+    step = make_builder(layer).build([5], [5], TABLES[:1], num_tokens_padded=9)
+    q, kv_c, k_pe = inputs(9)
+    k_pe[2] *= 9.0
+    kv_c[5:], k_pe[5:] = torch.nan, 1e6
+    with torch.no_grad():
+        got = layer(q, kv_c, k_pe, metadata=step)
+    largest = torch.maximum(kv_c[:5].abs().max(), k_pe[:5].abs().max())
+    assert layer.scales_ready.tolist() == [1]
+    assert layer.k_scale.tolist() == pytest.approx([float(largest) * HEADROOM / 448])
+    assert relative_l2(got[:5], formula(q[:5], kv_c[:5], k_pe[:5], layer._kv_b_proj[0].weight)) < 0.05
+    kept = layer.k_scale.clone()
+    with torch.no_grad():
+        layer(*(100 * rows for rows in inputs(2)), metadata=make_builder(layer).build([2], [7], TABLES[:1]))
+    assert torch.equal(layer.k_scale, kept)
+    torch.compiler.reset()
+    other = make_layer(cache_config=config)
+    with torch.no_grad():
+        torch.compile(other, fullgraph=True, backend="aot_eager")(q, kv_c, k_pe, metadata=step)
+    assert torch.equal(other.k_scale, kept)
+    # One source, given or calculated; 1.0 is right for every cache.
+    plain = vattn.CacheConfig(calculate_kv_scales=True)
+    for wrong in ({"cache_config": config, "quant_config": vattn.QuantConfig("unit")}, {"cache_config": plain}):
+        with pytest.raises(ScaleError, match="calculate_kv_scales=True"):
+            make_layer(blocks=0, **wrong)
+    assert make_layer(quant_config=vattn.QuantConfig("unit", "unit")).k_scale is None
 
 
 class FP8Linear(nn.Module):
@@ -447,7 +478,7 @@ def bad_layers() -> dict[str, tuple[type[VattnError], dict[str, Any]]]:
         "a scale without an FP8 cache": (ScaleError, {"quant_config": vattn.QuantConfig(k_scale=1.0)}),
         "a value scale": (
             ScaleError,
-            {"cache_dtype": "fp8", "quant_config": vattn.QuantConfig(k_scale=1.0, v_scale=1.0)},
+            {"cache_dtype": "fp8", "quant_config": vattn.QuantConfig(k_scale=1.0, v_scale=0.5)},
         ),
         "a format that latents lack": (ConfigError, {"cache_dtype": "fp8_e5m2"}),
         "packed rows of another rank": (ConfigError, {"cache_dtype": "fp8_ds_mla"}),

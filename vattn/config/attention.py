@@ -274,7 +274,7 @@ class AttentionConfig(encoding.Encoded):
             cap is None or (cap > 0 and cap < float("inf")),
             f"logits_soft_cap={cap}",
             "None or a positive finite number",
-            "pass None for no soft cap",
+            "pass None for no soft cap, also where an engine's 0.0 means none (cap or None)",
         )
         if lookback is not None:
             _check(

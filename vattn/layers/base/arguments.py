@@ -134,20 +134,27 @@ def layer_scales(
         source = None if skipped else getattr(quant, name)
         reason = None
         if not quantised:
-            reason = f"with cache_dtype={cache_dtype!r}", "scales with a quantised cache", "set cache_dtype='fp8' or "
+            reason = (
+                f"with cache_dtype={cache_dtype!r}",
+                "'unit', or scales with a quantised cache",
+                "set cache_dtype='fp8' or ",
+            )
         elif shared:
             reason = "of a shared KV cache", "the target's scales", ""
         elif calculate:
             reason = "and calculate_kv_scales=True", "one of the two", "drop the calculation, or "
-        if source is not None and reason is not None:
+        # Without a scale, values are stored as they are, as under one of 1.
+        unit = not quantised and isinstance(source, str) and source == "unit"
+        if source is not None and reason is not None and not unit:
             raise ScaleError(
                 f"{name} given {reason[0]} in layer {layer.prefix!r}", reason[1], f"{reason[2]}drop the scale"
             )
         if source is None and reason is None:
+            one = name == "v_scale" and quant.k_scale is not None
             raise ScaleError(
                 f"layer {layer.prefix!r} has cache_dtype={cache_dtype!r} and no {name}",
                 "a number, a tensor, 'unit', or CacheConfig(calculate_kv_scales=True)",
-                f"QuantConfig({name}='unit') if 1.0 is meant",
+                "v_scale='k_scale' if one scale is for both" if one else "QuantConfig('unit', 'unit') if 1.0 is meant",
             )
         if quantised:
             scales[name] = make_scale(name, "unit" if source is None else source, sizes)

@@ -18,7 +18,7 @@ from vattn.errors import ConfigError, ScaleError
 from vattn.quantization.formats import OUTPUT_FORMATS, QUERY_FORMATS
 
 ScaleSource: TypeAlias = Tensor | float | Sequence[float] | str | None
-"""A tensor or numbers (1 value or one per KV head), `"unit"`, or `None` for not given."""
+"""A tensor or numbers (1 value or one per KV head), `"unit"`, or `None` for not given; `v_scale` also `"k_scale"`."""
 
 HEADROOM = 2.0
 """A calculated scale leaves this factor between the largest value seen and the largest that can be stored: later tokens
@@ -31,7 +31,8 @@ class QuantConfig:
 
     Attributes:
         k_scale, v_scale: scales of a quantised KV cache; dequantised = stored * scale. A number, a tensor of 1 value or
-            one per KV head, or `"unit"` for 1.0 on purpose. `None` with a quantised cache needs
+            one per KV head, or `"unit"` for 1.0 on purpose, which every format takes: engines set it for all. A
+            `v_scale` of `"k_scale"` is the key's, where there is one for both. `None` with a quantised cache needs
             `CacheConfig.calculate_kv_scales`.
         query_format: `"none"`, or `"fp8_e4m3"` to quantise the query before the op.
         q_scale: as `k_scale`, for the query.
@@ -59,6 +60,8 @@ class QuantConfig:
                 "output_scale with fp8_static and nvfp4 formats, and only with them",
                 "give a number, a tensor of one value, or 'unit'",
             )
+        if isinstance(self.v_scale, str) and self.v_scale == "k_scale":
+            object.__setattr__(self, "v_scale", self.k_scale)
         if self.q_scale is not None and self.query_format == "none":
             raise ScaleError("q_scale without query_format", "q_scale with an FP8 query", "set query_format='fp8_e4m3'")
 

@@ -60,11 +60,16 @@ def check_latent_arguments(layer: Any, kv_b_proj: object) -> None:
     if layer.use_sparse:
         check_indexer(layer.indexer, layer.prefix)
     quant, cache = layer.quant_config, layer.cache_config
-    if quant.v_scale is not None:
-        raise ScaleError(f"v_scale in {name}", "k_scale alone: a cached row is key and value", "drop v_scale")
+    numbers = (int, float, str)
+    same = isinstance(quant.v_scale, numbers) and isinstance(quant.k_scale, numbers) and quant.v_scale == quant.k_scale
+    if quant.v_scale is not None and quant.v_scale is not quant.k_scale and not same:
+        raise ScaleError(
+            f"v_scale={quant.v_scale!r:.60} in {name}",
+            "none, or that of the keys: a cached row is key and value",
+            "drop v_scale, or write v_scale='k_scale'",
+        )
     unsupported = {
         "sliding_window": cache.sliding_window is not None,
-        "calculate_kv_scales": cache.calculate_kv_scales,
         "kv_cache_dtype_skip_layers": bool(cache.kv_cache_dtype_skip_layers),
         "kv_cache_layout": cache.kv_cache_layout != "NHD",
     }

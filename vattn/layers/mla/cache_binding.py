@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn.backends import selector
+from vattn.cache.bindings import check_format, note_format
 from vattn.cache.layout import mla_cache_dtype, mla_cache_shape, shape_of_mla_storage
 from vattn.cache.specs import KVCacheSpec, MLAAttentionSpec
 from vattn.config.attention import CacheConfig
@@ -18,7 +19,7 @@ from vattn.layers.base.arguments import check_configs
 from vattn.layers.base.buffers import OwnBuffers
 from vattn.layers.base.checks import check_storage_kind
 from vattn.layers.base.dcp import check_context_parallel, gather_rows, partial_request
-from vattn.layers.base.scales import QuantConfig, make_scale
+from vattn.layers.base.scales import QuantConfig, ScaleSource, first_scale, make_scale
 from vattn.layers.mla.arguments import check_indexer, check_latent_arguments
 from vattn.layers.mla.kv_b_proj import (
     ScalesWithoutValues,
@@ -29,8 +30,9 @@ from vattn.layers.mla.kv_b_proj import (
     weights_version,
 )
 from vattn.metadata.dcp import telling_others
+from vattn.ops.arguments_mla import MLACacheUpdateArgs
 from vattn.ops.reference.mla_absorb import elements_per_token, key_and_value_weights
-from vattn.quantization.formats import MODEL_DTYPES, dtype_name
+from vattn.quantization.formats import FP8_E4M3_MAX, MODEL_DTYPES, dtype_name
 from vattn.quantization.mla_formats import MLA_FORMATS, resolve_mla_cache_dtype
 
 
@@ -44,6 +46,8 @@ class BoundLatents(OwnBuffers):
     k_scale: Tensor | None
     output_scale: Tensor | None
     workspace: Tensor | None
+    scales_ready: Tensor | None
+    """int32 `[1]`: whether `k_scale` is calculated; `None` where it is given."""
 
     def __init__(
         self,
@@ -111,12 +115,18 @@ class BoundLatents(OwnBuffers):
 
     def _register_tensors(self) -> None:
         quant, scaled = self.quant_config, MLA_FORMATS[self._canonical(torch.bfloat16)].scaled
-        if scaled != (quant.k_scale is not None):
+        calculate, unit = (
+            self.cache_config.calculate_kv_scales,
+            isinstance(quant.k_scale, str) and quant.k_scale == "unit",
+        )
+        sources = [quant.k_scale is not None and not (unit and not scaled), calculate]
+        if sum(sources) != scaled:
             raise ScaleError(
-                f"layer {self.prefix!r} has cache_dtype={self.cache_config.cache_dtype!r} and "
-                f"{'no' if scaled else 'a'} k_scale",
-                "a number, a tensor of one value or 'unit' with an fp8_e4m3 cache, None otherwise",
-                "QuantConfig(k_scale='unit') if 1.0 is meant" if scaled else "drop k_scale",
+                f"layer {self.prefix!r} has cache_dtype={self.cache_config.cache_dtype!r}, "
+                f"{'no' if quant.k_scale is None else 'a'} k_scale and calculate_kv_scales={calculate}",
+                "a number, a tensor of one value, 'unit' or a calculation with an fp8_e4m3 cache, None or 'unit' "
+                "otherwise",
+                "QuantConfig(k_scale='unit') if 1.0 is meant" if scaled else "drop k_scale and the calculation",
             )
         if (quant.query_format != "none") != (quant.q_scale is not None):
             raise ScaleError(
@@ -125,8 +135,12 @@ class BoundLatents(OwnBuffers):
                 "QuantConfig(q_scale='unit') if 1.0 is meant",
             )
         for name in ("k_scale", "q_scale", "output_scale"):
-            given = getattr(quant, name)
+            given: ScaleSource = getattr(quant, name)
+            if name == "k_scale":
+                given = ("unit" if calculate else given) if scaled else None
             self.register_buffer(name, None if given is None else make_scale(name, given, (1,)))
+        ready = torch.zeros(1, dtype=torch.int32, device="cpu") if calculate else None
+        self.register_buffer("scales_ready", ready)
         for name in ("kv_cache", "kv_b_weight", "workspace"):
             self.register_buffer(name, None, persistent=False)
 
@@ -260,6 +274,7 @@ class BoundLatents(OwnBuffers):
                 f"contiguous {mla_cache_shape(config, max(blocks, 1))} of {dtype_name(stored)}, any number of blocks",
                 "use vattn.allocate_kv_cache(model, num_blocks=...)",
             )
+        check_format(storage, config)
         self._check_values()
         if self.use_sparse:
             check_indexer(self.indexer, self.prefix)
@@ -283,6 +298,7 @@ class BoundLatents(OwnBuffers):
         weight = self.kv_b_weight
         if weight is not None and weight.device != storage.device:
             self._buffers["kv_b_weight"] = weight.to(storage.device)
+        note_format(storage, config)
         self.num_blocks = blocks
         self._op_config = config.encode()
         self._plan_key = selector.choose(config, storage.device).plan_key(config)  # type: ignore[arg-type]
@@ -290,13 +306,21 @@ class BoundLatents(OwnBuffers):
         for name, buffer in self._own_buffers().items():
             self._buffers[name] = buffer.to(storage.device)
 
+    def _calculate_scale(self, update: MLACacheUpdateArgs) -> None:
+        """Set the scale of the cache from the first step that has a real token, before anything of it is written."""
+        assert self.k_scale is not None and self.scales_ready is not None
+        rows = torch.cat((update.kv_c, update.k_pe), dim=-1).unsqueeze(1)
+        scale, ready = first_scale(rows, update.slot_mapping >= 0, self.k_scale, self.scales_ready, FP8_E4M3_MAX)
+        self.k_scale.copy_(scale)
+        self.scales_ready.copy_(ready)
+
     def extra_repr(self) -> str:
         """Show the request and the chosen backend."""
         dims = f"{self.qk_nope_head_dim}+{self.qk_rope_head_dim}/{self.v_head_dim}"
         backend = "none yet (no KV cache bound)" if self.config is None else self.config.backend
         cache = self.cache_config.cache_dtype if self.config is None else self.config.kv_cache_dtype
         return (
-            f"num_heads={self.num_heads}, head dims={dims}, kv_lora_rank={self.kv_lora_rank}, "
+            f"num_heads={self.num_heads}, head dims={dims}, scale={self.scale:.4g}, kv_lora_rank={self.kv_lora_rank}, "
             f"q_lora_rank={self.q_lora_rank}, kv_cache={cache}, block_size={self.cache_config.block_size}, "
             f"workspace={'by the backend' if self.workspace_tokens is None else f'{self.workspace_tokens} tokens'}, "
             f"backend={backend}"

@@ -37,7 +37,8 @@ class MLAAttention(BoundLatents):
             or any other; it stays the caller's, and only `process_weights_after_loading` reads it.
         cache_config: block size and cache dtype (`vattn.quantization.mla_formats.MLA_FORMATS`); default
         `CacheConfig()`.
-        quant_config: `k_scale` of an FP8 cache; `query_format` with `q_scale`, which quantise queries once they are
+        quant_config: `k_scale` of an FP8 cache, unless `CacheConfig(calculate_kv_scales=True)` makes it of the first
+            tokens' latents and rotated keys; `query_format` with `q_scale`, which quantise queries once they are
             absorbed; output quantisation.
         prefix: unique name of the layer in its model.
         attn_backend: name of a backend, never replaced by another; default: the first that accepts.
@@ -136,6 +137,14 @@ class MLAAttention(BoundLatents):
             if rotary is not None:
                 check_table(rotary, metadata, self.prefix)
             self._check_step(update, args, metadata)
+        if self.scales_ready is not None:
+            if rotary is not None:
+                raise ConfigError(
+                    f"rotary= in layer {self.prefix!r}, which calculates its scale",
+                    "latents after their norm and rotated keys: the scale is made of them",
+                    "norm and rotate before the layer, or give k_scale",
+                )
+            self._calculate_scale(update)
         if rotary is None:
             torch.ops.vattn.mla_kv_cache_update(*update)
         else:
