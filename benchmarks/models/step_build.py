@@ -4,9 +4,9 @@
     python -m benchmarks.models.step_build --nano-vllm folder
 
 The folder is a checkout of https://github.com/GeeeekExplorer/nano-vllm. Requests of one new token each. All forms are
-timed in turn, in one thread, with the clock on the wall; `advance` is the mean over the steps of one block. nano-vllm's
-`ModelRunner.prepare_decode` runs as it is, on its own sequences; it makes the tensor of token ids too. On a CPU it
-makes plain tensors, since there is no memory to pin and no GPU to copy to.
+timed in turn; times are those that the thread computes, as in `benchmarks.models.scheduler`, and `advance` is the mean
+over the steps of one block. nano-vllm's `ModelRunner.prepare_decode` runs as it is, on its own sequences; it makes the
+tensor of token ids too. On a CPU it makes plain tensors, since there is no memory to pin and no GPU to copy to.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def forms(
         seconds = 0.0
         for place in itertools.islice(places, block_size):
             new = [] if place % block_size else [row[place // block_size] for row in rows]
-            begin = time.perf_counter()
+            begin = time.thread_time()
             last = other.advance(last, new)
-            seconds += time.perf_counter() - begin
+            seconds += time.thread_time() - begin
         return seconds / block_size
 
     return tables, {
@@ -132,9 +132,9 @@ def measure(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
     times: dict[str, list[float]] = {name: [] for name in calls}
     for turn in range(rounds):
         for name, call in calls.items():
-            begin = time.perf_counter()
+            begin = time.thread_time()
             seconds = call()
-            taken = seconds if isinstance(seconds, float) else time.perf_counter() - begin
+            taken = seconds if isinstance(seconds, float) else time.thread_time() - begin
             if turn >= WARM_UP:
                 times[name].append(taken * 1e6)
     return times
