@@ -104,6 +104,7 @@ def test_equals_build(step: Any, reqs: int, tokens: int, engine_pads: bool, rng:
 
 def test_padded_requests_may_have_length_one() -> None:
     builder = make_builder(layers=[planned_config()])
+    write_longest(builder)
     given = by_engine(make_builder().build([3, 1], [11, 20], [[1, 2], [3, 4, 5]]), reqs=2, tokens=3)
     given["seq_lens"][2:] = 1
     given["block_table"] = given["block_table"][:, :3]
@@ -111,6 +112,7 @@ def test_padded_requests_may_have_length_one() -> None:
     assert step.query_start_loc.tolist() == [0, 3, 4, 4, 4] and step.seq_lens.tolist() == [11, 20, 1, 1]
     assert (step.num_reqs, step.num_actual_tokens, step.causal) == (4, 7, False)
     assert (step.max_query_len, step.max_seq_len, step.max_position) == (7, 24, -1)
+    assert step.block_table.tolist()[:2] == [[1, 2, 0, *[-1] * 5], [3, 4, 5, *[-1] * 5]]
 
 
 @pytest.mark.parametrize("backend", ["TORCH_SDPA", "TRITON_ATTN"])

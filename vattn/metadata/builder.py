@@ -327,7 +327,7 @@ class AttentionMetadataBuilder:
             slot_mapping: `[T]`, -1 for tokens that are not stored and for padding.
             positions: `[T]`, for models that read `metadata.positions`, which is `None` without them.
             max_query_len, max_seq_len: upper bounds of what the tensors hold; default: what the sizes of tensors and
-                builder allow. Of the table, the columns for `max_seq_len` tokens are copied.
+                builder allow.
             num_reqs_padded, num_tokens_padded: pad to these sizes; default no padding beyond 2 requests.
             causal: `True` (each layer's own rule), `False` (bidirectional), or `[B]` flags, bools too.
 

@@ -52,7 +52,11 @@ class DeviceStep(NamedTuple):
         to.query_start_loc[: count + 1].copy_(self.query_start_loc)
         if to.seq_lens.shape[0] > count:
             to.query_start_loc[count + 1 :].copy_(self.query_start_loc[count:])
-        to.block_table[:count, : self.block_table.shape[1]].copy_(self.block_table)
+        width = self.block_table.shape[1]
+        to.block_table[:count, :width].copy_(self.block_table)
+        if to.block_table.shape[1] > width:
+            # A length beyond the table must not reach blocks of an earlier step.
+            to.block_table[:count, width:].fill_(-1)
         _copy(self.seq_lens, to.seq_lens, 0)
         _copy(self.slot_mapping, to.slot_mapping, -1)
         if self.positions is not None and to.positions is not None:
@@ -113,7 +117,7 @@ def read_device_step(
     return DeviceStep(
         query_start_loc,
         seq_lens,
-        block_table[:, :needed],
+        block_table[:, : limits.table_width],
         slot_mapping,
         positions,
         causal,
