@@ -247,7 +247,7 @@ WRONG_TENSORS = {
     "slot out of range": ({"cross_slot_mapping": torch.full((14,), 400)}, "cross_slot_mapping[0]=400"),
     "slot given twice": ({"cross_slot_mapping": torch.full((14,), 4)}, "slot 4 is given to two tokens"),
     "too long for the table": ({"encoder_seq_lens": torch.full((3,), 99).int()}, "needs 13 blocks"),
-    "lengths of int64": ({"encoder_seq_lens": torch.zeros(3).long()}, "encoder_seq_lens is torch.int64"),
+    "lengths of fp32": ({"encoder_seq_lens": torch.zeros(3)}, "encoder_seq_lens is torch.float32"),
     "lengths of fewer requests": ({"encoder_seq_lens": torch.zeros(2).int()}, "encoder_seq_lens is torch.int32 (2,)"),
     "no table": ({"cross_block_table": None}, "only one of encoder_seq_lens and cross_block_table"),
 }

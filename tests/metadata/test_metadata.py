@@ -272,7 +272,7 @@ FAULTS = {
         {"tree_bias": torch.zeros(1, 2, 2), "tree_id": torch.tensor([0, 1], dtype=torch.int32)},
         "tree_id[1]=1 with 1 trees",
     ),
-    "dtype": ({"seq_lens": torch.tensor([2, 9])}, "seq_lens is torch.int64"),
+    "dtype": ({"seq_lens": torch.tensor([2.0, 9.0])}, "seq_lens is torch.float32"),
     "rows": ({"seq_lens": torch.tensor([2, 9, 0], dtype=torch.int32)}, "rows"),
     "tokens": ({"num_actual_tokens": 2}, "num_actual_tokens=2"),
 }

@@ -290,7 +290,7 @@ VARLEN: list[Case] = [
     ({}, "key", on_meta, errors.DeviceError, "key is on meta"),
     ({}, "kv_start_loc", lambda x: x[:1], errors.ShapeError, r"kv_start_loc has shape \(1,\)"),
     ({}, "kv_start_loc", lambda x: x[:2], errors.ShapeError, r"query_start_loc has shape \(3,\).*\(2,\)"),
-    ({}, "kv_start_loc", lambda x: x.long(), errors.DtypeError, "kv_start_loc has dtype int64.*int32"),
+    ({}, "kv_start_loc", lambda x: x.short(), errors.DtypeError, "kv_start_loc has dtype int16.*int32 or int64"),
     (FULL, "k_scale", absent, errors.ScaleError, "k_scale is missing"),
     (FULL, "mm_ranges", wrong_shape, errors.ShapeError, r"mm_ranges has shape \(2, 3, 3\)"),
     (FULL, "output", wrong_dtype, errors.DtypeError, "output has dtype"),
@@ -318,7 +318,7 @@ UPDATE: list[Case] = [
         "float8_e5m2.*float32 or float8_e4m3fn",
     ),
     ({}, "value", strided, errors.StrideError, "value has strides.*stride 1"),
-    ({}, "slot_mapping", lambda x: x.int(), errors.DtypeError, "slot_mapping has dtype int32.*int64"),
+    ({}, "slot_mapping", lambda x: x.float(), errors.DtypeError, "slot_mapping has dtype float32.*int32 or int64"),
     (
         {},
         "slot_mapping",
@@ -413,7 +413,7 @@ def test_planning_refuses() -> None:
     for field, edited, error, pattern in (
         ("seq_lens", torch.zeros(0).int(), errors.ShapeError, "seq_lens"),
         ("query_start_loc", torch.zeros(2).int(), errors.ShapeError, r"query_start_loc has shape \(2,\).*\(3,\)"),
-        ("seq_lens", torch.zeros(2).long(), errors.DtypeError, "seq_lens has dtype int64.*int32"),
+        ("seq_lens", torch.zeros(2), errors.DtypeError, "seq_lens has dtype float32.*int32 or int64"),
         ("schedule", torch.zeros(7), errors.DtypeError, "schedule has dtype float32.*int32"),
         ("schedule", torch.zeros(14).int()[::2], errors.StrideError, "schedule has strides"),
         ("schedule", torch.zeros(7, device="meta").int(), errors.DeviceError, "schedule is on meta"),

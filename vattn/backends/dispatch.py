@@ -31,6 +31,7 @@ from vattn.ops.arguments import (
 )
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.fusion_notes import read_note
+from vattn.ops.index_dtypes import with_read_dtypes
 from vattn.ops.linear_arguments import LinearArgs, check_linear
 from vattn.ops.reference import mla_indexer
 from vattn.ops.reference.mla_rope import MLARopeUpdateArgs, check_mla_rope_update
@@ -64,7 +65,7 @@ def _by_backend(name: str, kind: Any, tensor: str, check: Callable[[Any], None])
         check(args)
         if not backend.capabilities.reads_any_memory:
             backend, config = _resolve(args.config, getattr(args, tensor).device, _memory_of(args))
-        getattr(backend, name)(args, config)
+        getattr(backend, name)(with_read_dtypes(args), config)
 
     return run
 
@@ -90,7 +91,7 @@ def rope_kv_cache_update(*arguments: Any) -> None:
             "rotate before kv_cache_update and attention",
         )
     checks.check_rope_kv_cache_update(args, rope, config)
-    backend.rope_kv_cache_update(args, rope, config)
+    backend.rope_kv_cache_update(with_read_dtypes(args), rope, config)
 
 
 def mla_rope_kv_cache_update(*arguments: Any) -> None:
@@ -98,19 +99,19 @@ def mla_rope_kv_cache_update(*arguments: Any) -> None:
     backend, config = _resolve(args.config, args.kv_c.device)
     rope = RopeConfig.parse(args.rope)
     check_mla_rope_update(args, rope, config)
-    backend.mla_rope_kv_cache_update(args, rope, config)
+    backend.mla_rope_kv_cache_update(with_read_dtypes(args), rope, config)
 
 
 def mla_indexer_update(*arguments: Any) -> None:
     args = mla_indexer.IndexerUpdateArgs(*arguments)
     mla_indexer.check_indexer_update(args)
-    _indexer(args.key).mla_indexer_update(args)
+    _indexer(args.key).mla_indexer_update(with_read_dtypes(args))
 
 
 def mla_indexer_select(*arguments: Any) -> None:
     args = mla_indexer.IndexerSelectArgs(*arguments)
     mla_indexer.check_indexer_select(args)
-    _indexer(args.query).mla_indexer_select(args)
+    _indexer(args.query).mla_indexer_select(with_read_dtypes(args))
 
 
 def _indexer(tensor: Tensor) -> Any:

@@ -16,6 +16,7 @@ from vattn.layers.base.paged_attention import CachedAttention
 from vattn.layers.base.scales import QuantConfig
 from vattn.layers.base.step import LayerStep, given
 from vattn.metadata.attention_metadata import AttentionMetadata
+from vattn.ops.index_dtypes import as_int32, as_int64
 
 
 class CrossAttention(CachedAttention):
@@ -165,11 +166,11 @@ class CrossAttention(CachedAttention):
                 "pass encoder_lens= and cross_block_tables= to builder.build",
             )
         return LayerStep(
-            query_start_loc=metadata.query_start_loc,
-            seq_lens=metadata.encoder_seq_lens,
-            block_table=metadata.cross_block_table,
+            query_start_loc=as_int32(metadata.query_start_loc),
+            seq_lens=as_int32(metadata.encoder_seq_lens),
+            block_table=as_int32(metadata.cross_block_table),
             query_slots=metadata.slot_mapping,
-            key_slots=metadata.cross_slot_mapping,
+            key_slots=None if metadata.cross_slot_mapping is None else as_int64(metadata.cross_slot_mapping),
             plan=[metadata.plans[self._plan_key]] if self._plan_key in metadata.plans else [],
             causal=False,
             block_size=metadata.block_size,

@@ -60,7 +60,7 @@ def update_kv_cache(
         key, value: `[T, num_kv_heads, head_size]` and `[T, num_kv_heads, head_size_v]`.
         kv_cache: storage of `vattn.kv_cache_shape(config, num_blocks)`, or keys and values as views with any strides;
             mutated.
-        slot_mapping: int64 `[T]`, `block * block_size + offset`; out of range (-1 by convention) writes nothing.
+        slot_mapping: int64 or int32 `[T]`, `block * block_size + offset`; one out of range (-1) writes nothing.
         k_scale, v_scale: fp32, for a quantised cache.
 
     Raises:
@@ -103,7 +103,7 @@ def rope_update_kv_cache(
         cos, sin: float `[N, R / 2]`, one angle per pair, or `[N, R]`, one factor per column; R = `rope.rotary_dim`. Row
             t is token t's (N = T), or row `positions[t]`.
         kv_cache: as for `update_kv_cache`; mutated.
-        slot_mapping: int64 `[T]`, as for `update_kv_cache`; a slot out of range writes nothing.
+        slot_mapping: int64 or int32 `[T]`, as for `update_kv_cache`; a slot out of range writes nothing.
         rope: the rotation and the norm before it.
         positions: int32 or int64 `[T]`; rows of the tables.
         q_weight, k_weight: `[head_size]` of the norms, fp32 or model dtype.

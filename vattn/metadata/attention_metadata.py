@@ -24,6 +24,7 @@ from vattn.metadata.checks import (
 )
 from vattn.metadata.lineage import BuiltStep, is_rewritten, rewritten
 from vattn.metadata.step import Step
+from vattn.ops.index_dtypes import INDEX_DTYPES
 
 
 class CaptureKey(NamedTuple):
@@ -91,6 +92,9 @@ class AttentionMetadata:
     """Describe the requests of one step: the five tensors, optional mask tensors, and host integers.
 
     Padding: padded requests have query length 0 and `seq_lens` 0; padded tokens have slot -1; their output is zero.
+
+    Builders make the dtypes below. Made by hand, lengths, offsets, block tables and slots may each be int32 or int64:
+    the model converts them on the device, compiled code once a step, and eager layers one by one.
 
     Attributes:
         query_start_loc: int32 `[B + 1]`, where each request's new tokens start; padded requests repeat the last value.
@@ -245,6 +249,12 @@ _DTYPES = {
     "logits_indices": torch.int64,
 }
 
+_ANY_INDEX = (
+    "query_start_loc", "seq_lens", "block_table", "slot_mapping", "encoder_seq_lens", "cross_block_table",
+    "cross_slot_mapping",
+)  # fmt: skip
+"""Fields that may be int32 or int64."""
+
 _PAIRS = (
     ("tree_bias", "tree_id"),
     ("encoder_seq_lens", "cross_block_table"),
@@ -295,7 +305,7 @@ def _check_shapes(host: dict[str, Tensor]) -> None:
     first = {**offsets, "slot_mapping": num_tokens, "positions": num_tokens, "prefix_lens": 2, "prefix_start_loc": 3}
     dims = {"block_table": 2, "tree_bias": 3, "mm_ranges": 3, "cross_block_table": 2, "suffix_block_table": 2}
     for name, tensor in host.items():
-        dtype = _DTYPES.get(name, torch.int32)
+        dtype = tensor.dtype if name in _ANY_INDEX and tensor.dtype in INDEX_DTYPES else _DTYPES.get(name, torch.int32)
         rows = tensor.shape[0] if name in _OWN_ROWS else first.get(name, num_reqs)
         if tensor.dtype != dtype or tensor.dim() != dims.get(name, 1) or tensor.shape[0] != rows:
             raise MetadataError(

@@ -25,7 +25,7 @@ class CacheUpdateArgs(NamedTuple):
     value_cache: Tensor | None
     """`[N, S, K, V]`, likewise; mutated. Packed formats: `None`."""
     slot_mapping: Tensor
-    """int64 `[T]`: `block * block_size + offset`; anything outside the cache (-1 by convention) writes nothing."""
+    """int64 or int32 `[T]`: `block * block_size + offset`; one outside the cache (-1, say) writes nothing."""
     k_scale: Tensor | None
     """fp32, 1 value or K values; a quantised cache stores `key / k_scale`."""
     v_scale: Tensor | None
@@ -57,7 +57,7 @@ class RopeUpdateArgs(NamedTuple):
     """As for `kv_cache_update`; mutated, as the next."""
     value_cache: Tensor | None
     slot_mapping: Tensor
-    """int64 `[T]`; as for `kv_cache_update`."""
+    """int64 or int32 `[T]`; as for `kv_cache_update`."""
     q_weight: Tensor | None
     """fp32 or model dtype `[D]`: of the query's RMSNorm, if the rope config has a norm."""
     k_weight: Tensor | None
@@ -81,11 +81,12 @@ class AttentionArgs(NamedTuple):
     """`[N, S, K, D]` as for `kv_cache_update`; read only, as the next."""
     value_cache: Tensor | None
     query_start_loc: Tensor
-    """int32 `[B + 1]`, rising; rows from its last entry on are padding and come out zero."""
+    """int32 or int64 `[B + 1]`, rising; rows from its last entry on are padding and come out zero."""
     seq_lens: Tensor
-    """int32 `[B]`: keys of each request, its new tokens included. Query row i sits at `seq_len - query_len + i`."""
+    """int32 or int64 `[B]`: keys of each request, its new tokens included. Query row i sits at `seq_len - query_len +
+    i`."""
     block_table: Tensor
-    """int32 `[B, W]`; entries past the last block of a request may hold garbage."""
+    """int32 or int64 `[B, W]`; entries past the last block of a request may hold garbage."""
     output: Tensor
     """`[T, H, V]` (NVFP4: `[T, H, V // 2]` uint8); every row is written."""
     output_block_scale: Tensor | None

@@ -21,7 +21,7 @@ class MLACacheUpdateArgs(NamedTuple):
     kv_cache: Tensor
     """This layer's storage, `mla_cache_shape(config, num_blocks)`; mutated."""
     slot_mapping: Tensor
-    """int64 `[T]`: `block * block_size + offset`; anything outside the cache (-1 by convention) writes nothing."""
+    """int64 or int32 `[T]`: `block * block_size + offset`; one outside the cache (-1, say) writes nothing."""
     k_scale: Tensor | None
     """fp32, 1 value, for an `fp8_e4m3` cache: the row is stored divided by it."""
     config: str
@@ -39,11 +39,12 @@ class MLAAttentionArgs(NamedTuple):
     kv_cache: Tensor
     """This layer's storage; read only."""
     query_start_loc: Tensor
-    """int32 `[B + 1]`, rising; rows from its last entry on are padding and come out zero."""
+    """int32 or int64 `[B + 1]`, rising; rows from its last entry on are padding and come out zero."""
     seq_lens: Tensor
-    """int32 `[B]`: keys of each request, its new tokens included. Query row i sits at `seq_len - query_len + i`."""
+    """int32 or int64 `[B]`: keys of each request, its new tokens included. Query row i sits at `seq_len - query_len +
+    i`."""
     block_table: Tensor
-    """int32 `[B, W]`; entries past the last block of a request may hold garbage."""
+    """int32 or int64 `[B, W]`; entries past the last block of a request may hold garbage."""
     kv_b_weight: Tensor
     """`[N, P + V, L]`: of each head, what makes keys (P rows) and values (V rows) of a latent. Model dtype, or e4m3 by
     `weight_format`; contiguous."""

@@ -28,6 +28,7 @@ from vattn.ops.arguments import (
     RopeUpdateArgs,
     VarlenAttentionArgs,
 )
+from vattn.ops.index_dtypes import INDEX_DTYPES
 from vattn.ops.tensor_checks import (
     OncePerSignature,
     check_optional,
@@ -43,7 +44,6 @@ from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS
 
 _FP32 = (torch.float32,)
 _INT32 = (torch.int32,)
-_INT64 = (torch.int64,)
 _FLOATS = tuple(MODEL_DTYPES.values())
 _CPU = torch.device("cpu")
 
@@ -60,7 +60,7 @@ def check_kv_cache_update(args: CacheUpdateArgs) -> None:
     dtypes = _stored_or_not(config)
     check_rows("key", args.key, (num_tokens, num_kv_heads, config.head_size), dtypes, device)
     check_rows("value", args.value, (num_tokens, num_kv_heads, config.head_size_v), dtypes, device)
-    check_tensor("slot_mapping", args.slot_mapping, (num_tokens,), _INT64, device)
+    check_tensor("slot_mapping", args.slot_mapping, (num_tokens,), INDEX_DTYPES, device)
     check_cache(args.key_cache, args.value_cache, config, device)
     check_scale("k_scale", args.k_scale, config.kv_scale, num_kv_heads, device)
     check_scale("v_scale", args.v_scale, config.kv_scale, num_kv_heads, device)
@@ -100,7 +100,7 @@ def check_rope_kv_cache_update(args: RopeUpdateArgs, rope: RopeConfig, config: A
     check_tables(args, rope, num_tokens, device)
     out_dtype = model if config.query_format == "none" else torch.float8_e4m3fn
     check_tensor("query_out", args.query_out, query_shape, (out_dtype,), device)
-    check_tensor("slot_mapping", args.slot_mapping, (num_tokens,), _INT64, device)
+    check_tensor("slot_mapping", args.slot_mapping, (num_tokens,), INDEX_DTYPES, device)
     check_cache(args.key_cache, args.value_cache, config, device)
     for name, weight in (("q_weight", args.q_weight), ("k_weight", args.k_weight)):
         if weight is not None:
@@ -119,7 +119,7 @@ def check_tables(
     if args.positions is None:
         rows = num_tokens
     else:
-        check_tensor("positions", args.positions, (num_tokens,), (torch.int32, torch.int64), device)
+        check_tensor("positions", args.positions, (num_tokens,), INDEX_DTYPES, device)
         rows = max(1, rows)
     if columns != rope.rotary_dim:
         columns = rope.rotary_dim // 2
@@ -158,18 +158,18 @@ def check_varlen_attention(args: VarlenAttentionArgs) -> None:
     dtypes = (KV_FORMATS[config.kv_cache_dtype].value_dtype,)
     check_rows("key", args.key, (num_keys, num_kv_heads, config.head_size), dtypes, device)
     check_rows("value", args.value, (num_keys, num_kv_heads, config.head_size_v), dtypes, device)
-    check_tensor("kv_start_loc", args.kv_start_loc, (num_reqs + 1,), _INT32, device)
-    check_tensor("query_start_loc", args.query_start_loc, (num_reqs + 1,), _INT32, device)
+    check_tensor("kv_start_loc", args.kv_start_loc, (num_reqs + 1,), INDEX_DTYPES, device)
+    check_tensor("query_start_loc", args.query_start_loc, (num_reqs + 1,), INDEX_DTYPES, device)
     _check_shared(args, config, num_reqs, device)
 
 
 def check_lengths(args: Any, device: torch.device) -> int:
     """Check lengths and block table of an op that reads a paged cache, and return the number of requests."""
     num_reqs = count_of("seq_lens", args.seq_lens, 1)
-    check_tensor("seq_lens", args.seq_lens, (num_reqs,), _INT32, device)
+    check_tensor("seq_lens", args.seq_lens, (num_reqs,), INDEX_DTYPES, device)
     width = args.block_table.shape[1] if args.block_table.ndim == 2 else 0
-    check_rows("block_table", args.block_table, (num_reqs, max(1, width)), _INT32, device)
-    check_tensor("query_start_loc", args.query_start_loc, (num_reqs + 1,), _INT32, device)
+    check_rows("block_table", args.block_table, (num_reqs, max(1, width)), INDEX_DTYPES, device)
+    check_tensor("query_start_loc", args.query_start_loc, (num_reqs + 1,), INDEX_DTYPES, device)
     return num_reqs
 
 
@@ -181,8 +181,8 @@ def check_plan(args: PlanArgs) -> None:
     """
     device = args.seq_lens.device
     num_reqs = count_of("seq_lens", args.seq_lens, 1)
-    check_tensor("seq_lens", args.seq_lens, (num_reqs,), _INT32, device)
-    check_tensor("query_start_loc", args.query_start_loc, (num_reqs + 1,), _INT32, device)
+    check_tensor("seq_lens", args.seq_lens, (num_reqs,), INDEX_DTYPES, device)
+    check_tensor("query_start_loc", args.query_start_loc, (num_reqs + 1,), INDEX_DTYPES, device)
     check_tensor("schedule", args.schedule, tuple(args.schedule.shape), _INT32, device)
 
 

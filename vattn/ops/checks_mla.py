@@ -9,6 +9,7 @@ from vattn.config.mla import MLAConfig
 from vattn.errors import ScaleError
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.checks import check_lengths, check_outputs, check_schedules
+from vattn.ops.index_dtypes import INDEX_DTYPES
 from vattn.ops.reference.mla_absorb import weight_scale_shape
 from vattn.ops.tensor_checks import OncePerSignature, check_optional, check_rows, check_scale, check_tensor, is_given
 from vattn.quantization.formats import MODEL_DTYPES
@@ -25,7 +26,7 @@ def check_mla_kv_cache_update(args: MLACacheUpdateArgs) -> None:
     dtypes, tokens = (MODEL_DTYPES[config.dtype],), args.kv_c.shape[0] if args.kv_c.ndim else 0
     check_rows("kv_c", args.kv_c, (tokens, config.kv_lora_rank), dtypes, device)
     check_rows("k_pe", args.k_pe, (tokens, config.qk_rope_head_dim), dtypes, device)
-    check_tensor("slot_mapping", args.slot_mapping, (tokens,), (torch.int64,), device, "[T], one slot per row of kv_c")
+    check_tensor("slot_mapping", args.slot_mapping, (tokens,), INDEX_DTYPES, device, "[T], one slot per row of kv_c")
     _check_kv_cache(args, config, device)
     check_scale("k_scale", args.k_scale, config.kv_scale, 1, device)
 

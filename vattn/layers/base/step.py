@@ -16,6 +16,7 @@ from vattn.metadata.forward_context import current_step
 from vattn.metadata.hybrid import GroupedMetadata
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
 from vattn.ops.arguments_mla import MLAAttentionArgs
+from vattn.ops.index_dtypes import as_int32, as_int64
 from vattn.quantization.formats import OUTPUT_FORMATS
 
 Args = TypeVar("Args", AttentionArgs, MLAAttentionArgs)
@@ -88,7 +89,8 @@ class LayerStep(NamedTuple):
     @staticmethod
     def of(metadata: AttentionMetadata, plan_key: str) -> LayerStep:
         """Return the step as a layer of plain decoder attention reads it."""
-        seq_lens, table, prefix, plans = metadata.seq_lens, metadata.block_table, None, metadata.plans
+        seq_lens, table, prefix = as_int32(metadata.seq_lens), as_int32(metadata.block_table), None
+        slots, plans = as_int64(metadata.slot_mapping), metadata.plans
         if metadata.prefix_lens is not None:
             if metadata.prefix_start_loc is None or metadata.suffix_lens is None or metadata.suffix_block_table is None:
                 raise MetadataError(
@@ -99,11 +101,11 @@ class LayerStep(NamedTuple):
             prefix = CascadeStep(metadata.prefix_start_loc, metadata.prefix_lens, table[:2])
             seq_lens, table = metadata.suffix_lens, metadata.suffix_block_table
         return LayerStep(
-            query_start_loc=metadata.query_start_loc,
+            query_start_loc=as_int32(metadata.query_start_loc),
             seq_lens=seq_lens,
             block_table=table,
-            query_slots=metadata.slot_mapping,
-            key_slots=metadata.slot_mapping,
+            query_slots=slots,
+            key_slots=slots,
             causal=metadata.causal,
             tree_bias=metadata.tree_bias,
             tree_id=metadata.tree_id,

@@ -24,6 +24,7 @@ from vattn.layers.base.scales import QuantConfig
 from vattn.layers.base.step import LayerResult, split_heads
 from vattn.layers.encoder.varlen_attention import VarlenAttention
 from vattn.metadata.attention_metadata import AttentionMetadata
+from vattn.ops.index_dtypes import as_int32
 from vattn.quantization.codecs import encode_kv, encode_query
 from vattn.quantization.formats import KV_FORMATS, dtype_name, resolve_kv_cache_dtype
 
@@ -186,7 +187,7 @@ class EncoderOnlyAttention(VarlenAttention):
         if self.q_scale is not None:
             query = encode_query(query, self.q_scale, self.num_kv_heads)
         key, value = encode_kv(key, kv_format, self.k_scale), encode_kv(value, kv_format, self.v_scale)
-        scales, starts = (self.q_scale, self.k_scale, self.v_scale), metadata.query_start_loc
+        scales, starts = (self.q_scale, self.k_scale, self.v_scale), as_int32(metadata.query_start_loc)
         torch.ops.vattn.varlen_attention(
             *self._arguments((query, key, value), starts, result.output, result.block_scale, scales, op_config)
         )

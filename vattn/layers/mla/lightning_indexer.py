@@ -16,6 +16,7 @@ from vattn.errors import (
 from vattn.layers.base.checks import check_block_size, check_no_gradients, check_tokens
 from vattn.layers.mla.arguments import plain_step
 from vattn.metadata.attention_metadata import AttentionMetadata
+from vattn.ops.index_dtypes import as_int32, as_int64
 from vattn.ops.reference.mla_indexer import (
     SCALE_BYTES,
     IndexerSelectArgs,
@@ -150,9 +151,10 @@ class LightningIndexer(nn.Module):
         if cache is None:
             raise CacheNotBoundError(f"{_NAME} has no cache", "indexer.allocate(num_blocks)", "call it first")
         codes, scale = quantise_rows(query)
-        update = IndexerUpdateArgs(key, cache, metadata.slot_mapping)
+        update = IndexerUpdateArgs(key, cache, as_int64(metadata.slot_mapping))
         select = IndexerSelectArgs(
-            codes, weights.float() * scale, cache, metadata.query_start_loc, metadata.seq_lens, metadata.block_table,
+            codes, weights.float() * scale, cache,
+            *map(as_int32, (metadata.query_start_loc, metadata.seq_lens, metadata.block_table)),
             self.topk_indices[:tokens],
         )  # fmt: skip
         if not torch.compiler.is_compiling():

@@ -21,6 +21,7 @@ from vattn.layers.mla.rotary import LatentRotary, check_table, rope_string
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.checks_mla import check_mla_attention, check_mla_kv_cache_update
+from vattn.ops.index_dtypes import as_int32, as_int64
 
 
 class MLAAttention(BoundLatents):
@@ -122,12 +123,13 @@ class MLAAttention(BoundLatents):
                 "weights that are read",
                 "load them, then call layer.process_weights_after_loading()",
             )
-        slots, cache, config = metadata.slot_mapping, self.kv_cache, self._op_config
+        slots, cache, config = as_int64(metadata.slot_mapping), self.kv_cache, self._op_config
         assert cache is not None
         topk = listed_positions(self, q.shape[0])
         plan = metadata.plans.get(self._plan_key)
         args = MLAAttentionArgs(
-            q, cache, metadata.query_start_loc, metadata.seq_lens, metadata.block_table, self.kv_b_weight, None,
+            q, cache, *map(as_int32, (metadata.query_start_loc, metadata.seq_lens, metadata.block_table)),
+            self.kv_b_weight, None,
             result.output, result.block_scale, None, self.output_scale, self.q_scale, self.k_scale, topk,
             metadata.local_seq_lens, [] if plan is None else [plan], self.workspace, config,
         )  # fmt: skip

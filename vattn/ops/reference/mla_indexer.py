@@ -17,6 +17,7 @@ from torch import Tensor
 
 from vattn.errors import ShapeError
 from vattn.ops.checks import check_lengths
+from vattn.ops.index_dtypes import INDEX_DTYPES
 from vattn.ops.reference.attention import write_slots
 from vattn.ops.tensor_checks import OncePerSignature, check_rows, check_tensor
 from vattn.quantization.formats import FP8_E4M3_MAX, MODEL_DTYPES
@@ -49,11 +50,11 @@ class IndexerSelectArgs(NamedTuple):
     index_cache: Tensor
     """As above; read only."""
     query_start_loc: Tensor
-    """int32 `[B + 1]`."""
+    """int32 or int64 `[B + 1]`."""
     seq_lens: Tensor
-    """int32 `[B]`."""
+    """int32 or int64 `[B]`."""
     block_table: Tensor
-    """int32 `[B, W]`; that of the layer's own cache."""
+    """int32 or int64 `[B, W]`; that of the layer's own cache."""
     topk_indices: Tensor
     """int32 `[T, K]`; every row is written: positions in its request, then -1. A row that sees at most K tokens gets
     all of them, in order; others get K in no particular order. Rows of padding get -1. Mutated."""
@@ -70,7 +71,7 @@ def check_indexer_update(args: IndexerUpdateArgs) -> None:
     tokens, columns = args.key.shape if args.key.ndim == 2 else (0, 0)
     check_rows("key", args.key, (tokens, columns), tuple(MODEL_DTYPES.values()), device, "[T, D]")
     _check_index_cache(args.index_cache, columns, device)
-    check_tensor("slot_mapping", args.slot_mapping, (tokens,), (torch.int64,), device)
+    check_tensor("slot_mapping", args.slot_mapping, (tokens,), INDEX_DTYPES, device)
 
 
 @OncePerSignature
