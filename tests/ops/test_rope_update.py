@@ -189,7 +189,7 @@ REFUSALS: dict[str, tuple[Any, type[Exception], str]] = {
     "rows for other tokens": (lambda a: a._replace(positions=None), errors.ShapeError, "cos has shape"),
     "positions as floats": (_like("positions", dtype=torch.float32), errors.DtypeError, "positions"),
     "output in the model dtype": (_like("query_out", dtype=torch.bfloat16), errors.DtypeError, "query_out"),
-    "slots as int32": (_like("slot_mapping", dtype=torch.int32), errors.DtypeError, "slot_mapping"),
+    "slots as fp32": (_like("slot_mapping", dtype=torch.float32), errors.DtypeError, "slot_mapping"),
     "weight of another size": (_like("q_weight", shape=(15,)), errors.ShapeError, "q_weight"),
     "weight in fp16": (_like("k_weight", dtype=torch.float16), errors.DtypeError, "k_weight"),
     "weight without a norm": (
