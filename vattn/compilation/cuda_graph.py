@@ -21,9 +21,9 @@ from vattn.compilation.graph_edges import start_early
 from vattn.config.arguments import integer, read_count
 from vattn.errors import ConfigError, GraphContractError, UnsupportedRequestError
 from vattn.metadata.attention_metadata import AttentionMetadata, CaptureKey, refuse_contradiction, step_of
-from vattn.metadata.builder import AttentionMetadataBuilder, Lengths
+from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.forward_context import forward_context
-from vattn.metadata.inputs import read_integers
+from vattn.metadata.inputs import Lengths, Tables, read_integers
 
 logger = logging.getLogger("vattn")
 
@@ -300,9 +300,7 @@ class CUDAGraphRunner:
         fitting = [key for key in self._entries if key.num_reqs >= num_reqs and key.num_tokens >= num_tokens]
         return min(fitting, key=lambda key: (key.num_tokens, key.num_reqs), default=None)
 
-    def build(
-        self, query_lens: Lengths, seq_lens: Lengths, block_tables: Sequence[Sequence[int]] | Tensor, **options: Any
-    ) -> AttentionMetadata:
+    def build(self, query_lens: Lengths, seq_lens: Lengths, block_tables: Tables, **options: Any) -> AttentionMetadata:
         """Build a step padded to the smallest capture that holds it; arguments of `AttentionMetadataBuilder.build`.
 
         Raises:

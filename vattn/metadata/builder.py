@@ -31,7 +31,7 @@ from vattn.metadata.cross_attention import read_cross_step, write_cross_slots
 from vattn.metadata.dcp import builder_facts, check_dcp_step, step_facts, telling_others
 from vattn.metadata.device_step import read_device_step
 from vattn.metadata.fast_prefill import read_num_logits, write_logits_indices
-from vattn.metadata.inputs import Lengths, Masks, read_per_token, read_step
+from vattn.metadata.inputs import Lengths, Masks, Tables, read_per_token, read_step
 from vattn.metadata.lineage import Lineage
 from vattn.metadata.plans import StepPlans, all_layers, block_size_of, device_of, find_layers
 from vattn.metadata.staging import Staging, StepBuffers
@@ -182,7 +182,7 @@ class AttentionMetadataBuilder:
         self,
         query_lens: Lengths,
         seq_lens: Lengths | None = None,
-        block_tables: Sequence[Sequence[int]] | Tensor | None = None,
+        block_tables: Tables | None = None,
         *,
         slot_mapping: Lengths | None = None,
         positions: Lengths | None = None,
@@ -194,7 +194,7 @@ class AttentionMetadataBuilder:
         mm_ranges: Sequence[Sequence[tuple[int, int]]] | Tensor | None = None,
         encoder_lens: Lengths | None = None,
         new_encoder: Lengths | None = None,
-        cross_block_tables: Sequence[Sequence[int]] | Tensor | None = None,
+        cross_block_tables: Tables | None = None,
         num_encoder_tokens_padded: int | None = None,
         num_logits: Lengths | None = None,
         logits_indices: Lengths | None = None,

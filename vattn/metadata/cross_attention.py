@@ -6,14 +6,12 @@ every later one.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from vattn.errors import MetadataError
 from vattn.metadata.checks import check_ids
-from vattn.metadata.inputs import Lengths, check_count, over_capacity, read_flags, read_integers, read_table
+from vattn.metadata.inputs import Lengths, Tables, check_count, over_capacity, read_flags, read_integers, read_table
 from vattn.metadata.step import CrossStep, Limits
 
 
@@ -22,7 +20,7 @@ def read_cross_step(
     num_reqs: int,
     encoder_lens: Lengths | None,
     new_encoder: Lengths | None,
-    cross_block_tables: Sequence[Sequence[int]] | Tensor | None,
+    cross_block_tables: Tables | None,
 ) -> CrossStep:
     """Check the encoder's side of a step of `num_reqs` requests.
 

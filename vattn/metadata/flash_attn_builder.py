@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from vattn.metadata.attention_metadata import AttentionMetadata, CaptureKey
 from vattn.metadata.block_conflicts import refuse_conflicts, used_entries
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.flash_attn import FlashAttentionMetadata
-from vattn.metadata.inputs import Lengths, check_count, is_decode, over_capacity, read_integers, read_table
+from vattn.metadata.inputs import Lengths, Tables, check_count, is_decode, over_capacity, read_integers, read_table
 
 
 class FlashAttentionMetadataBuilder:
@@ -56,13 +55,13 @@ class FlashAttentionMetadataBuilder:
         self,
         query_lens: Lengths,
         seq_lens: Lengths,
-        block_tables: Sequence[Sequence[int]] | Tensor | None,
+        block_tables: Tables | None,
         *,
         batch_size: int | None = None,
         num_lookahead_slots: int = 0,
         encoder_lens: Lengths | None = None,
         new_encoder: Lengths | None = None,
-        cross_block_tables: Sequence[Sequence[int]] | Tensor | None = None,
+        cross_block_tables: Tables | None = None,
         num_encoder_tokens_padded: int | None = None,
         capture_key: CaptureKey | None = None,
     ) -> FlashAttentionMetadata:
@@ -148,9 +147,7 @@ class FlashAttentionMetadataBuilder:
             )
         return first
 
-    def _table(
-        self, tables: Sequence[Sequence[int]] | Tensor, queries: list[int], lengths: list[int], lookahead: int
-    ) -> Tensor:
+    def _table(self, tables: Tables, queries: list[int], lengths: list[int], lookahead: int) -> Tensor:
         """Return the tables with -1 after the last block of each request, where `advance_step` writes nothing."""
         size, most = self._inner.block_size, self._inner.max_seq_len
         ends = torch.tensor(lengths, dtype=torch.int64, device="cpu") + lookahead

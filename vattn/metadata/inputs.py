@@ -5,10 +5,10 @@ from __future__ import annotations
 import operator
 import struct
 from array import array
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -19,8 +19,22 @@ from vattn.metadata.checks import check_ids, check_seq_lens, check_slots, check_
 from vattn.metadata.step import Limits, Step, most_held
 from vattn.quantization.formats import dtype_name
 
-Lengths = Sequence[int] | Tensor
+
+class HostArray(Protocol):
+    """A NumPy array, which type checkers do not take for a sequence."""
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]: ...
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Any]: ...
+
+
+Lengths = Sequence[int] | Tensor | HostArray
 """Host integers: a list, a tuple, or one dimension of a NumPy array or CPU tensor of an integer dtype."""
+
+Tables = Sequence[Sequence[int]] | Tensor | HostArray
+"""Block ids of each request: lists, or two dimensions of a NumPy array or CPU tensor of an integer dtype."""
 
 Masks = tuple[bool | Lengths, Tensor | None, Lengths | None, Sequence[Sequence[tuple[int, int]]] | Tensor | None]
 """`causal`, `tree_bias`, `tree_id` and `mm_ranges` of a step."""
@@ -35,7 +49,7 @@ def read_step(
     conflicts: BlockConflicts | None,
     query_lens: Lengths,
     seq_lens: Lengths | None,
-    block_tables: Sequence[Sequence[int]] | Tensor | None,
+    block_tables: Tables | None,
     slot_mapping: Lengths | None,
     masks: Masks,
 ) -> Step:
@@ -289,7 +303,7 @@ def _no_integers(name: str, given: object) -> MetadataError:
 
 def read_table(
     name: str,
-    tables: Sequence[Sequence[int]] | Tensor,
+    tables: Tables,
     seq_lens: Tensor,
     needed: Tensor,
     block_size: int,
@@ -330,7 +344,7 @@ def read_table(
     return table
 
 
-def _read_rows(name: str, tables: Sequence[Sequence[int]]) -> tuple[list[int], Tensor]:
+def _read_rows(name: str, tables: Sequence[Sequence[int]] | HostArray) -> tuple[list[int], Tensor]:
     """Return the widths of some lists of block ids, and the lists as one table."""
     row: object = tables
     try:

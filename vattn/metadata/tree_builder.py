@@ -13,7 +13,7 @@ from vattn.config.arguments import read_count
 from vattn.errors import ConfigError, MetadataError
 from vattn.metadata.attention_metadata import AttentionMetadata, CaptureKey, step_of
 from vattn.metadata.builder import AttentionMetadataBuilder
-from vattn.metadata.inputs import Lengths, check_count, read_integers
+from vattn.metadata.inputs import Lengths, Tables, check_count, read_integers
 from vattn.metadata.token_tree import TokenTree, TreeChoices
 
 
@@ -90,7 +90,7 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder):
         self,
         query_lens: Lengths,
         seq_lens: Lengths | None = None,
-        block_tables: Sequence[Sequence[int]] | Tensor | None = None,
+        block_tables: Tables | None = None,
         *,
         trees: Sequence[TreeChoices | TokenTree] | None = None,
         capture_key: CaptureKey | None = None,

@@ -12,7 +12,7 @@ from vattn.backends.xformers import XFormersBackend, decode_bias
 from vattn.errors import MissingPackageError
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.builder import AttentionMetadataBuilder
-from vattn.metadata.inputs import Lengths, read_integers
+from vattn.metadata.inputs import Lengths, Tables, read_integers
 
 if TYPE_CHECKING:
     from xformers.ops.fmha.attn_bias import AttentionBias
@@ -65,7 +65,7 @@ class XFormersMetadataBuilder(AttentionMetadataBuilder):
         self,
         query_lens: Lengths,
         seq_lens: Lengths | None = None,
-        block_tables: Sequence[Sequence[int]] | Tensor | None = None,
+        block_tables: Tables | None = None,
         **options: Any,
     ) -> XFormersMetadata:
         """Check a step, copy it into the buffers and return views of them; as `AttentionMetadataBuilder.build`."""
