@@ -234,3 +234,21 @@ def test_builders_that_need_host_lengths_say_so() -> None:
     vattn.allocate_kv_cache(model, num_blocks=7, dtype=torch.float32)
     with pytest.raises(CacheError):
         builder.build_from_tensors(*tensors)
+
+
+def test_steps_of_all_sizes_and_of_build_share_a_compiled_graph(fresh_dynamo: None) -> None:
+    from torch._dynamo.utils import counters
+
+    layer = with_cache(vattn.Attention(2, 16, 0.25, cache_config=vattn.CacheConfig(block_size=BLOCK)), 12)
+    builder, compiled = make_builder(layers=layer), vattn.compile(layer, backend="eager")
+    with torch.no_grad():
+        for queries, lengths, tables in (
+            ([3, 4], [11, 4], [[1, 2], [3]]),
+            ([2], [9], [[4, 5]]),
+            ([1] * 3, [9] * 3, [[1, 2], [3, 6], [4, 5]]),
+        ):
+            step = builder.build(queries, lengths, tables)
+            inputs = [torch.randn(sum(queries), 32) for _ in range(3)]
+            expected = compiled(*inputs, metadata=step)
+            assert torch.equal(compiled(*inputs, metadata=builder.build_from_tensors(**by_engine(step))), expected)
+    assert counters["stats"]["unique_graphs"] == 1
