@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from typing import Any
 
 import torch
@@ -68,8 +69,18 @@ class Faulty(torch.nn.Module):
 
     def __init__(self, packed: Any) -> None:
         super().__init__()
-        self.packed, self.kv_cache = packed, packed.kv_cache
-        self.raise_in, self.bad = 0, 90
+        self.packed, self.kv_cache, self.bad = packed, packed.kv_cache, 90
+        # An attribute that counts down would be a change of the model in each step, after which no prefix is found.
+        self._left = array("q", [0])
+
+    @property
+    def raise_in(self) -> int:
+        """Calls until one raises; 0 and below for none."""
+        return self._left[0]
+
+    @raise_in.setter
+    def raise_in(self, calls: int) -> None:
+        self._left[0] = calls
 
     def forward(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return the model's logits, or a fault."""
