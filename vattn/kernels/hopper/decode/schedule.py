@@ -89,7 +89,7 @@ def request_units(source, index, inside, RULE: tl.constexpr):
     return tl.where(inside, tl.maximum((tiles + RULE[2] - 1) // RULE[2], 1), 0)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "ctas", "waves_of_requests"])
+@triton.jit(do_not_specialize=["num_reqs", "ctas", "waves_of_requests", "max_items"])
 def plan_kernel(
     query_start_loc, seq_lens, schedule, chunks, num_reqs, ctas, waves_of_requests, max_items, TOKENS: tl.constexpr,
     LONGEST: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr, REQUESTS: tl.constexpr,

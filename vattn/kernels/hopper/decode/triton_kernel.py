@@ -498,7 +498,7 @@ def decode_kernel(
         tl.extra.cuda.gdc_wait()
 
 
-@triton.jit(do_not_specialize=["scale_stride", "group_stride"])
+@triton.jit(do_not_specialize=["scale_stride", "group_stride", "max_items", "num_tokens"])
 def reduce_kernel(
     schedule, sinks, v_scale, output_scale, output, block_scale, lse, partial_output, partial_stats, output_stride,
     scale_stride, group_stride, max_items, num_tokens, TOKENS: tl.constexpr, NUM_HEADS: tl.constexpr,

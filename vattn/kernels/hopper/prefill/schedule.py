@@ -107,7 +107,7 @@ def sort_tiles(unsorted, schedule, first_tile, total, CHUNK: tl.constexpr):
         tl.store(schedule + (1 + rank) * 8 + word, value, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "max_tiles"])
 def prefill_plan_kernel(
     query_start_loc, seq_lens, schedule, num_reqs, num_tokens, max_tiles, WINDOW: tl.constexpr, ROWS: tl.constexpr,
     LEAST: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, REQUESTS: tl.constexpr,

@@ -1,0 +1,23 @@
+"""vLLM's attention on vattn's kernels: a plugin that vLLM finds by the entry point `vllm.general_plugins`.
+
+This file and `versions` import nothing of vLLM; vLLM imports `backend` when it chooses the backend.
+"""
+
+from __future__ import annotations
+
+NAME = "VATTN"
+
+BACKEND = "vattn.integrations.vllm.backend.VattnBackend"
+
+
+def register() -> None:
+    """Tell vLLM of the backend: as `VATTN`, or as `CUSTOM` in releases that know no other names.
+
+    vLLM calls this in every process, some more than once.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    if not hasattr(AttentionBackendEnum, "register"):
+        register_backend(AttentionBackendEnum.CUSTOM, BACKEND)
+    elif NAME not in AttentionBackendEnum.__members__:
+        register_backend(NAME, BACKEND)
