@@ -1,4 +1,4 @@
-"""Parts of the installed vLLM, put together as its model runner does: cache views, layers, steps; and dense attention."""
+"""Parts of the installed vLLM, put together as its model runner does, and dense attention in fp64."""
 
 from __future__ import annotations
 

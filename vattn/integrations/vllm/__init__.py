@@ -1,11 +1,14 @@
 """vLLM's attention on vattn's kernels: a plugin that vLLM finds by the entry point `vllm.general_plugins`.
 
-This file and `versions` import nothing of vLLM; vLLM imports `backend` when it chooses the backend.
+This file imports nothing of vLLM; vLLM imports `backend` when it chooses the backend.
 """
 
 from __future__ import annotations
 
 NAME = "VATTN"
+
+TESTED = ("0.26.0", "0.32.0", "0.33.0")
+"""Releases of vLLM that the plugin was tested with."""
 
 BACKEND = "vattn.integrations.vllm.backend.VattnBackend"
 

@@ -8,9 +8,9 @@ import torch
 
 from vattn.config.device import DeviceInfo
 from vattn.errors import UnsupportedRequestError, VattnError
-from vattn.integrations.vllm import NAME
+from vattn.integrations.engine_versions import check_version
+from vattn.integrations.vllm import NAME, TESTED
 from vattn.integrations.vllm.request import config_of, refusal
-from vattn.integrations.vllm.versions import untested_release
 
 try:
     from vllm.v1.attention.backend import AttentionBackend
@@ -20,7 +20,8 @@ try:
     from vattn.integrations.vllm.impl import VattnImpl
 except ImportError as error:
     # vLLM swallows the text of an ImportError.
-    raise UnsupportedRequestError(untested_release() or str(error)) from error
+    check_version("vllm", TESTED)
+    raise UnsupportedRequestError(str(error)) from error
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
 """Tokens of a block of the kernels. vLLM cuts larger blocks, which hybrid models have, into these."""
@@ -100,16 +101,12 @@ class VattnBackend(AttentionBackend):
         device_capability: Any,
     ) -> str | None:
         """Return why vattn refuses, or `None`. Numbers of heads are not known here; the metadata builder asks again."""
-        untested = untested_release()
-        if untested is not None:
-            return untested
-        device = DeviceInfo("cuda", (device_capability.major, device_capability.minor), "GPU")
         try:
-            config = config_of(
-                1, 1, head_size, head_size, 1.0, dtype, kv_cache_dtype or "auto", "cuda", sinks=has_sink
-            )  # fmt: skip
+            check_version("vllm", TESTED)
+            config = config_of(1, 1, head_size, head_size, 1.0, dtype, kv_cache_dtype or "auto", "cuda", sinks=has_sink)
         except VattnError as error:
             return str(error)
+        device = DeviceInfo("cuda", (device_capability.major, device_capability.minor), "GPU")
         return refusal(config, device)
 
     @classmethod
