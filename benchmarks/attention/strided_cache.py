@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from benchmarks.harness import add_row, machine, parser_of, time_in_turn
+from benchmarks.mla.cells import DEEPSEEK, Inputs
+from benchmarks.mla.cells import Cell as LatentCell
 from vattn.cli.bench.cell import Cell
 from vattn.cli.bench.peers import attention_arguments
 from vattn.cli.bench.shapes import every_cell
@@ -33,6 +35,13 @@ CELLS = (
     ("llama3-8b", "mixed 8x512 + 128 decodes of 4k", "fp8"),
 )
 """Layer, step and cache; with "fp8 query" the query is FP8 too."""
+
+LATENTS = (
+    LatentCell("decode", 16, 64, 8192),
+    LatentCell("decode", 128, 32, 4096),
+    LatentCell("decode", 16, 64, 8192, changes={"kv_cache_dtype": "fp8_e4m3"}),
+)
+"""Latent attention: heads, requests, their length."""
 
 ORDERS = {
     "a layer of four": "2BLNHD",
@@ -80,7 +89,25 @@ def run(model: str, work: str, cache: str) -> dict[str, Any]:
         expected = args[0].output.float() if expected is None else expected
         row["apart"][order] = float((args[0].output.float() - expected).norm() / expected.norm())
     ways = {order: [partial(torch.ops.vattn.attention, *one) for one in args] for order, args in calls.items()}
-    times, failed = time_in_turn(ways, replays=9)
+    times, failed = time_in_turn(ways, replays=15)
+    return row | {"us": {order: round(us, 2) for order, us in times.items()}, "failed": failed}
+
+
+def run_latents(cell: LatentCell) -> dict[str, Any]:
+    """Check and time a decode of absorbed queries over blocks of one layer and of one layer of four."""
+    inputs, ways, query = Inputs(cell, DEEPSEEK, "cuda"), {}, None
+    config = inputs.config(**cell.changes)
+    cache, expected = inputs.cache_of(config), None
+    row: dict[str, Any] = {"work": cell.name, "apart": {}}
+    for order in ("contiguous", "a layer of four"):
+        if expected is not None:
+            inputs._caches[config.kv_cache_dtype] = cache.new_empty(len(cache), 4, *cache.shape[1:])[:, 1].copy_(cache)
+        step, query = inputs.decode(query, **cell.changes)
+        result = step().float()
+        expected = result if expected is None else expected
+        row["apart"][order] = float((result - expected).norm() / expected.norm())
+        ways[order] = [step]
+    times, failed = time_in_turn(ways, replays=15)
     return row | {"us": {order: round(us, 2) for order, us in times.items()}, "failed": failed}
 
 
@@ -90,6 +117,9 @@ def main() -> None:
     with torch.no_grad():
         for cell in CELLS:
             add_row(result, run(*cell), options.json)
+            torch.cuda.empty_cache()
+        for latent in LATENTS:
+            add_row(result, run_latents(latent), options.json)
 
 
 if __name__ == "__main__":

@@ -166,7 +166,7 @@ class LatentProgram:
 
     def _load_blocks(
         self, boxes: Any, rope_boxes: Any, tile: int, num_blocks: int, blocks: Any, ready: Barrier, latents: Room,
-        ropes: Room, first: int, count: int, with_rope: bool, block_size: int, layout: Any,
+        ropes: Room, first: int, count: int, with_rope: bool, block_size: int, block_rows: int, layout: Any,
     ) -> None:  # fmt: skip
         rows = torch.zeros(64, 576)
         for row in range(64):

@@ -128,8 +128,8 @@ def test_rows_that_see_a_nan_are_nan(lens: tuple[list[int], list[int]]) -> None:
     assert torch.equal(got[rows:], clean[rows:])
 
 
-@pytest.mark.parametrize("splits", [1, 3])
-def test_slots_of_listed_keys(splits: int) -> None:
+@pytest.mark.parametrize(("splits", "apart"), [(1, 8), (3, 8), (1, 24)])
+def test_slots_of_listed_keys(splits: int, apart: int) -> None:
     """Against a loop over tokens; what a list names out of range or behind its row is none."""
     config = make_mla_config(sparse=True)
     args = random_mla_batch(config, [1, 3, 0, 2], [40, 31, 0, 2], padding_tokens=2, topk=70)
@@ -143,7 +143,7 @@ def test_slots_of_listed_keys(splits: int) -> None:
     mla_slots_kernel[(tokens,)](
         args.topk_indices, args.query_start_loc, args.seq_lens, args.block_table, slots, starts, lengths, schedule,
         tokens, 4, args.kv_cache.shape[0], args.block_table.stride(0), args.block_table.shape[1], topk, topk, 5,
-        SPLITS=splits, PARTS=4, TILE=16, BLOCK_SIZE=8, BLOCK=32,
+        SPLITS=splits, PARTS=4, TILE=16, BLOCK_SIZE=8, BLOCK_ROWS=apart, BLOCK=32,
     )  # fmt: skip
     assert starts.tolist() == list(range(tokens + 1))
     owner = [(0, 40), (1, 29), (1, 30), (1, 31), (3, 1), (3, 2), (0, 0), (0, 0)]
@@ -151,7 +151,7 @@ def test_slots_of_listed_keys(splits: int) -> None:
         expected = []
         for position in args.topk_indices[token].tolist():
             block = int(args.block_table[request, position // 8]) if 0 <= position < limit else -1
-            expected.append(block * 8 + position % 8 if 0 <= block < args.kv_cache.shape[0] else -1)
+            expected.append(block * apart + position % 8 if 0 <= block < args.kv_cache.shape[0] else -1)
         assert slots[token].tolist() == expected
         used = max((i + 1 for i, slot in enumerate(expected) if slot >= 0), default=0)
         assert int(lengths[token]) == used

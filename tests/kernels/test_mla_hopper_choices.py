@@ -184,3 +184,21 @@ def test_hidden_keys_need_a_scale(scale: float) -> None:
     refused = mla_sparse.refusals(config.replace(sparse=True), HOPPER)
     assert [text.split()[0] for text in refused] == ([] if large else ["scale"])
     assert not mla_sparse.refusals(layer(kv_cache_dtype="fp8_e4m3", scale=scale, sparse=True), HOPPER)
+
+
+def test_caches_are_maps_over_rows_where_blocks_are_whole_rows_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mla_launch, "_can_run", lambda config, device: True)
+    config, pool = layer(), torch.arange(4 * 3 * 64 * 576).short()
+    args = random_mla_batch(config, [1, 1], [65, 3])
+    absorbed = args.query.new_empty((2, 16, 576))
+    assert pool.data_ptr() % 16 == 0
+    for rows, gap, start in ((64, 0, 0), (192, 0, 64 * 576), (65, 0, 8), (0, 16, 0), (0, 0, 4)):
+        cache = pool.as_strided((3, 64, 576), ((rows or 64) * 576 + gap, 576, 1), start)
+        assert mla_launch.rows_apart(cache) == rows
+        assert mla_launch.accepts(absorbed, args._replace(kv_cache=cache), config) == bool(rows)
+        if rows:
+            whole = mla_launch.cached_rows(cache)
+            assert whole.shape == (2 * rows + 64, 576) and torch.equal(whole[2 * rows + 5], cache[2, 5])
+    huge = torch.empty((), device="meta").as_strided((4, 64, 576), (2**31 // 4 * 576, 576, 1))
+    assert mla_launch.rows_apart(huge) == 0, "int32 does not count the rows"
+    assert mla_launch.rows_apart(pool.as_strided((1, 64, 576), (7, 576, 1))) == 64

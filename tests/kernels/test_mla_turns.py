@@ -98,8 +98,8 @@ def test_own_code(name: str) -> None:
         program.kernel(
             torch.zeros(()), None, None, None, output, partial, Pointer(starts), Pointer(lengths), Pointer(table),
             Pointer(schedule), Pointer(output), Pointer(lse), Pointer(partial), Pointer(stats), tokens, len(needed),
-            blocks, table.shape[1], table.shape[1], step.scale / math.log(2), heads, groups, size, step.split, rows,
-            4,
+            blocks, table.shape[1], table.shape[1], step.scale / math.log(2), heads, groups, size, size, step.split,
+            rows, 4,
         )  # fmt: skip
     for request, first, end, slot in items:
         count, length = step.queries[request], step.lengths[request]

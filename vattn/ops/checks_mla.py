@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
 
 from vattn.cache.layout import mla_cache_dtype, shape_of_mla_storage
 from vattn.config.mla import MLAConfig
-from vattn.errors import ScaleError
+from vattn.errors import ScaleError, StrideError
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.checks import check_lengths, check_outputs, check_schedules
 from vattn.ops.index_dtypes import INDEX_DTYPES
 from vattn.ops.reference.mla_absorb import weight_scale_shape
-from vattn.ops.tensor_checks import OncePerSignature, check_optional, check_rows, check_scale, check_tensor, is_given
+from vattn.ops.tensor_checks import (
+    OncePerSignature,
+    check_optional,
+    check_rows,
+    check_scale,
+    check_tensor,
+    is_given,
+    refuse,
+)
 from vattn.quantization.formats import MODEL_DTYPES
+from vattn.quantization.mla_formats import MLA_FORMATS
 
 
 @OncePerSignature
@@ -72,4 +82,23 @@ def _check_kv_cache(args: MLACacheUpdateArgs | MLAAttentionArgs, config: MLAConf
     blocks = max(1, args.kv_cache.shape[0]) if args.kv_cache.ndim else 1
     shape = shape_of_mla_storage(args.kv_cache, config, blocks)
     meaning = "mla_cache_shape(config, num_blocks) with num_blocks >= 1"
-    check_tensor("kv_cache", args.kv_cache, shape, (mla_cache_dtype(config),), device, meaning)
+    refuse("kv_cache", args.kv_cache, shape, (mla_cache_dtype(config),), device, meaning)
+    check_latent_strides("kv_cache", args.kv_cache, config)
+
+
+def check_latent_strides(name: str, kv_cache: Tensor, config: MLAConfig) -> None:
+    """Refuse a storage of `mla_cache_shape` in which rows of a block lie apart; its blocks may.
+
+    Raises:
+        StrideError: they do, blocks overlap, or scales in rows of a packed format start at no multiple of their size.
+    """
+    inside, alignment = kv_cache[0].numel(), MLA_FORMATS[config.kv_cache_dtype].alignment
+    gap = kv_cache.stride(0) - inside if kv_cache.shape[0] > 1 else 0
+    starts = kv_cache.storage_offset() | (inside + gap if gap else 0)
+    if not kv_cache[0].is_contiguous() or gap < 0 or starts % alignment:
+        raise StrideError(
+            f"{name} has strides {kv_cache.stride()} and starts at element {kv_cache.storage_offset()} of its memory",
+            f"blocks of {inside} adjacent elements that do not overlap"
+            + (f" and start at multiples of {alignment} bytes" if alignment > 1 else ""),
+            f"pass {name} as a view of blocks that lie apart, such as pool[:, layer]",
+        )

@@ -119,7 +119,7 @@ class OncePerSignature(Generic[Args]):
         before, self._ahead = self._ahead, None
         if before is not None and _same_objects(before, args):
             return
-        plan, cache = getattr(args, "plan", ()), getattr(args, "key_cache", None)
+        plan, cache = getattr(args, "plan", ()), getattr(args, "key_cache", getattr(args, "kv_cache", None))
         signature = [
             (x.shape, x.stride(), x.dtype, x.device) if x is not None and isinstance(x, Tensor) else x
             for x in (*args, *plan)

@@ -35,6 +35,7 @@ class MLAFormat:
         scaled: whether the format takes `k_scale`, one value.
         packed: rows of bytes with inline scales; the storage is `[num_blocks, bytes]`.
         latent_multiple: L must be a multiple of this.
+        alignment: bytes of the widest element in a packed row; blocks start at multiples of it.
     """
 
     name: str
@@ -43,6 +44,7 @@ class MLAFormat:
     scaled: bool = False
     packed: bool = False
     latent_multiple: int = 1
+    alignment: int = 1
 
     def row_bytes(self, latent: int, rope: int) -> int:
         """Return the bytes of a row of that many latent and rope columns."""
@@ -56,7 +58,9 @@ class MLAFormat:
 MLA_FORMATS: dict[str, MLAFormat] = {
     **{name: MLAFormat(name, dtype, dtype) for name, dtype in MODEL_DTYPES.items()},
     "fp8_e4m3": MLAFormat("fp8_e4m3", torch.uint8, torch.float8_e4m3fn, scaled=True),
-    "fp8_ds_mla": MLAFormat("fp8_ds_mla", torch.uint8, torch.float8_e4m3fn, packed=True, latent_multiple=DS_MLA_GROUP),
+    "fp8_ds_mla": MLAFormat(
+        "fp8_ds_mla", torch.uint8, torch.float8_e4m3fn, packed=True, latent_multiple=DS_MLA_GROUP, alignment=4
+    ),
     "nvfp4_ds_mla": MLAFormat("nvfp4_ds_mla", torch.uint8, torch.uint8, packed=True, latent_multiple=4 * NVFP4_GROUP),
 }
 

@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from vattn.backends import selector
 from vattn.cache.bindings import check_format, note_format
-from vattn.cache.layout import mla_cache_dtype, mla_cache_shape, shape_of_mla_storage
+from vattn.cache.layout import mla_cache_dtype, mla_cache_shape, separate, shape_of_mla_storage
+from vattn.cache.memory import CacheMemory
 from vattn.cache.specs import KVCacheSpec, MLAAttentionSpec
 from vattn.config.attention import CacheConfig
 from vattn.config.mla import DECODE_THRESHOLD, MLAConfig
@@ -31,6 +32,7 @@ from vattn.layers.mla.kv_b_proj import (
 )
 from vattn.metadata.dcp import telling_others
 from vattn.ops.arguments_mla import MLACacheUpdateArgs
+from vattn.ops.checks_mla import check_latent_strides
 from vattn.ops.reference.mla_absorb import elements_per_token, key_and_value_weights
 from vattn.quantization.formats import FP8_E4M3_MAX, MODEL_DTYPES, dtype_name
 from vattn.quantization.mla_formats import MLA_FORMATS, resolve_mla_cache_dtype
@@ -233,8 +235,17 @@ class BoundLatents(OwnBuffers):
             row_bytes=config.row_bytes if config.packed else None,
         )
 
-    def resolve_config(self, dtype: torch.dtype, device: torch.device | str, target: object = None) -> MLAConfig:
+    def resolve_config(
+        self,
+        dtype: torch.dtype,
+        device: torch.device | str,
+        target: object = None,
+        memory: CacheMemory | None = None,
+    ) -> MLAConfig:
         """Return what binding a cache would make of the request, backend included; changes nothing.
+
+        Args:
+            memory: of the cache.
 
         Raises:
             UnsupportedRequestError: no backend, or not the requested one, runs the request; or a cache to share.
@@ -246,18 +257,19 @@ class BoundLatents(OwnBuffers):
                 "drop the target",
             )
         config = self._request_config(dtype)
-        return config.replace(backend=selector.choose(config, device, self.prefix).name)
+        return config.replace(backend=selector.choose(config, device, self.prefix, memory).name)
 
     def bind_kv_cache(self, storage: Tensor, dtype: torch.dtype, target: object = None) -> None:
         """Give the layer its raw storage, fix dtype, device and backend, and read `kv_b_proj`.
 
         Args:
-            storage: contiguous, of `mla_cache_shape(config, num_blocks)`; kept, not copied.
+            storage: of `mla_cache_shape(config, num_blocks)`, its blocks contiguous; they may lie apart, as a layer's
+                part of one tensor for all layers. Kept, not copied.
             dtype: model dtype, that of the queries to come.
             target: `None`: latent attention shares no cache.
 
         Raises:
-            CacheError, DtypeError: the storage does not fit the request, or no model has the dtype.
+            CacheError, DtypeError, StrideError: the storage does not fit the request, or no model has the dtype.
             ConfigError, ShapeError, ScaleError: weights that cannot be read, as of `process_weights_after_loading`, or
                 an indexer that is none. Weights on meta or not finite, as before a model is loaded, are refused at
                 ranks and where others were read before; elsewhere calls refuse to run until
@@ -265,16 +277,19 @@ class BoundLatents(OwnBuffers):
             UnsupportedRequestError: no backend, or not the requested one, runs the request on the storage's device.
         """
         check_storage_kind(self, storage, dtype)
-        config = self.resolve_config(dtype, storage.device, target)
+        config = self.resolve_config(dtype, storage.device, target, CacheMemory.of(storage))
         blocks = storage.shape[0] if storage.dim() else 0
         shape, stored = shape_of_mla_storage(storage, config, blocks), mla_cache_dtype(config)
-        if tuple(storage.shape) != shape or storage.dtype != stored or not storage.is_contiguous():
+        if tuple(storage.shape) != shape or storage.dtype != stored or not blocks:
             raise CacheError(
-                f"KV cache storage {tuple(storage.shape)} of {dtype_name(storage.dtype)}, strides {storage.stride()}",
-                f"contiguous {mla_cache_shape(config, max(blocks, 1))} of {dtype_name(stored)}, any number of blocks",
+                f"KV cache storage {tuple(storage.shape)} of {dtype_name(storage.dtype)}",
+                f"{mla_cache_shape(config, max(blocks, 1))} of {dtype_name(stored)}, any number of blocks",
                 "use vattn.allocate_kv_cache(model, num_blocks=...)",
             )
+        check_latent_strides("KV cache storage", storage, config)
         check_format(storage, config)
+        if storage.nbytes < storage.untyped_storage().nbytes():
+            storage, _ = separate((storage, None))
         self._check_values()
         if self.use_sparse:
             check_indexer(self.indexer, self.prefix)
@@ -313,6 +328,11 @@ class BoundLatents(OwnBuffers):
         scale, ready = first_scale(rows, update.slot_mapping >= 0, self.k_scale, self.scales_ready, FP8_E4M3_MAX)
         self.k_scale.copy_(scale)
         self.scales_ready.copy_(ready)
+
+    def cache_views(self) -> tuple[Tensor, None]:
+        """Return the storage, as `vattn.explain` reads it."""
+        assert self.kv_cache is not None
+        return self.kv_cache, None
 
     def extra_repr(self) -> str:
         """Show the request and the chosen backend."""

@@ -118,13 +118,15 @@ def mla_decode_kernel(
     query_boxes, query_rope_boxes, boxes, rope_boxes, query_start_loc, seq_lens, block_table, schedule, output, lse,
     partial, stats, num_tokens, num_reqs, num_blocks, table_stride, table_width, scale,
     HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, STAGES: gl.constexpr, num_warps: gl.constexpr,
+    BLOCK_ROWS: gl.constexpr, SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, STAGES: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend absorbed queries `[T * HEADS, 576]` to cached rows. Grid: CTAs of the schedule times GROUPS.
 
     ROWS rows of a request at a time, GROUPS programs side by side. `scale` includes log2(e). Results go to `output`
     `[T * HEADS, 512]` and `lse`, those of split items unnormalised to `partial` fp32 `[slots, PARTIAL_ROWS, 512]` and
-    `stats` (maximum in base 2, sum). The schedule is FULL (`vattn.kernels.hopper.mla.schedule`).
+    `stats` (maximum in base 2, sum). The schedule is FULL (`vattn.kernels.hopper.mla.schedule`). BLOCK_ROWS: rows from
+    one block of the cache to the next.
 
     It is launched while the kernel before may still run, and touches shared memory alone before that has ended.
     """
@@ -153,8 +155,8 @@ def mla_decode_kernel(
             )),
             (produce, (
                 query_boxes, query_rope_boxes, boxes, rope_boxes, work, queries, query_ropes, latents, ropes,
-                query_ready, query_free, ready, free, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, STAGES,
-                LAYOUT,
+                query_ready, query_free, ready, free, HEADS, ROWS, GROUPS, BLOCK_SIZE, BLOCK_ROWS, SPLIT_QUERY,
+                STAGES, LAYOUT,
             )),
         ],
         [1],

@@ -50,7 +50,7 @@ from vattn.kernels.hopper.prefill.tile_queue import new_barriers
 @gluon.jit
 def load_tile(
     boxes, rope_boxes, tile, num_blocks, blocks, latents, ropes, ready, free, phase, STAGE: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, LAYOUT: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr, BLOCK_ROWS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Load the left half of a tile, then the right one and its rotated keys, each when its room is free."""
     room = latents.index(STAGE)
@@ -61,7 +61,7 @@ def load_tile(
         mbarrier.expect(ready.index(2 * STAGE + half), TILE * (LATENT + 2 * half * ROPE))
         load_blocks(
             boxes, rope_boxes, tile, num_blocks, blocks, ready.index(2 * STAGE + half), room, rope_room, 4 * half, 4,
-            half == 1, BLOCK_SIZE, LAYOUT,
+            half == 1, BLOCK_SIZE, BLOCK_ROWS, LAYOUT,
         )  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def load_tile(
 def load_tiles(
     query_boxes, query_rope_boxes, boxes, rope_boxes, work, queries, query_ropes, latents, ropes, query_ready,
     query_free, ready, free, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SPLIT_QUERY: gl.constexpr, LAYOUT: gl.constexpr,
+    BLOCK_ROWS: gl.constexpr, SPLIT_QUERY: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Load the queries of each group of rows, then its tiles: even ones into stage 0, odd ones into stage 1."""
     _, _, _, schedule, _, num_blocks, _, _ = work
@@ -92,12 +92,12 @@ def load_tiles(
             for tile in range(first, last, 2):
                 following = block_ids(table, tile + 1, last_block, BLOCK_SIZE)
                 load_tile(boxes, rope_boxes, tile, num_blocks, blocks, latents, ropes, ready, free, even_phase, 0,
-                          BLOCK_SIZE, LAYOUT)  # fmt: skip
+                          BLOCK_SIZE, BLOCK_ROWS, LAYOUT)  # fmt: skip
                 even_phase ^= 1
                 blocks = block_ids(table, tile + 2, last_block, BLOCK_SIZE)
                 if tile + 1 < last:
                     load_tile(boxes, rope_boxes, tile + 1, num_blocks, following, latents, ropes, ready, free,
-                              odd_phase, 1, BLOCK_SIZE, LAYOUT)  # fmt: skip
+                              odd_phase, 1, BLOCK_SIZE, BLOCK_ROWS, LAYOUT)  # fmt: skip
                     odd_phase ^= 1
 
 
@@ -385,8 +385,8 @@ def attend_odd(
 def mla_decode_64_kernel(
     query_boxes, query_rope_boxes, boxes, rope_boxes, output_boxes, partial_boxes, query_start_loc, seq_lens,
     block_table, schedule, output, lse, partial, stats, num_tokens, num_reqs, num_blocks, table_stride, table_width,
-    scale, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, SPLIT_QUERY: gl.constexpr,
-    PARTIAL_ROWS: gl.constexpr, num_warps: gl.constexpr,
+    scale, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_ROWS: gl.constexpr,
+    SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend blocks of cached rows, which `boxes` and `rope_boxes` load, by a FULL schedule.
 
@@ -428,7 +428,7 @@ def mla_decode_64_kernel(
             )),
             (load_tiles, (
                 query_boxes, query_rope_boxes, boxes, rope_boxes, work, queries, query_ropes, latents, ropes,
-                query_ready, query_free, ready, free, HEADS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, LAYOUT,
+                query_ready, query_free, ready, free, HEADS, GROUPS, BLOCK_SIZE, BLOCK_ROWS, SPLIT_QUERY, LAYOUT,
             )),
         ],
         [4, 1],

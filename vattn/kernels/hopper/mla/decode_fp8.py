@@ -285,8 +285,8 @@ def mla_decode_fp8_kernel(
     query, boxes, rope_boxes, cache, query_start_loc, seq_lens, block_table, schedule, output, lse, partial, stats,
     q_scale, k_scale, num_tokens, num_reqs, num_blocks, table_stride, table_width, scale,
     HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, STAGES: gl.constexpr, NATIVE: gl.constexpr,
-    GATHER: gl.constexpr, num_warps: gl.constexpr,
+    BLOCK_ROWS: gl.constexpr, SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, STAGES: gl.constexpr,
+    NATIVE: gl.constexpr, GATHER: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend absorbed queries `[T * HEADS, 576]` to cached rows of e4m3 codes that stand for `k_scale` times as much.
 
@@ -358,7 +358,7 @@ def mla_decode_fp8_kernel(
                 )),
                 (produce, (
                     None, None, boxes, rope_boxes, work, None, None, codes, ropes, None, None, ready, free, HEADS,
-                    ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, STAGES, LAYOUT,
+                    ROWS, GROUPS, BLOCK_SIZE, BLOCK_ROWS, SPLIT_QUERY, STAGES, LAYOUT,
                 )),
             ],
             [4, 1],

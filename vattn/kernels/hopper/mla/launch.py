@@ -82,7 +82,25 @@ _can_run = hopper.runs_where(refusals)
 def accepts(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> bool:
     """Return whether this path takes the call: the layer is accepted, and the shapes are of a decode step."""
     num_tokens, num_reqs = absorbed.shape[0], args.seq_lens.shape[0]
-    return 0 < num_tokens <= MOST_QUERY_TOKENS * num_reqs and runs(config, absorbed.device)
+    is_decode = 0 < num_tokens <= MOST_QUERY_TOKENS * num_reqs
+    return is_decode and runs(config, absorbed.device) and rows_apart(args.kv_cache) > 0
+
+
+def rows_apart(kv_cache: Tensor) -> int:
+    """Return how many rows blocks `[num_blocks, block_size, 576]` are apart, 0 where a map over rows cannot hold them.
+
+    Int32 counts the rows.
+    """
+    blocks, block_size, width = kv_cache.shape
+    rows, rest = divmod(kv_cache.stride(0), width) if blocks > 1 else (block_size, 0)
+    fits = not rest and blocks * rows < 1 << 31 and kv_cache.data_ptr() % 16 == 0
+    return rows if fits else 0
+
+
+def cached_rows(kv_cache: Tensor) -> Tensor:
+    """Return all rows from the first to the last of a cache `[rows, 576]`, those between its blocks included."""
+    blocks, block_size, width = kv_cache.shape
+    return kv_cache.as_strided(((blocks - 1) * rows_apart(kv_cache) + block_size, width), (width, 1))
 
 
 def rows_per_program(config: MLAConfig, tokens: int) -> int:
@@ -138,7 +156,7 @@ def rows_of_parts(num_tokens: int, num_reqs: int, config: MLAConfig) -> int:
 def mixes(args: MLAAttentionArgs, config: MLAConfig) -> bool:
     """Return whether requests of fewest rows go this way in a step that has others."""
     many = args.query.shape[0] > MOST_QUERY_TOKENS * args.seq_lens.shape[0]
-    return many and runs(config, args.query.device)
+    return many and runs(config, args.query.device) and rows_apart(args.kv_cache) > 0
 
 
 def plan_shape(config: MLAConfig, num_tokens: int, num_reqs: int, device: torch.device) -> tuple[int, ...]:
@@ -275,8 +293,8 @@ def _launch(
         "lse": args.lse, "partial": partial, "stats": stats, "num_tokens": num_tokens, "num_reqs": num_reqs,
         "num_blocks": args.kv_cache.shape[0], "table_stride": args.block_table.stride(0),
         "table_width": args.block_table.shape[1], "scale": config.scale * LOG2E.value, "HEADS": config.num_heads,
-        "GROUPS": groups, "BLOCK_SIZE": config.block_size, "SPLIT_QUERY": tokens, "PARTIAL_ROWS": rows * groups,
-        "num_warps": 4, "launch_pdl": True,
+        "GROUPS": groups, "BLOCK_SIZE": config.block_size, "BLOCK_ROWS": rows_apart(args.kv_cache),
+        "SPLIT_QUERY": tokens, "PARTIAL_ROWS": rows * groups, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
     grid = (ctas * groups,)
     if config.kv_cache_dtype == FP8:
@@ -333,7 +351,7 @@ def row_boxes(absorbed: Tensor, kv_cache: Tensor, rows: int, config: MLAConfig) 
     With 64 rows of the query the halves of a tile arrive apart.
     """
     width = LATENT.value + ROPE.value
-    query, cached = absorbed.view(-1, width), kv_cache.view(-1, width)
+    query, cached = absorbed.view(-1, width), cached_rows(kv_cache)
     whole, high = config.block_size >= TILE.value, min(TILE.value, config.block_size)
     return {
         "query_boxes": boxes_of(query, rows, LATENT.value),
@@ -345,7 +363,7 @@ def row_boxes(absorbed: Tensor, kv_cache: Tensor, rows: int, config: MLAConfig) 
 
 def _code_boxes(kv_cache: Tensor, config: MLAConfig) -> dict[str, Any]:
     """Return tensor maps over cached rows of codes, pairs of which are int16 `[slots, 288]`."""
-    cached = kv_cache.view(-1, LATENT.value + ROPE.value).view(torch.int16)
+    cached = cached_rows(kv_cache).view(torch.int16)
     whole, high = config.block_size >= TILE.value, min(TILE.value, config.block_size)
     return {
         "boxes": boxes_of(cached, high, PAIRS.value if whole else 64),

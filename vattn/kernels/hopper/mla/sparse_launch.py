@@ -17,7 +17,7 @@ from vattn.kernels.hopper.mla import launch as mla_launch
 from vattn.kernels.hopper.mla.decode_64_gather import mla_decode_64_gather_kernel
 from vattn.kernels.hopper.mla.decode_fp8 import mla_decode_fp8_kernel
 from vattn.kernels.hopper.mla.reduce import merge_parts
-from vattn.kernels.hopper.mla.work_items import LATENT, ROPE, TILE
+from vattn.kernels.hopper.mla.work_items import LATENT, TILE
 from vattn.kernels.hopper.schedule import FIELDS
 from vattn.kernels.triton.common.mask import LOG2E
 from vattn.kernels.triton.common.tiles import next_power_of_two
@@ -37,12 +37,14 @@ ROWS = 64
 def mla_slots_kernel(
     topk_indices, query_start_loc, seq_lens, block_table, slots, starts, lengths, schedule, num_tokens, num_reqs,
     num_blocks, table_stride, table_width, topk_stride, topk, ctas,
-    SPLITS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    SPLITS: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write what one token sees, as if it were a request of one token. Grid: tokens.
 
     `slots` is `[T, topk]`, -1 for what is not seen; `lengths` `[T]` are their ends, `starts` `[T + 1]` count tokens.
-    The schedule is that of `vattn.kernels.hopper.mla.schedule`, of SPLITS items a token; PARTS is a power of two.
+    A slot is a row of a map in which blocks are BLOCK_ROWS apart. The schedule is that of
+    `vattn.kernels.hopper.mla.schedule`, of SPLITS items a token; PARTS is a power of two.
     """
     token = tl.program_id(0)
     request = find_request(query_start_loc, num_reqs, token, 1, 0)
@@ -59,7 +61,7 @@ def mla_slots_kernel(
         position = tl.where(exists, position, 0)
         block = tl.load(table + position // BLOCK_SIZE, mask=exists, other=-1)
         exists = exists & (block >= 0) & (block < num_blocks)
-        slot = tl.where(exists, block * BLOCK_SIZE + position % BLOCK_SIZE, -1)
+        slot = tl.where(exists, block * BLOCK_ROWS + position % BLOCK_SIZE, -1)
         tl.store(slots + token.to(tl.int64) * topk + place, slot, mask=place < topk)
         used = tl.maximum(used, tl.max(tl.where(exists, place + 1, 0), 0))
     tl.store(lengths + token, used)
@@ -103,8 +105,8 @@ def accepts(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> bool
     """Return whether this call goes this way: the layer does, keys are listed, and int32 can count those there are."""
     if args.topk_indices is None or not absorbed.shape[0]:
         return False
-    slots = args.kv_cache.shape[0] * config.block_size
-    return args.topk_indices.shape[1] > 0 and slots < 1 << 31 and _can_run(config, absorbed.device)
+    runs = args.topk_indices.shape[1] > 0 and _can_run(config, absorbed.device)
+    return runs and mla_launch.rows_apart(args.kv_cache) > 0
 
 
 def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> Tensor:
@@ -122,13 +124,14 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) 
     def integers(*shape: int) -> Tensor:
         return torch.empty(shape, dtype=torch.int32, device=device)
 
+    cached = mla_launch.cached_rows(args.kv_cache)
     slots, starts, lengths = integers(tokens, topk.shape[1]), integers(tokens + 1), integers(tokens)
     schedule = integers(1 + items + tokens, FIELDS.value)
     mla_slots_kernel[(tokens,)](
         topk, args.query_start_loc, args.seq_lens, args.block_table, slots, starts, lengths, schedule, tokens, reqs,
         args.kv_cache.shape[0], args.block_table.stride(0), args.block_table.shape[1], topk.stride(0), topk.shape[1],
         ctas, SPLITS=splits, PARTS=next_power_of_two(splits), TILE=TILE.value, BLOCK_SIZE=config.block_size,
-        BLOCK=1024, num_warps=8,
+        BLOCK_ROWS=mla_launch.rows_apart(args.kv_cache), BLOCK=1024, num_warps=8,
     )  # fmt: skip
     parts = items if splits > 1 else 1
     shape = tokens, config.num_heads, LATENT.value
@@ -137,14 +140,14 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) 
     common: dict[str, Any] = {
         "query_start_loc": starts, "seq_lens": lengths, "block_table": slots, "schedule": schedule, "output": output,
         "lse": args.lse, "partial": partial, "stats": stats, "num_tokens": tokens, "num_reqs": tokens,
-        "num_blocks": args.kv_cache.shape[0] * config.block_size, "table_stride": slots.stride(0),
+        "num_blocks": cached.shape[0], "table_stride": slots.stride(0),
         "table_width": slots.shape[1], "scale": config.scale * LOG2E.value, "HEADS": config.num_heads, "GROUPS": groups,
         "BLOCK_SIZE": 1, "SPLIT_QUERY": 1, "PARTIAL_ROWS": rows * groups, "num_warps": 4, "launch_pdl": True,
     }  # fmt: skip
-    grid, cached = (min(ctas, items) * groups,), args.kv_cache.view(-1, LATENT.value + ROPE.value)
+    grid = (min(ctas, items) * groups,)
     if from_codes:
         mla_decode_fp8_kernel[grid](
-            boxes=None, rope_boxes=None, cache=cached.view(torch.int16), GATHER=True,
+            boxes=None, rope_boxes=None, cache=cached.view(torch.int16), GATHER=True, BLOCK_ROWS=1,
             **mla_launch.fp8_arguments(absorbed, args, rows), **common,
         )  # fmt: skip
     else:

@@ -115,15 +115,16 @@ def load_queries(
 @gluon.jit
 def load_blocks(
     boxes, rope_boxes, tile, num_blocks, blocks, ready, latents, ropes,
-    FIRST: gl.constexpr, COUNT: gl.constexpr, WITH_ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, LAYOUT: gl.constexpr,
+    FIRST: gl.constexpr, COUNT: gl.constexpr, WITH_ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr,
+    BLOCK_ROWS: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Start loading some panels of a tile. Blocks that are none come as zeros: beyond the cache the hardware fills.
 
-    The rotated keys of a row follow its latents.
+    The rotated keys of a row follow its latents. BLOCK_ROWS: rows of the map from one block to the next.
     """
     if BLOCK_SIZE >= TILE:
         PER_BLOCK: gl.constexpr = BLOCK_SIZE // TILE
-        row = block_row(blocks[0], num_blocks, BLOCK_SIZE) + tile % PER_BLOCK * TILE
+        row = block_row(blocks[0], num_blocks, BLOCK_ROWS) + tile % PER_BLOCK * TILE
         if COUNT * 64 == latents.shape[1]:
             load_box(boxes, [row, 0], ready, latents)
         elif COUNT > 0:
@@ -133,22 +134,23 @@ def load_blocks(
     else:
         for place in gl.static_range(TILE // BLOCK_SIZE):
             load_small(boxes, rope_boxes, blocks[place], num_blocks, ready, latents, ropes, place, FIRST, COUNT,
-                       WITH_ROPE, BLOCK_SIZE, LAYOUT)  # fmt: skip
+                       WITH_ROPE, BLOCK_SIZE, BLOCK_ROWS, LAYOUT)  # fmt: skip
 
 
 @gluon.jit
-def block_row(block, num_blocks, BLOCK_SIZE: gl.constexpr):
+def block_row(block, num_blocks, BLOCK_ROWS: gl.constexpr):
     """Return the first row of a block, or a row past the cache for an id out of range."""
     known = (block >= 0) & (block < num_blocks)
-    return gl.where(known, block, num_blocks) * BLOCK_SIZE
+    return gl.where(known, block, num_blocks) * BLOCK_ROWS
 
 
 @gluon.jit
 def load_small(
     boxes, rope_boxes, block, num_blocks, ready, latents, ropes, PLACE: gl.constexpr, FIRST: gl.constexpr,
-    COUNT: gl.constexpr, WITH_ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, LAYOUT: gl.constexpr,
+    COUNT: gl.constexpr, WITH_ROPE: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_ROWS: gl.constexpr,
+    LAYOUT: gl.constexpr,
 ):  # fmt: skip
-    row = block_row(block, num_blocks, BLOCK_SIZE)
+    row = block_row(block, num_blocks, BLOCK_ROWS)
     WIDTH: gl.constexpr = latents.shape[1]
     flat = shaped(latents, [WIDTH // 64 * TILE, 64], LAYOUT)
     for panel in gl.static_range(FIRST, FIRST + COUNT):
@@ -183,7 +185,7 @@ def block_ids(table, tile, last_block, BLOCK_SIZE: gl.constexpr):
 def produce(
     query_boxes, query_rope_boxes, boxes, rope_boxes, work, queries, query_ropes, latents, ropes, query_ready,
     query_free, ready, free, HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
-    SPLIT_QUERY: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
+    BLOCK_ROWS: gl.constexpr, SPLIT_QUERY: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Load the queries of each group of rows, unless they are `None`, then its tiles.
 
@@ -217,7 +219,7 @@ def produce(
                 mbarrier.expect(ready.index(stage), BYTES)
                 load_blocks(
                     boxes, rope_boxes, tile, num_blocks, blocks, ready.index(stage), latents.index(stage),
-                    ropes.index(stage), 0, COUNT, True, BLOCK_SIZE, LAYOUT,
+                    ropes.index(stage), 0, COUNT, True, BLOCK_SIZE, BLOCK_ROWS, LAYOUT,
                 )  # fmt: skip
                 blocks = following
                 stage, phase = advance(stage, phase, STAGES)
