@@ -7,6 +7,7 @@ import vattn.ops.schemas  # noqa: F401  registers the ops
 from tests.support import make_config, random_paged_batch, relative_l2
 from vattn.backends.torch_sdpa import backend as torch_sdpa
 from vattn.backends.torch_sdpa import chunked as written_out
+from vattn.backends.torch_sdpa.decode import attend_decodes
 from vattn.errors import GraphContractError
 from vattn.quantization.codecs import quantise_output
 from vattn.quantization.formats import OUTPUT_FORMATS
@@ -123,6 +124,36 @@ def test_empty_requests(shape, lens):
     assert output.shape == expected.shape and relative_l2(output, expected) < 0.04
     if lse is not None:
         assert relative_l2(lse, expected_lse) < 2e-6
+
+
+@pytest.mark.parametrize(
+    "lens",
+    [([1], [20]), ([1, 1, 1], [32, 32, 32]), ([1, 1, 1], [37, 1, 16]), ([1, 1, 0], [20, 9, 0])],
+    ids=["one", "equal", "ragged", "an empty request"],
+)
+@pytest.mark.parametrize("window", [None, 1, 19])
+@pytest.mark.parametrize(
+    "cache",
+    [{}, {"dtype": "bfloat16"}, {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head"}, {"head_size_v": 24}],
+    ids=["fp32", "bf16", "fp8", "unequal heads"],
+)
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_decodes_are_one_call(lens, window, cache, layout, monkeypatch):
+    """Garbage in blocks is NaN, and rows of padding come as NaN."""
+    config = make_config(num_heads=6, num_kv_heads=2, sliding_window=window, kv_cache_layout=layout, **cache)
+    done = []
+    monkeypatch.setattr(torch_sdpa, "attend_decodes", lambda *args: done.append(attend_decodes(*args)) or done[-1])
+    check(random_paged_batch(config, *lens, num_padding_tokens=2, seed=3))
+    assert done == [True]
+
+
+@pytest.mark.parametrize("block", [-1, 10**6, -(2**31), 2**27], ids=str)
+@pytest.mark.parametrize("lengths", [[20, 20], [33, 5]])
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+def test_decodes_over_blocks_that_do_not_exist(block, lengths, layout):
+    batch = random_paged_batch(make_config(kv_cache_layout=layout), [1, 1], lengths, seed=2)
+    batch.args.block_table[0, 0] = block
+    check(batch)
 
 
 @pytest.mark.parametrize("feature", ["plain", "lse"])

@@ -13,6 +13,7 @@ Lengths are read on the host: free on CPU, one sync a call on CUDA, hence no CUD
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -20,8 +21,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from vattn.backends.base import PACKED_DCP, Backend, Capabilities, refuse_capture
 from vattn.backends.torch_sdpa.chunked import Args, Chunk, Request, chunks
+from vattn.backends.torch_sdpa.decode import attend_decodes, decode
 from vattn.cache.layout import PackedRows
-from vattn.cache.stored_rows import decode_stored, stored_views
+from vattn.cache.stored_rows import stored_views
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import BLOCK_SIZES, Sizes
 from vattn.config.features import FEATURES
@@ -63,6 +65,10 @@ class TorchSDPABackend(Backend):
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
         refuse_capture(args.query, "TORCH_SDPA", "it reads lengths on the host", "pass attn_backend='TRITON_ATTN'")
         keys, values = stored_views(args.key_cache, args.value_cache, config)
+        if args.query.device.type == "cpu" and config.output_format == "none" and keys.scales is None:
+            with _exactly("cpu"):
+                if _is_plain(config) and attend_decodes(args, config, keys.codes, values.codes):
+                    return
         capacity = args.block_table.shape[1] * config.block_size if keys.codes.shape[0] else 0
         spans = reference.ranges(args.query_start_loc, args.query.shape[0])
         lengths = reference.held_lengths(None, args.seq_lens, None)
@@ -74,8 +80,7 @@ class TorchSDPABackend(Backend):
             keys_of = lengths if config.context_parallel else readable
             requests = list(_requests(args, config, spans, lengths, keys_of, readable, set(decodes)))
         result = _start_result(args, requests, config)
-        # Autocast would round the fp32 math to a narrower dtype.
-        with torch.autocast(args.query.device.type, enabled=False):
+        with _exactly(args.query.device.type):
             if decodes:
                 longest = max([lengths[request] for request in decodes])
                 rows = [spans[request][0] for request in decodes]
@@ -94,10 +99,10 @@ class TorchSDPABackend(Backend):
         def read(request: Request, first: int, end: int) -> tuple[Tensor, Tensor, Tensor | None]:
             start, _ = of_keys[request.index]
             rows = slice(start + first, start + end)
-            key = _decode(PackedRows(args.key[rows], None), config, False, args.k_scale)
-            return key, _decode(PackedRows(args.value[rows], None), config, True, args.v_scale), None
+            key = decode(PackedRows(args.key[rows], None), config, False, args.k_scale)
+            return key, decode(PackedRows(args.value[rows], None), config, True, args.v_scale), None
 
-        with torch.autocast(args.query.device.type, enabled=False):
+        with _exactly(args.query.device.type):
             result = _start_result(args, requests, config)
             _run(args, config, requests, read, result)
             _quantise(result, args, config)
@@ -108,20 +113,13 @@ class TorchSDPABackend(Backend):
 
     def rope_kv_cache_update(self, args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig) -> None:
         """Run `vattn::rope_kv_cache_update`, without a sync."""
-        with torch.autocast(args.query.device.type, enabled=False):
+        with _exactly(args.query.device.type):
             self.kv_cache_update(rope_reference.rotate_all(args, rope, config), config)
 
 
-def _decode(stored: PackedRows, config: AttentionConfig, of_values: bool, scale: Tensor | None) -> Tensor:
-    """Return fp32 `[..., K, D]` of contiguous rows, rotated where the format rotates; e4m3 by table on CPU."""
-    if config.kv_cache_dtype != "fp8_e4m3" or stored.codes.is_cuda or scale is None:
-        return decode_stored(stored, config, of_values, scale, rotated=True)
-    # Four times as fast as the conversion, which is not vectorised. One scale is folded into the table.
-    codes = torch.arange(256, dtype=torch.uint8, device=stored.codes.device).view(torch.float8_e4m3fn).float()
-    per_tensor = scale.numel() == 1
-    table = codes * scale.view(1) if per_tensor else codes
-    values = table.index_select(0, stored.codes.view(torch.uint8).reshape(-1).int()).view(stored.codes.shape)
-    return values if per_tensor else values * scale.view(-1, 1)
+def _exactly(device: str) -> AbstractContextManager[object]:
+    """Return a context without autocast, which would round fp32 math to a narrower dtype."""
+    return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 
 
 def _load_query(rows: Tensor, args: Args, config: AttentionConfig) -> Tensor:
@@ -237,8 +235,8 @@ def _paged_reader(args: AttentionArgs, config: AttentionConfig, keys: PackedRows
         inside = slice(first % size, first % size + end - first)
         known = (blocks >= 0) & (blocks < keys.codes.shape[0])
         blocks = torch.where(known, blocks, 0)
-        key = _decode(_gather(keys, blocks, inside), config, False, args.k_scale)
-        value = _decode(_gather(values, blocks, inside), config, True, args.v_scale)
+        key = decode(_gather(keys, blocks, inside), config, False, args.k_scale)
+        value = decode(_gather(values, blocks, inside), config, True, args.v_scale)
         return key, value, known.repeat_interleave(size)[inside]
 
     return read
@@ -308,8 +306,8 @@ def _plain_decodes(
     first_visible = places.gather(1, visible.to(torch.uint8).argmax(1, keepdim=True))
     places = torch.where(visible, places, first_visible).flatten()
     shape = (*visible.shape, config.num_kv_heads, -1)
-    key = _decode(_gather(keys, blocks.flatten(), places), config, False, args.k_scale).view(shape).transpose(1, 2)
-    value = _decode(_gather(values, blocks.flatten(), places), config, True, args.v_scale).view(shape).transpose(1, 2)
+    key = decode(_gather(keys, blocks.flatten(), places), config, False, args.k_scale).view(shape).transpose(1, 2)
+    value = decode(_gather(values, blocks.flatten(), places), config, True, args.v_scale).view(shape).transpose(1, 2)
     out = scaled_dot_product_attention(
         _load_query(args.query[row], args, config)[:, :, None],
         key,

@@ -61,6 +61,12 @@ def write_slots(held: Tensor, rows: Tensor, slots: Tensor) -> None:
     size = held.shape[1]
     if not held.shape[0] * size or not slots.numel():
         return
+    if slots.device.type == "cpu" and held.stride(0) == size * held.stride(1):
+        # Where reading slots costs nothing, one operation writes rows that all have one.
+        given = slots.tolist()
+        if min(given) >= 0 and max(given) < held.shape[0] * size:
+            held.flatten(0, 1).index_put_((slots,), rows)
+            return
     valid = (slots >= 0) & (slots < held.shape[0] * size)
     # A dropped row repeats the first valid one, so that every write to a slot carries the same bytes and none races.
     # Without a valid row all of them write slot 0's own content back.
