@@ -14,10 +14,25 @@ pytest.importorskip(
 )
 
 from vllm.config import CacheConfig, CompilationConfig, SchedulerConfig
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym, kFp8StaticTensorSym
+from vllm.platforms.interface import DeviceCapability
 from vllm.v1 import kv_cache_interface
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    CommonAttentionMetadata,
+)
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from vattn.integrations.vllm.backend import VattnBackend
+
+__all__ = [
+    "AttentionBackend", "AttentionBackendEnum", "AttentionImpl", "AttentionMetadataBuilder", "DeviceCapability",
+    "FullAttentionSpec", "TritonAttentionImpl", "kFp8DynamicTokenSym", "kFp8StaticTensorSym",
+]  # fmt: skip
 
 HAS_LAYOUTS = hasattr(kv_cache_interface, "create_kv_cache_views")
 """Whether this vLLM names orders of memory; before, a backend gave the shape of its cache."""

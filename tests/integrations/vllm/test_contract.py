@@ -10,13 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8DynamicTokenSym, kFp8StaticTensorSym
-from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.backend import AttentionBackend, AttentionImpl, AttentionMetadataBuilder
-from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.attention.backends.triton_attn import TritonAttentionImpl
 
-from tests.integrations.vllm import engine_parts  # noqa: F401  skips without vLLM
+from tests.integrations.vllm.engine_parts import (
+    AttentionBackend,
+    AttentionBackendEnum,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    DeviceCapability,
+    TritonAttentionImpl,
+    kFp8DynamicTokenSym,
+    kFp8StaticTensorSym,
+)
 from vattn.errors import UnsupportedRequestError
 from vattn.integrations import engine_versions
 from vattn.integrations import vllm as plugin

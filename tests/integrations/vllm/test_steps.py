@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from tests.integrations.vllm.engine_parts import (
     LAYOUTS,
     NUM_BLOCKS,
+    FullAttentionSpec,
     Layer,
     cache_views,
     dense_attention,
