@@ -74,8 +74,8 @@ from vattn.metadata.flash_attn_builder import FlashAttentionMetadataBuilder
 from vattn.metadata.forward_context import forward_context
 from vattn.metadata.hybrid import GroupedMetadata
 from vattn.metadata.hybrid_builder import GroupedMetadataBuilder
-from vattn.metadata.inputs import token_order
 from vattn.metadata.plans import plan_key
+from vattn.metadata.token_order import token_order
 from vattn.metadata.token_tree import TokenTree
 from vattn.metadata.tree_builder import TreeAttentionMetadataBuilder
 from vattn.metadata.xformers import XFormersMetadata, XFormersMetadataBuilder

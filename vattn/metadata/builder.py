@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn.cache.bindings import CacheBindings, cache_kind
-from vattn.config.arguments import integer, read_count
+from vattn.config.arguments import read_count
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
 from vattn.distributed.group import ContextParallel
@@ -26,12 +26,13 @@ from vattn.metadata.attention_metadata import (
     step_of,
 )
 from vattn.metadata.block_conflicts import BlockConflicts
-from vattn.metadata.cascade import read_shared_prefix, write_shared_prefix
-from vattn.metadata.cross_attention import read_cross_step, write_cross_slots
+from vattn.metadata.cascade import read_shared_prefix
+from vattn.metadata.cross_attention import read_cross_step
 from vattn.metadata.dcp import builder_facts, check_dcp_step, step_facts, telling_others
+from vattn.metadata.derived import DerivedTensors
 from vattn.metadata.device_step import read_device_step
-from vattn.metadata.fast_prefill import read_num_logits, write_logits_indices
-from vattn.metadata.inputs import Lengths, Masks, Tables, read_per_token, read_step
+from vattn.metadata.fast_prefill import read_num_logits
+from vattn.metadata.inputs import Lengths, Masks, Tables, padded_size, read_per_token, read_step
 from vattn.metadata.lineage import Lineage
 from vattn.metadata.plans import StepPlans, all_layers, block_size_of, device_of, find_layers
 from vattn.metadata.staging import Staging, StepBuffers
@@ -167,11 +168,7 @@ class AttentionMetadataBuilder:
 
     def _allocate(self) -> None:
         self._buffers = StepBuffers(self._limits, self.device, pinned=False)
-        # Computed on the device, from what is staged.
-        self._cross_slots = torch.zeros(self._limits.encoder_tokens, dtype=torch.int64, device=self.device)
-        self._logits_indices = torch.zeros(self._limits.num_tokens, dtype=torch.int64, device=self.device)
-        self._suffix_lens = torch.zeros(self._limits.num_reqs, dtype=torch.int32, device=self.device)
-        self._suffix_table = torch.zeros_like(self._buffers.block_table)
+        self._derived = DerivedTensors(self._limits, self._buffers)
         host = torch.device("cpu")
         self._staging = Staging(self._buffers, lambda: StepBuffers(self._limits, host, pinned=True), self.device)
         self._host_table = self._buffers.block_table
@@ -273,19 +270,14 @@ class AttentionMetadataBuilder:
                 refuse_overflow(step, capture_key)
             padded_reqs, padded_tokens = max(2, num_reqs), num_tokens
             if num_reqs_padded is not None:
-                padded_reqs = _padded("requests", num_reqs, num_reqs_padded, self.max_num_reqs)
+                padded_reqs = padded_size("requests", num_reqs, num_reqs_padded, self.max_num_reqs)
             if num_tokens_padded is not None:
-                padded_tokens = _padded("tokens", num_tokens, num_tokens_padded, self.max_num_tokens)
+                padded_tokens = padded_size("tokens", num_tokens, num_tokens_padded, self.max_num_tokens)
             metadata = self._buffers.describe(step, padded_reqs, padded_tokens, self.decode_threshold)
             metadata.block_size, metadata.dcp_shard = self.block_size, self._limits.dcp_shard
             if not step.packed:
                 metadata.plans = self._plans.views(padded_tokens, padded_reqs)
-            if step.cross is not None or num_encoder_tokens_padded is not None:
-                self._add_cross(metadata, step, padded_reqs, num_encoder_tokens_padded)
-            if step.num_logits is not None or num_logits_padded is not None:
-                self._add_logits(metadata, step, padded_reqs, num_logits_padded)
-            if step.shared_prefix_len is not None:
-                self._add_prefix(metadata, padded_reqs)
+            self._derived.describe(metadata, step, num_encoder_tokens_padded, num_logits_padded)
             if capture_key is not None:
                 refuse_contradiction(capture_key, metadata.capture_key())
         if parallel is not None:
@@ -294,7 +286,7 @@ class AttentionMetadataBuilder:
             layer.write_changed_sinks()
         self._built, metadata._built = None, self._lineage.begin()
         self._write(step, padded_reqs, padded_tokens)
-        self._derive(metadata, step)
+        self._plans.fill(metadata, self._derived.write(metadata), step)
         metadata.mark_dynamic()
         # What the caller passed may change afterwards.
         step.query_lens, step.seq_lens = step.query_lens.clone(), step.seq_lens.clone()
@@ -361,9 +353,9 @@ class AttentionMetadataBuilder:
         num_reqs, num_tokens = step.seq_lens.shape[0], step.slot_mapping.shape[0]
         padded_reqs, padded_tokens = max(2, num_reqs), num_tokens
         if num_reqs_padded is not None:
-            padded_reqs = _padded("requests", num_reqs, num_reqs_padded, self.max_num_reqs)
+            padded_reqs = padded_size("requests", num_reqs, num_reqs_padded, self.max_num_reqs)
         if num_tokens_padded is not None:
-            padded_tokens = _padded("tokens", num_tokens, num_tokens_padded, self.max_num_tokens)
+            padded_tokens = padded_size("tokens", num_tokens, num_tokens_padded, self.max_num_tokens)
         for layer in self._sink_layers:
             layer.write_changed_sinks()
         metadata = step.describe(self._buffers, padded_reqs, padded_tokens)
@@ -448,66 +440,6 @@ class AttentionMetadataBuilder:
             "pass that, or call build() for this step",
         )
 
-    def _add_cross(self, metadata: AttentionMetadata, step: Step, num_reqs: int, padded: int | None) -> None:
-        """Add views of the encoder's side, with `padded` rows of states; default: as many as the step writes."""
-        if step.cross is None:
-            if padded != 0:
-                raise MetadataError(
-                    f"num_encoder_tokens_padded={padded} without encoder_lens", "both or neither", "pass encoder_lens"
-                )
-            return
-        rows = step.cross.num_rows
-        if padded is not None:
-            rows = _padded("encoder states", rows, padded, self._limits.encoder_tokens)
-        metadata.encoder_seq_lens = self._buffers.encoder_seq_lens[:num_reqs].data
-        metadata.cross_block_table = self._buffers.cross_block_table[:num_reqs].data
-        if rows:
-            metadata.cross_slot_mapping = self._cross_slots[:rows].data
-
-    def _add_logits(self, metadata: AttentionMetadata, step: Step, num_reqs: int, padded: int | None) -> None:
-        """Add views of the kept rows; forget them in a step that keeps all, unless a size is given."""
-        if padded is None and step.num_logits is not None and torch.equal(step.num_logits, step.query_lens):
-            step.num_logits = None
-            return
-        step.num_logits = step.query_lens if step.num_logits is None else step.num_logits
-        kept = int(step.num_logits.sum())
-        if padded is not None:
-            kept = _padded("kept tokens", kept, padded, self.max_num_tokens)
-        metadata.logits_start_loc = self._buffers.logits_start_loc[: num_reqs + 1].data
-        metadata.logits_indices = self._logits_indices[:kept].data
-
-    def _add_prefix(self, metadata: AttentionMetadata, num_reqs: int) -> None:
-        """Add views of what layers read of a shared prefix and after it."""
-        if metadata.logits_indices is not None:
-            raise MetadataError("shared_prefix_len with num_logits_padded", "one of the two in a step", "keep all rows")
-        metadata.prefix_lens = self._buffers.prefix_lens[:2].data
-        metadata.prefix_start_loc = self._buffers.prefix_start_loc[:3].data
-        metadata.suffix_lens = self._suffix_lens[:num_reqs].data
-        metadata.suffix_block_table = self._suffix_table[:num_reqs].data
-
-    def _derive(self, metadata: AttentionMetadata, step: Step) -> None:
-        """Fill what the device computes from what was copied there."""
-        if metadata.cross_slot_mapping is not None:
-            assert metadata.encoder_seq_lens is not None and metadata.cross_block_table is not None
-            new = self._buffers.new_encoder[: metadata.encoder_seq_lens.shape[0]]
-            write_cross_slots(
-                metadata.encoder_seq_lens, new, metadata.cross_block_table, self.block_size, metadata.cross_slot_mapping
-            )
-        if metadata.logits_indices is not None:
-            assert metadata.logits_start_loc is not None
-            write_logits_indices(metadata.query_start_loc, metadata.logits_start_loc, metadata.logits_indices)
-        seq_lens = metadata.seq_lens
-        if metadata.prefix_lens is not None:
-            assert metadata.suffix_lens is not None and metadata.suffix_block_table is not None
-            assert metadata.prefix_start_loc is not None
-            write_shared_prefix(
-                metadata.query_start_loc, seq_lens, metadata.block_table, self.block_size,
-                metadata.prefix_lens, metadata.prefix_start_loc, metadata.suffix_lens, metadata.suffix_block_table,
-            )  # fmt: skip
-            # Schedules are of the part that goes by requests.
-            seq_lens = metadata.suffix_lens
-        self._plans.fill(metadata, seq_lens, step)
-
     def check(self, metadata: AttentionMetadata) -> None:
         """Run `AttentionMetadata.check` with this builder's block size and number of blocks; synchronises."""
         step_of(metadata, "check()").check(self.block_size, self.num_blocks)
@@ -526,17 +458,3 @@ class AttentionMetadataBuilder:
 
 def _capacity(name: str, size: Any, least: int = 1) -> int:
     return read_count(name, size, least, f"give the builder the largest {name} of any step")
-
-
-def _padded(what: str, real: int, given: Any, limit: int) -> int:
-    size = integer(given)
-    if size is None:
-        raise MetadataError(f"{real} {what} padded to {given!r:.60}", "an int", "pass a count, or None")
-    least = max(real, 2) if what == "requests" else real
-    if not least <= size <= limit:
-        raise MetadataError(
-            f"{real} {what} padded to {size}",
-            f"{least} to {limit} {what}",
-            "pad to a size between the real one and the builder's capacity",
-        )
-    return size

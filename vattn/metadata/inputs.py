@@ -7,13 +7,13 @@ import struct
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from itertools import accumulate
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from vattn.errors import MetadataError, UnknownOptionError
+from vattn.config.arguments import integer
+from vattn.errors import MetadataError
 from vattn.metadata.block_conflicts import BlockConflicts
 from vattn.metadata.checks import check_ids, check_seq_lens, check_slots, check_tree_ids, too_narrow
 from vattn.metadata.step import Limits, Step, most_held
@@ -346,7 +346,7 @@ def read_table(
 
 def _read_rows(name: str, tables: Sequence[Sequence[int]] | HostArray) -> tuple[list[int], Tensor]:
     """Return the widths of some lists of block ids, and the lists as one table."""
-    row: object = tables
+    row: Any = tables
     try:
         widths = []
         for row in tables:
@@ -381,47 +381,16 @@ def over_capacity(what: str, count: int, limit: int, name: str) -> MetadataError
     )
 
 
-class TokenOrder(NamedTuple):
-    """Requests and their packed tokens in another order.
-
-    Attributes:
-        requests: requests in the new order.
-        tokens: int64 `[T]`, host: row i of the new order is row `tokens[i]` of the old one.
-    """
-
-    requests: list[int]
-    tokens: Tensor
-
-
-def token_order(query_lens: Lengths, seq_lens: Lengths, first: str, decode_threshold: int = 1) -> TokenOrder:
-    """Return the order that puts prefills, or decodes, first; requests of a kind keep their order.
-
-    Args:
-        query_lens, seq_lens: new, and cached plus new, tokens of each request.
-        first: `"prefill"`, as `FlashAttentionMetadata` wants it, or `"decode"`.
-        decode_threshold: longest query that still counts as a decode.
-
-    Raises:
-        UnknownOptionError: another `first`.
-        MetadataError: no integers, or not one of each for every request.
-
-    Example:
-        >>> import vattn
-        >>> order = vattn.token_order(query_lens=[1, 3, 1], seq_lens=[9, 3, 20], first="prefill")
-        >>> order.requests, order.tokens.tolist()
-        ([1, 0, 2], [1, 2, 3, 0, 4])
-    """
-    if first not in ("prefill", "decode"):
-        raise UnknownOptionError(f"first={first!r}", "'prefill', 'decode'", "take one of these")
-    queries, lengths = read_integers("query_lens", query_lens).tolist(), read_integers("seq_lens", seq_lens).tolist()
-    check_count("seq_lens", len(lengths), len(queries))
-    decodes = [is_decode(q, s, decode_threshold) for q, s in zip(queries, lengths, strict=True)]
-    requests = sorted(range(len(queries)), key=lambda row: decodes[row] == (first == "prefill"))
-    starts = [0, *accumulate(queries)]
-    rows = [row for request in requests for row in range(starts[request], starts[request + 1])]
-    return TokenOrder(requests, torch.tensor(rows, dtype=torch.int64, device="cpu"))
-
-
-def is_decode(query_len: int, seq_len: int, decode_threshold: int) -> bool:
-    """Return whether a request is a decode: few new tokens, and some that were cached before."""
-    return query_len <= decode_threshold and (seq_len > query_len or query_len == 0)
+def padded_size(what: str, real: int, given: Any, limit: int) -> int:
+    """Return the size that a step of so many requests or tokens is padded to, or refuse it."""
+    size = integer(given)
+    if size is None:
+        raise MetadataError(f"{real} {what} padded to {given!r:.60}", "an int", "pass a count, or None")
+    least = max(real, 2) if what == "requests" else real
+    if not least <= size <= limit:
+        raise MetadataError(
+            f"{real} {what} padded to {size}",
+            f"{least} to {limit} {what}",
+            "pad to a size between the real one and the builder's capacity",
+        )
+    return size
