@@ -92,6 +92,13 @@ class Setup:
                 self.transfer.after_layer(point)
         return step
 
+    def run_other_hooks(self, done):
+        """Run the hooks of all layers but one within a step."""
+        for point in self.transfer.points:
+            if point.layer_name != done:
+                self.transfer.before_layer(point)
+                self.transfer.after_layer(point)
+
     def fill(self):
         for storage in self.cache.kv_caches:
             storage.normal_()
@@ -652,6 +659,31 @@ def test_the_decorator_takes_the_name_by_position_or_keyword():
     assert attend(3, layer_name="layers.0") == 6
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         attend(layer_name="layers.0")
+
+
+def test_the_decorator_orders_readers_of_the_storage_and_of_the_layers_own_tensors():
+    setup = Setup(HostMemoryConnector("1MiB"))
+    layer = setup.model.layers[0]
+
+    @maybe_transfer_kv_layer
+    def total(layer_name):
+        return layer.kv_cache[:, 7].sum(), layer.key_cache[7].sum() + layer.value_cache[7].sum()
+
+    keys = tuple(block_keys(range(8), BLOCK))
+    setup.cache.kv_caches[0][:, 1].normal_()
+    wanted = setup.cache.kv_caches[0][:, 1].sum()
+    setup.transfer.offload("a", keys, [1])
+    backend = EagerAndRecordGraphs()
+    with torch.no_grad():
+        for how in (backend, "inductor"):
+            torch._dynamo.reset()
+            setup.cache.kv_caches[0][:, 7].zero_()
+            with setup.transfer.step(loads=[TransferRequest("a", keys, (7,))]):
+                for found in torch.compile(total, backend=how, fullgraph=True)("layers.0"):
+                    torch.testing.assert_close(found, wanted)
+                setup.run_other_hooks("layers.0")
+    (wait,) = (node for node in backend.graphs[0].graph.nodes if "kv_transfer_wait" in str(node.target))
+    assert len({node.name for node in wait.args}) == 3 and all(node.op == "placeholder" for node in wait.args)
 
 
 def test_the_decorator_finds_the_model_that_is_left_of_two():

@@ -133,11 +133,11 @@ def merge_attn_states(*arguments: Any) -> None:
     merge(args)
 
 
-def kv_transfer_wait(key_cache: Tensor, value_cache: Tensor | None) -> None:
+def kv_transfer_wait(key_cache: Tensor, value_cache: Tensor | None, kv_cache: Tensor | None) -> None:
     kv_transfer_points.kv_transfer_wait(key_cache)
 
 
-def kv_transfer_save(key_cache: Tensor, value_cache: Tensor | None, token: Tensor) -> None:
+def kv_transfer_save(key_cache: Tensor, value_cache: Tensor | None, kv_cache: Tensor | None, token: Tensor) -> None:
     kv_transfer_points.kv_transfer_save(key_cache, token)
 
 

@@ -156,8 +156,14 @@ class KVTransfer:
         self._streams = [torch.cuda.Stream(device) if device.type == "cuda" else None for _ in range(2)]
         with torch.inference_mode(False):
             self.points = [
-                TransferPoint(entry.name, entry.storage, torch.zeros(1, dtype=torch.int64, device=device), self)
-                for entry in owners
+                TransferPoint(
+                    entry.name,
+                    entry.storage,
+                    *(module.cache_views() if hasattr(module, "cache_views") else (entry.storage, None)),
+                    torch.zeros(1, dtype=torch.int64, device=device),
+                    self,
+                )
+                for entry, module in zip(owners, self._modules, strict=True)
             ]
         self._current: TransferStep | None = None
         self._saving: list[SaveJob] = []

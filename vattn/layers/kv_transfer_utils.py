@@ -17,14 +17,17 @@ from vattn.ops import kv_transfer_points
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def wait_for_layer_load(key_cache: Tensor, value_cache: Tensor | None) -> None:
-    """Wait until this step's loads of a layer have reached its cache; call it before the cache is read."""
-    torch.ops.vattn.kv_transfer_wait(key_cache, value_cache)
+def wait_for_layer_load(key_cache: Tensor, value_cache: Tensor | None, kv_cache: Tensor | None = None) -> None:
+    """Wait until this step's loads of a layer have reached its cache; call it before the cache is read.
+
+    Compilers order by tensors: `kv_cache` is the storage, for readers of it beside those of its keys and values.
+    """
+    torch.ops.vattn.kv_transfer_wait(key_cache, value_cache, kv_cache)
 
 
-def save_kv_layer(key_cache: Tensor, value_cache: Tensor | None, token: Tensor) -> None:
+def save_kv_layer(key_cache: Tensor, value_cache: Tensor | None, token: Tensor, kv_cache: Tensor | None = None) -> None:
     """Start this step's saves of a layer; call it after the cache was written."""
-    torch.ops.vattn.kv_transfer_save(key_cache, value_cache, token)
+    torch.ops.vattn.kv_transfer_save(key_cache, value_cache, kv_cache, token)
 
 
 def maybe_transfer_kv_layer(function: Function) -> Function:
@@ -70,9 +73,10 @@ def maybe_transfer_kv_layer(function: Function) -> Function:
             raise ConfigError(
                 f"two models with connectors have a layer {name!r}", "different prefixes", "detach() one of them"
             )
-        wait_for_layer_load(point.kv_cache, None)
+        storage = None if point.key_cache is point.kv_cache else point.kv_cache
+        wait_for_layer_load(point.key_cache, point.value_cache, storage)
         result = function(*args, **kwargs)
-        save_kv_layer(point.kv_cache, None, point.token)
+        save_kv_layer(point.key_cache, point.value_cache, point.token, storage)
         return result
 
     return call  # type: ignore[return-value]

@@ -31,12 +31,15 @@ class TransferPoint:
     Attributes:
         layer_name: its name in the allocation.
         kv_cache: the raw storage.
+        key_cache, value_cache: its parts as the layer passes them to ops; the storage and `None` for packed formats.
         token: int64 `[1]` that saving marks as written, so that no compiler drops it.
         listener: called before and after the layer.
     """
 
     layer_name: str
     kv_cache: Tensor
+    key_cache: Tensor
+    value_cache: Tensor | None
     token: Tensor
     listener: Listener
 

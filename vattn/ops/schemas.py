@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from vattn.errors import DeviceError, GradientError
 
-SCHEMA_VERSION = 9
+SCHEMA_VERSION = 10
 """Rises with every change of a signature or of what an argument means; part of every compile-cache key of ours."""
 
 _OPTIONAL_INPUTS = (
@@ -74,8 +74,8 @@ MUTATING_OPS: dict[str, str] = {
 """Ops that write into tensors the caller gives."""
 
 TRANSFER_OPS: dict[str, str] = {
-    "kv_transfer_wait": "(Tensor(a!) key_cache, Tensor(b!)? value_cache) -> ()",
-    "kv_transfer_save": "(Tensor key_cache, Tensor? value_cache, Tensor(a!) token) -> ()",
+    "kv_transfer_wait": "(Tensor(a!) key_cache, Tensor(b!)? value_cache, Tensor(c!)? kv_cache) -> ()",
+    "kv_transfer_save": "(Tensor key_cache, Tensor? value_cache, Tensor? kv_cache, Tensor(a!) token) -> ()",
 }
 """Ops around a layer with a connector: loads arrive in the cache, saves mark a token so that nothing drops them. They
 wait on the host, so no CUDA graph may hold them."""
