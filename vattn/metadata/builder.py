@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -169,8 +170,8 @@ class AttentionMetadataBuilder:
     def _allocate(self) -> None:
         self._buffers = StepBuffers(self._limits, self.device, pinned=False)
         self._derived = DerivedTensors(self._limits, self._buffers)
-        host = torch.device("cpu")
-        self._staging = Staging(self._buffers, lambda: StepBuffers(self._limits, host, pinned=True), self.device)
+        make = partial(StepBuffers, self._limits, torch.device("cpu"), pinned=True)
+        self._staging = Staging(self._buffers, make, self.device)
         self._host_table = self._buffers.block_table
         self._built: tuple[AttentionMetadata, Step | DecodeRun] | None = None
         """The last step as it was returned, and as it was read; or the run of decodes once it was advanced."""

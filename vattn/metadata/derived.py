@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -22,8 +24,12 @@ class DerivedTensors:
         self._limits, self._buffers, device = limits, buffers, buffers.seq_lens.device
         self._cross_slots = torch.zeros(limits.encoder_tokens, dtype=torch.int64, device=device)
         self._logits_indices = torch.zeros(limits.num_tokens, dtype=torch.int64, device=device)
-        self._suffix_lens = torch.zeros(limits.num_reqs, dtype=torch.int32, device=device)
-        self._suffix_table = torch.zeros_like(buffers.block_table)
+
+    @cached_property
+    def _suffix(self) -> tuple[Tensor, Tensor]:
+        """Lengths and block tables after a shared prefix; few builders make such steps, and tables may be large."""
+        with torch.inference_mode(False):
+            return torch.zeros_like(self._buffers.seq_lens), torch.zeros_like(self._buffers.block_table)
 
     def describe(
         self, metadata: AttentionMetadata, step: Step, num_encoder_tokens: int | None, num_logits: int | None
@@ -103,5 +109,6 @@ class DerivedTensors:
             raise MetadataError("shared_prefix_len with num_logits_padded", "one of the two in a step", "keep all rows")
         metadata.prefix_lens = self._buffers.prefix_lens[:2].data
         metadata.prefix_start_loc = self._buffers.prefix_start_loc[:3].data
-        metadata.suffix_lens = self._suffix_lens[: metadata.seq_lens.shape[0]].data
-        metadata.suffix_block_table = self._suffix_table[: metadata.seq_lens.shape[0]].data
+        lengths, table = self._suffix
+        metadata.suffix_lens = lengths[: metadata.seq_lens.shape[0]].data
+        metadata.suffix_block_table = table[: metadata.seq_lens.shape[0]].data

@@ -129,13 +129,17 @@ class Staging:
     """
 
     def __init__(self, buffers: StepBuffers, make: Callable[[], StepBuffers], device: torch.device) -> None:
-        apart = device.type == "cuda"
-        self._sets = [make(), make()] if apart else [buffers]
-        self._copied = [torch.cuda.Event() for _ in self._sets] if apart else []
-        self._device, self._turn = device, 0
+        self._sets = [] if device.type == "cuda" else [buffers]
+        self._copied: list[torch.cuda.Event] = []
+        self._make, self._device, self._turn = make, device, 0
 
     def next(self) -> StepBuffers:
         """Return the set to fill, once the device has read what was copied out of it."""
+        if not self._sets:
+            # Not before the first step: a builder of steps from tensors needs no pinned memory.
+            with torch.inference_mode(False):
+                self._sets = [self._make(), self._make()]
+            self._copied = [torch.cuda.Event() for _ in self._sets]
         self._turn = (self._turn + 1) % len(self._sets)
         if self._copied:
             self._copied[self._turn].synchronize()
