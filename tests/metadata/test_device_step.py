@@ -132,6 +132,27 @@ def test_layers_give_the_results_of_a_built_step(backend: str) -> None:
     assert torch.equal(got, expected) and not got[5].any()
 
 
+def test_sinks_count_in_schedules_and_results() -> None:
+    sizes: dict[str, Any] = {"cache_config": vattn.CacheConfig(block_size=BLOCK), "attn_backend": "PLANNED"}
+    sinks = torch.randn(2, BLOCK, 2, 16)
+    layer = vattn.StaticSinkAttention(2, 16, 0.25, BLOCK, sink_key=sinks[0], sink_value=sinks[1], **sizes)
+    with_cache(layer, 12)
+    builder = make_builder(layers=layer)
+    step, inputs = builder.build([2, 1], [9, 5], [[4, 5], [6]]), torch.randn(3, 3, 32)
+    given = by_engine(step)
+    with torch.no_grad():
+        expected = layer(*inputs, metadata=step)
+        step = builder.build_from_tensors(**given)
+        assert torch.equal(layer(*inputs, metadata=step), expected)
+    assert [plan[0].tolist() for plan in step.plans.values()] == [[9 + BLOCK, 5 + BLOCK]]
+
+
+def test_cross_attention_has_no_schedule() -> None:
+    cross = make_config(block_size=BLOCK, backend="PLANNED", attn_type="encoder_decoder", causality="bidirectional")
+    step = make_builder(layers=[cross, planned_config()]).build([1], [1], [[1]])
+    assert list(step.plans) == [vattn.plan_key(planned_config(), "cpu")] != [vattn.plan_key(cross, "cpu")]
+
+
 def test_latent_layers_take_the_plan() -> None:
     usable("TRITON_ATTN")
     torch.manual_seed(0)
@@ -160,7 +181,7 @@ def test_buffers_stay_and_older_steps_are_refused() -> None:
     with pytest.raises(MetadataError, match="step 1 of a builder"), vattn.forward_context(first):
         pass
     step = builder.build_from_tensors(**given)
-    with pytest.raises(MetadataError, match="call build"):
+    with pytest.raises(MetadataError, match="a step of build_from_tensors"):
         builder.advance(step, [])
 
 

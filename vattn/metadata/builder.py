@@ -435,6 +435,8 @@ class AttentionMetadataBuilder:
         what = f"metadata of type {type(metadata).__name__} that is not this builder's newest step itself"
         if built is not None and built.rewritten is not None:
             what = built.rewritten
+        elif built is not None and built.lineage is self._lineage and self._built is None:
+            what = "a step of build_from_tensors(), without lengths on the host"
         return MetadataError(
             f"advance() after {what}",
             "the metadata itself that build() or advance() of this builder returned last",
