@@ -115,6 +115,18 @@ def test_any_memory_runs_on_the_same_kernel_with_the_same_results(layer: str, st
 
 
 @pytest.mark.parametrize("step", list(STEPS))
+def test_keys_by_tokens_with_values_by_heads(step: str, kernels: list[str]) -> None:
+    batch = batch_of_row(Row(BASE, STEPS[step], padding=(0, 0)), "TRITON_ATTN", device="cuda", seed=3)
+    value = batch.args.value_cache.transpose(1, 2).contiguous().transpose(1, 2)
+    batch.args = batch.args._replace(value_cache=value)
+    call(batch.args)
+    # Clusters want equal strides of both.
+    assert kernels == ["decode" if step == "decode" else KERNELS[step]]
+    result = on_cpu(batch)
+    compare(result, *result.expected())
+
+
+@pytest.mark.parametrize("step", list(STEPS))
 def test_rows_beside_multiples_of_16_bytes_run_on_the_general_kernel(step: str, kernels: list[str]) -> None:
     batch = batch_of_row(Row(BASE, STEPS[step], padding=(0, 0)), "TRITON_ATTN", device="cuda", seed=3)
     key, value = placed(batch.args.key_cache, batch.args.value_cache, "2LBNHD", padding=4)

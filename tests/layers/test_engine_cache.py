@@ -59,11 +59,18 @@ def vllm_views(order: str) -> Callable[[Tensor], Views]:
     return views
 
 
+def heads_first(part: Tensor) -> Tensor:
+    """Return the memory of `[B, N, H, D]` as blocks in which heads come before tokens."""
+    return part.view(NUM_BLOCKS, KV_HEADS, BLOCK, SIZE).transpose(1, 2)
+
+
 ENGINES: dict[str, tuple[str, Callable[[Tensor], Views]]] = {
     "apart": ("2BNHD", lambda pool: (pool[0], pool[1])),
     "nano-vllm": ("2LBNHD", lambda pool: (pool[0, LAYER], pool[1, LAYER])),
     "sglang": ("L2BNHD", lambda pool: (pool[LAYER, 0], pool[LAYER, 1])),
     "side by side": ("BN2HD", lambda pool: (pool[:, :, 0], pool[:, :, 1])),
+    "NHD keys, HND values": ("2BNHD", lambda pool: (pool[0], heads_first(pool[1]))),
+    "HND keys, NHD values": ("2BNHD", lambda pool: (heads_first(pool[0]), pool[1])),
     "heads first": ("BL2HND", lambda pool: (pool[:, LAYER, 0].transpose(1, 2), pool[:, LAYER, 1].transpose(1, 2))),
     **{name: (name, vllm_views(name)) for name in ("LBNHC", "LBHNC", "BLHNC", "BLNHC", "LHBNC", "BHLNC")},
 }
@@ -193,6 +200,8 @@ def test_backends_that_read_no_gaps_refuse_them(restricted: Callable[..., None])
     bound("apart", attn_backend="TORCH_SDPA")
     with pytest.raises(UnsupportedRequestError, match=r"TORCH_SDPA cannot run .* gaps between the blocks"):
         bound("side by side", attn_backend="TORCH_SDPA")
+    with pytest.raises(UnsupportedRequestError, match="keys in another order than values"):
+        bound("NHD keys, HND values", attn_backend="TORCH_SDPA")
     if selector.get_backend("TRITON_ATTN").problem() is None and DeviceInfo.of("cpu").triton_interpreter:
         assert bound("side by side")[0].config.backend == "TRITON_ATTN"  # type: ignore[union-attr]
 
@@ -224,7 +233,7 @@ def test_explain_says_how_a_layers_cache_lies() -> None:
     explained, config = vattn.explain(layer), layer.config
     assert config is not None and explained == vattn.explain(config, "cpu", views)
     assert explained.chosen == config.backend
-    assert "cache  : gaps between blocks, tokens or heads, rows at multiples of 16 bytes" in str(explained)
+    assert "cache  : gaps between blocks, tokens or heads, or keys and values in two orders, rows at" in str(explained)
     narrow = torch.zeros(2, NUM_BLOCKS, BLOCK, KV_HEADS, SIZE + 2)[..., :SIZE]
     layer.bind_kv_cache(narrow[0], narrow[1])
     notes = vattn.explain(config.replace(backend="TRITON_ATTN"), "sm_90", layer.cache_views()).notes

@@ -53,7 +53,7 @@ def test_a_request_as_a_string(capsys) -> None:
         (
             ["--cache-strides", "4096", "256", "132", "--num-heads", "2"],
             0,
-            "gaps between blocks, tokens or heads, rows",
+            "gaps between blocks, tokens or heads, or",
         ),
         (["--cache-strides", "4096", "256", "128", "--num-heads", "2"], 0, "cache  : no gaps between"),
     ],

@@ -168,7 +168,10 @@ class Capabilities:
         """Return what of the memory of a cache is not allowed; empty if kernels can read it."""
         found = []
         if not (self.strided_caches or memory.dense):
-            found.append("gaps between the blocks, tokens or heads of a cache (reads memory without gaps)")
+            found.append(
+                "gaps between the blocks, tokens or heads of a cache, or keys in another order than values (reads one order "
+                "without gaps)"
+            )
         if memory.row_alignment < self.row_alignment:
             found.append(
                 f"rows of a cache at multiples of {memory.row_alignment} bytes (reads multiples of "

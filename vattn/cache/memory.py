@@ -15,7 +15,8 @@ class CacheMemory:
     """What kernels ask of the memory of a cache.
 
     Attributes:
-        dense: whether blocks, tokens and heads follow each other without gaps, heads before tokens or after them.
+        dense: whether blocks, tokens and heads follow each other without gaps, heads before tokens or after them, of
+            keys as of values.
         row_alignment: bytes, up to 16; each row starts at a multiple of it.
         whole_rows: of latents, whether blocks lie a whole number of rows apart.
     """
@@ -36,9 +37,9 @@ class CacheMemory:
             starts |= view.storage_offset() * view.itemsize if view.is_meta else view.data_ptr()
             for stride, size in zip(view.stride()[:-1], view.shape[:-1], strict=True):
                 starts |= stride * view.itemsize if size > 1 else 0
-        dense = all(
-            view.is_contiguous() or (view.dim() == 4 and view.transpose(1, 2).is_contiguous()) for view in views
-        )
+        in_order = [view.is_contiguous() for view in views]
+        heads_first = [view.dim() == 4 and view.transpose(1, 2).is_contiguous() for view in views]
+        dense = all(in_order) or all(heads_first)
         whole_rows = key_cache.dim() != 3 or key_cache.shape[0] == 1 or key_cache.stride(0) % key_cache.stride(1) == 0
         return CacheMemory(dense, ALIGNED if starts == 0 else min(ALIGNED, starts & -starts), whole_rows)
 
@@ -52,5 +53,5 @@ class CacheMemory:
         return found
 
     def __str__(self) -> str:
-        gaps = "no gaps" if self.dense else "gaps"
-        return f"{gaps} between blocks, tokens or heads, rows at multiples of {self.row_alignment} bytes"
+        gaps = "" if self.dense else ", or keys and values in two orders"
+        return f"{'no gaps' if self.dense else 'gaps'} between blocks, tokens or heads{gaps}, rows at multiples of {self.row_alignment} bytes"
