@@ -169,8 +169,8 @@ class Capabilities:
         found = []
         if not (self.strided_caches or memory.dense):
             found.append(
-                "gaps between the blocks, tokens or heads of a cache, or keys in another order than values (reads one order "
-                "without gaps)"
+                "gaps between the blocks, tokens or heads of a cache, or keys in another order than values (reads one "
+                "order without gaps)"
             )
         if memory.row_alignment < self.row_alignment:
             found.append(

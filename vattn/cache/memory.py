@@ -53,5 +53,5 @@ class CacheMemory:
         return found
 
     def __str__(self) -> str:
-        gaps = "" if self.dense else ", or keys and values in two orders"
-        return f"{'no gaps' if self.dense else 'gaps'} between blocks, tokens or heads{gaps}, rows at multiples of {self.row_alignment} bytes"
+        gaps, orders = ("no gaps", "") if self.dense else ("gaps", ", or keys and values in two orders")
+        return f"{gaps} between blocks, tokens or heads{orders}, rows at multiples of {self.row_alignment} bytes"
