@@ -86,7 +86,8 @@ class Proof:
         Raises:
             UnsupportedRequestError: something differs; the text says what.
         """
-        num_blocks = 2 + -(-LONGEST // block_size)
+        short = -(-SHORT // block_size)
+        num_blocks = 1 + short + -(-LONGEST // block_size)
         allocation, packed.kv_cache = packed.allocate(num_blocks=num_blocks), None
         for module in self.modules.values():
             layer: Any = module._modules[NAME]
@@ -96,7 +97,7 @@ class Proof:
         length = len(self.requests[0])
         builder = AttentionMetadataBuilder(2, length + SHORT, length, layers=packed)
         blocks = list(range(1, num_blocks))
-        tables = [blocks[:0:-1], blocks[:1]]
+        tables = [blocks[: short - 1 : -1], blocks[:short]]
         cut = length * 3 // 7
         for parts in (((0, cut), (0, SHORT - 1)), ((cut, length), (SHORT - 1, SHORT))):
             self._parts = parts
