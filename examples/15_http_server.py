@@ -195,7 +195,7 @@ class Guard:
         call, gone = asyncio.ensure_future(self.app(scope, replay, send)), asyncio.ensure_future(receive())
         try:
             # A call ends in time by itself, unless its client reads nothing.
-            await asyncio.wait({call, gone}, timeout=self.limits.seconds + 5, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({call, gone}, timeout=1.5 * self.limits.seconds, return_when=asyncio.FIRST_COMPLETED)
         finally:
             call.cancel()
             gone.cancel()

@@ -90,6 +90,10 @@ def test_a_blocks_of_equal_tokens_after_other_beginnings_are_not_shared(engine: 
         finish(runner)
         assert request.output == greedy(plain, request.prompt, 6)
     assert [request.reused for request in requests] == [0, 0, 32]
+    whole = runner.add(engine.Request([*b"x" * 16, *block], 6))
+    finish(runner)
+    assert whole.output == greedy(plain, whole.prompt, 6)
+    assert whole.reused == 16, "the last token is computed, for its logits"
 
 
 def test_a_seed_gives_one_text(engine: Any, model: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import os
@@ -310,6 +311,24 @@ def test_time_ends_a_body_that_does_not_come(server: Any, monkeypatch: pytest.Mo
         connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{")
         connection.settimeout(10)
         assert b" 408 " in connection.recv(1000)
+
+
+def test_a_client_that_reads_nothing_does_not_stay() -> None:
+    example, messages, ended = load_example(), [{"type": "http.request", "body": b"{}"}], []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        assert (await receive())["body"] == b"{}"
+        try:
+            await asyncio.Event().wait()  # as a write that the client never takes
+        finally:
+            ended.append(True)
+
+    async def receive() -> Any:
+        return messages.pop() if messages else await asyncio.Event().wait()
+
+    guard = example.Guard(app, example.Limits(seconds=0.1))
+    asyncio.run(asyncio.wait_for(guard({"type": "http", "path": "/"}, receive, None), 10))
+    assert ended == [True] and guard.clients == 0
 
 
 def test_keys_separate_tenants(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
