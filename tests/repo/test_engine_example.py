@@ -84,12 +84,12 @@ def test_tokens_are_transformers_own(engine: Any, model: Any, plain: Any, graph_
 def test_a_blocks_of_equal_tokens_after_other_beginnings_are_not_shared(engine: Any, model: Any, plain: Any) -> None:
     runner = engine.Engine(model)
     block = list(b"0123456789abcdef")
-    requests = [engine.Request([*beginning, *block, 40], 6) for beginning in (b"x" * 16, b"y" * 16, b"x" * 16)]
+    requests = [engine.Request([*beginning, *block, 40], 6) for beginning in (b"x" * 16, b"y" * 16, b"", b"x" * 16)]
     for request in requests:
         runner.add(request)
         finish(runner)
         assert request.output == greedy(plain, request.prompt, 6)
-    assert [request.reused for request in requests] == [0, 0, 32]
+    assert [request.reused for request in requests] == [0, 0, 0, 32]
     whole = runner.add(engine.Request([*b"x" * 16, *block], 6))
     finish(runner)
     assert whole.output == greedy(plain, whole.prompt, 6)
