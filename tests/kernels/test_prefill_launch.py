@@ -124,7 +124,7 @@ def test_tensor_maps_describe_any_memory(dtype: torch.dtype, block_size: int) ->
         sizes = {"B": 5, "N": block_size, "H": 2, "L": 3}
         pool = torch.zeros(*(sizes[name] for name in order), 256, dtype=torch.uint8 if dtype.itemsize == 1 else dtype)
         cache = layer_of(pool, order)[..., 128:]
-        boxes = prefill_launch.cache_boxes(cache.view(dtype), config, TileConfig(), False)
+        boxes = prefill_launch.cache_boxes(cache.view(dtype), config, TileConfig(), "any")
         assert boxes.block_shape == [1, 1, min(block_size, 128), 128 // dtype.itemsize]
         cache.as_strided(boxes.shape, boxes.strides)[3, 1, 7, 5] = 1
         assert cache[3, 7, 1, 5] == 1 and pool.sum() == 1
@@ -135,17 +135,27 @@ def test_tensor_maps_take_any_stride_of_a_dimension_of_size_1() -> None:
     call = prefill_call()
     call.key_cache = call.value_cache = cache
     assert decode_fast.has_boxes(call)
-    prefill_launch.cache_boxes(cache, make_config(**LLAMA), TileConfig(), False)
+    prefill_launch.cache_boxes(cache, make_config(**LLAMA), TileConfig(), "any")
 
 
-def test_heads_without_gaps_share_a_dimension_with_their_columns() -> None:
-    pool = torch.zeros(5, 3, 64, 2, 128).bfloat16()
-    cache = pool[:, 1]
-    assert prefill_launch.is_dense(cache) and not prefill_launch.is_dense(pool.transpose(2, 3)[:, 1])
-    boxes = prefill_launch.cache_boxes(cache, make_config(**LLAMA, block_size=64), TileConfig(), True)
-    assert boxes.block_shape == [1, 64, 64]
-    cache.as_strided(boxes.shape, boxes.strides)[3, 7, 128 + 5] = 1
-    assert cache[3, 7, 1, 5] == 1
+def test_maps_of_caches_without_gaps_have_a_dimension_less() -> None:
+    config = make_config(**LLAMA, block_size=64)
+    for order, kind, place in (
+        ("BNH", "tokens", (3, 7, 128 + 5)), ("BLNH", "tokens", (3, 7, 128 + 5)), ("BHN", "heads", (3 * 2 + 1, 7, 5)),
+        ("LBHN", "heads", (3 * 2 + 1, 7, 5)), ("BLHN", "any", (3, 1, 7, 5)), ("HBN", "any", (3, 1, 7, 5)),
+    ):  # fmt: skip
+        sizes = {"B": 5, "N": 64, "H": 2, "L": 3}
+        pool = torch.zeros(*(sizes[name] for name in order), 128).bfloat16()
+        letters = order.replace("L", "")
+        cache = pool.select(order.index("L"), 1) if "L" in order else pool
+        cache = cache.permute(*(letters.index(name) for name in "BNH"), 3)
+        assert prefill_launch.map_of(cache, cache) == kind
+        boxes = prefill_launch.cache_boxes(cache, config, TileConfig(), kind)
+        assert boxes.block_shape == [1] * (len(place) - 2) + [64, 64]
+        cache.as_strided(boxes.shape, boxes.strides)[place] = 1
+        assert cache[3, 7, 1, 5] == 1 and pool.sum() == 1
+    tokens, heads = torch.zeros(5, 64, 2, 128), torch.zeros(5, 2, 64, 128).transpose(1, 2)
+    assert prefill_launch.map_of(tokens, heads) == prefill_launch.map_of(heads, tokens) == "any"
 
 
 def test_products() -> None:
@@ -240,7 +250,7 @@ def test_row_tiles_are_taken_late_where_they_are_few() -> None:
 def test_tensor_maps_of_fp8_caches_have_whole_rows() -> None:
     config = make_config(**{**LLAMA, "kv_cache_dtype": "fp8_e4m3"}, block_size=256)
     cache = torch.zeros(5, 256, 2, 128, dtype=torch.float8_e4m3fn)
-    boxes = prefill_launch.cache_boxes(cache, config, TileConfig(), True)
+    boxes = prefill_launch.cache_boxes(cache, config, TileConfig(), "tokens")
     assert boxes.block_shape == [1, 128, 128] and boxes.shape == [5, 256, 256]
 
 

@@ -48,6 +48,7 @@ def all_launches() -> Iterator[Launch]:
     yield from _prompts()
     yield from _between_decode_and_prefill()
     yield from _narrow_windows()
+    yield from _side_by_side()
     yield from _fp4_rows()
     yield from _linears()
 
@@ -56,10 +57,13 @@ def _layer(heads: int, size: int, dtype: str, **changes: Any) -> AttentionConfig
     return AttentionConfig(heads, 8, size, size, size**-0.5, dtype, **{"kv_cache_dtype": dtype, **changes})
 
 
-def _prefill(config: AttentionConfig, tiles: TileConfig, early: bool = False) -> Iterator[Launch]:
+def _prefill(config: AttentionConfig, tiles: TileConfig, early: bool = False, gaps: bool = False) -> Iterator[Launch]:
     if launch.refusals(config, HOPPER):
         return
     args = paged_arguments(config, 160, 2, 48, 6)
+    if gaps:
+        wide = args.key_cache.new_empty(*args.key_cache.shape[:3], 2 * config.head_size)
+        args = args._replace(key_cache=wide[..., : config.head_size], value_cache=wide[..., config.head_size :])
     call = partial(launch.launch, args, config, integers(9, 8), args.output, 132, tiles, early)
     yield from record(f"{tiles} {config.encode()}", "sm_90", call, SPILLS)
 
@@ -95,6 +99,14 @@ def _narrow_windows() -> Iterator[Launch]:
         config = _layer(64, 64, "bfloat16", block_size=16, **{**cache, **features, "sliding_window": 128})
         if launch.sees_few_keys(config):
             yield from _prefill(config, launch.choose_tiles(config, 8192, 1, 132))
+
+
+def _side_by_side() -> Iterator[Launch]:
+    """Yield prompts, and steps with few rows, over keys and values side by side."""
+    for size, cache in itertools.product(launch.HEAD_SIZES.values, CACHES):
+        config = _layer(32, size, "bfloat16", block_size=16, **cache)
+        yield from _prefill(config, TileConfig(2), gaps=True)
+        yield from _prefill(config, TileConfig(2, launch.packs(config), ahead=True), early=True, gaps=True)
 
 
 def _fp4_rows() -> Iterator[Launch]:

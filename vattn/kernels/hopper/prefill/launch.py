@@ -263,7 +263,7 @@ def launch(
     if output is not args.output:
         config = config.with_plain_output()
     key, value = key_value_views(args.key_cache, args.value_cache, config)
-    query, cache, dense = args.query, products_of(config), is_dense(key) and is_dense(value)
+    query, cache, kind = args.query, products_of(config), map_of(key, value)
     if cache != "plain":
         key, value = key.view(torch.float8_e4m3fn), value.view(torch.float8_e4m3fn)
     aligned = 16 // query.itemsize
@@ -279,14 +279,14 @@ def launch(
     counter = torch.zeros(1, dtype=torch.int32, device=query.device)
     items = items_of(config, query.shape[0], args.seq_lens.shape[0], tiles)
     prefill_kernel[(min(ctas * tiles.residents, items),)](
-        query_boxes=query_boxes(query, tiles.pack), key_boxes=cache_boxes(key, config, tiles, dense),
-        value_boxes=cache_boxes(value, config, tiles, dense),
+        query_boxes=query_boxes(query, tiles.pack), key_boxes=cache_boxes(key, config, tiles, kind),
+        value_boxes=cache_boxes(value, config, tiles, kind),
         output=as_bytes(output), lse=args.lse, block_scale=scales, scale_stride=strides[0], group_stride=strides[1],
         sinks=args.sinks, q_scale=args.q_scale, k_scale=args.k_scale, v_scale=args.v_scale,
         output_scale=args.output_scale, schedule=schedule, counter=counter, block_table=args.block_table,
         table_stride=args.block_table.stride(0), table_width=args.block_table.shape[1], num_blocks=key.shape[0],
         query_head_stride=query.stride(1), scale=scale, soft_cap=soft_cap, EARLY=early,
-        SHAPE=shape_of(config, tiles, takes_late(config, tiles, items, ctas), dense), **launch_options(config, tiles),
+        SHAPE=shape_of(config, tiles, takes_late(config, tiles, items, ctas), kind), **launch_options(config, tiles),
     )  # fmt: skip
 
 
@@ -327,8 +327,8 @@ def takes_late(config: AttentionConfig, tiles: TileConfig, items: int, ctas: int
     return items <= LATE_BELOW * ctas and not tiles.ahead and tiles.groups < 3 and config.head_size < 256
 
 
-def shape_of(config: AttentionConfig, tiles: TileConfig, late: bool, dense: bool = True) -> Shape:
-    """Return what the kernel is specialised for; `late`: see `takes_late`, `dense`: see `is_dense`."""
+def shape_of(config: AttentionConfig, tiles: TileConfig, late: bool, kind: str = "any") -> Shape:
+    """Return what the kernel is specialised for; `late`: see `takes_late`, `kind`: see `map_of`."""
     cache = products_of(config)
     stages, raw_stages = ring_sizes(config, tiles)
     wide = config.head_size == 256 and cache != "native" and tiles.groups == 2
@@ -342,7 +342,7 @@ def shape_of(config: AttentionConfig, tiles: TileConfig, late: bool, dense: bool
         KEYS=key_tile(config, tiles),
         BLOCK_SIZE=config.block_size,
         BOX=box_tokens(config, tiles),
-        DENSE=dense,
+        MAP=kind,
         WINDOW=config.sliding_window or 0,
         SOFT_CAP=config.logits_soft_cap is not None,
         STAGES=stages,
@@ -421,20 +421,26 @@ def query_boxes(query: Tensor, pack: int = 1) -> TensorDescriptor:
     return TensorDescriptor(query, [tokens, columns], [query.stride(0), 1], [GROUP_ROWS.value, width], layout)
 
 
-def is_dense(cache: Tensor) -> bool:
-    """Return whether the heads of a token of keys or values follow each other without gaps."""
-    return cache.stride(2) == cache.shape[3]
+def map_of(*views: Tensor) -> str:
+    """Return how tensor maps hold keys and values `[blocks, block_size, K, D]`, which must be the same for both.
 
-
-def cache_boxes(cache: Tensor, config: AttentionConfig, tiles: TileConfig, dense: bool) -> TensorDescriptor:
-    """Return a tensor map over keys or values `[blocks, block_size, K, D]` with boxes of one panel of a block.
-
-    A dimension for heads costs an instruction a box, 1 % of the time with blocks of 16 tokens.
+    - "tokens": the heads of a token follow each other without gaps, as columns of one row;
+    - "heads": those of a block do and blocks too, so heads of all blocks are one dimension;
+    - "any": blocks and heads are two dimensions. That costs an instruction a box, 1 % of the time with small blocks.
     """
+    if all(view.stride(2) == view.shape[3] for view in views):
+        return "tokens"
+    return "heads" if all(view.stride(0) == view.shape[2] * view.stride(2) for view in views) else "any"
+
+
+def cache_boxes(cache: Tensor, config: AttentionConfig, tiles: TileConfig, kind: str) -> TensorDescriptor:
+    """Return a tensor map over keys or values `[blocks, block_size, K, D]` with boxes of one panel of a block."""
     blocks, block_size, heads, width = cache.shape
-    shape, strides = decode_fast.map_dimensions(cache)
-    if dense:
-        shape, strides = [blocks, block_size, heads * width], [strides[0], strides[2], 1]
-    box = [box_tokens(config, tiles), min(width, 128 // cache.itemsize)]
-    ones = [1] * (len(shape) - 2)
-    return TensorDescriptor(cache, shape, strides, ones + box, panels(cache.itemsize, width, len(shape)))
+    shape, (by_block, by_head, by_token, _) = decode_fast.map_dimensions(cache)
+    strides = [by_block, by_head, by_token, 1]
+    if kind == "tokens":
+        shape, strides = [blocks, block_size, heads * width], [by_block, by_token, 1]
+    elif kind == "heads":
+        shape, strides = [blocks * heads, block_size, width], [by_head, by_token, 1]
+    box = [1] * (len(shape) - 2) + [box_tokens(config, tiles), min(width, 128 // cache.itemsize)]
+    return TensorDescriptor(cache, shape, strides, box, panels(cache.itemsize, width, len(shape)))

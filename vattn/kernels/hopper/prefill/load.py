@@ -48,11 +48,11 @@ def find_blocks(
 
 @gluon.jit
 def load_tile(
-    boxes, memory, ready, blocks, key_tile, head, seq_len, BOX: gl.constexpr, BOXES: gl.constexpr, D: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr, DENSE: gl.constexpr,
+    boxes, memory, ready, blocks, key_tile, head, seq_len, BOX: gl.constexpr, BOXES: gl.constexpr,
+    KV_HEADS: gl.constexpr, D: gl.constexpr, BLOCK_SIZE: gl.constexpr, MAP: gl.constexpr,
 ):  # fmt: skip
     """Load the boxes of one tile of keys or values, panel by panel."""
-    PANEL: gl.constexpr = boxes.block_shape[2 if DENSE else 3]
+    PANEL: gl.constexpr = boxes.block_shape[3 if MAP == "any" else 2]
     PANELS: gl.constexpr = D // PANEL
     parts = as_boxes(memory, boxes, PANELS * BOXES)
     ids = as_words(blocks, BOXES)
@@ -62,8 +62,10 @@ def load_tile(
         row = token % BLOCK_SIZE + gl.minimum(seq_len - token - BOX, 0)
         for panel in gl.static_range(PANELS):
             part = parts.index(panel * BOXES + box)
-            if DENSE:
+            if MAP == "tokens":
                 load_box(boxes, [block, row, head * D + panel * PANEL], ready, part)
+            elif MAP == "heads":
+                load_box(boxes, [block * KV_HEADS + head, row, panel * PANEL], ready, part)
             else:
                 load_box(boxes, [block, head, row, panel * PANEL], ready, part)
 
@@ -81,7 +83,7 @@ def produce(arguments, SHAPE: gl.constexpr):
     PACK: gl.constexpr = SHAPE.PACK
     KEYS: gl.constexpr = SHAPE.KEYS
     BLOCK_SIZE: gl.constexpr = SHAPE.BLOCK_SIZE
-    DENSE: gl.constexpr = SHAPE.DENSE
+    MAP: gl.constexpr = SHAPE.MAP
     WINDOW: gl.constexpr = SHAPE.WINDOW
     GROUPS: gl.constexpr = SHAPE.GROUPS
     KEY_STAGES: gl.constexpr = SHAPE.RAW_STAGES if SHAPE.CACHE == "widened" else SHAPE.STAGES
@@ -146,13 +148,13 @@ def produce(arguments, SHAPE: gl.constexpr):
                     mbarrier.expect(key_full.index(stage), TILE_BYTES)
                     load_tile(
                         key_boxes, keys.index(stage), key_full.index(stage), blocks, key_tile, kv_head, seq_len, BOX,
-                        BOXES, D, BLOCK_SIZE, DENSE,
+                        BOXES, KV_HEADS, D, BLOCK_SIZE, MAP,
                     )  # fmt: skip
                     stage = step % VALUE_STAGES
                     mbarrier.wait(value_empty.index(stage), ((step // VALUE_STAGES) & 1) ^ 1)
                     mbarrier.expect(value_full.index(stage), TILE_BYTES)
                     load_tile(
                         value_boxes, values.index(stage), value_full.index(stage), blocks, key_tile, kv_head, seq_len,
-                        BOX, BOXES, D, BLOCK_SIZE, DENSE,
+                        BOX, BOXES, KV_HEADS, D, BLOCK_SIZE, MAP,
                     )  # fmt: skip
                     step += 1

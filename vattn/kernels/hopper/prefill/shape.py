@@ -15,7 +15,7 @@ class Shape(NamedTuple):
         KEYS: tokens of a key tile.
         BLOCK_SIZE: of the cache.
         BOX: tokens of a box, which is part of one block and of one key tile.
-        DENSE: whether the heads of a token follow each other without gaps: tensor maps are smaller then.
+        MAP: how tensor maps hold the cache, `launch.map_of`.
         WINDOW: 0 for none.
         SOFT_CAP: whether scores are capped.
         STAGES, RAW_STAGES: tiles of keys and values under way, as they are multiplied and as they are loaded.
@@ -44,7 +44,7 @@ class Shape(NamedTuple):
     KEYS: int
     BLOCK_SIZE: int
     BOX: int
-    DENSE: bool
+    MAP: str
     WINDOW: int
     SOFT_CAP: bool
     STAGES: int
