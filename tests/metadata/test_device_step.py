@@ -231,6 +231,30 @@ def test_what_the_host_sees_is_refused_and_changes_nothing(name: str) -> None:
         pass
 
 
+@pytest.mark.parametrize("backend", ["TORCH_SDPA", "TRITON_ATTN", "PLANNED"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_tensors_may_stay_where_they_are(backend: str, dtype: torch.dtype) -> None:
+    cache_config = vattn.CacheConfig(block_size=BLOCK)
+    layer = with_cache(vattn.Attention(2, 16, 0.25, attn_backend=usable(backend), cache_config=cache_config), 12)
+    builder, inputs = make_builder(layers=layer), torch.randn(3, 6, 32)
+    step = builder.build([1, 4], [17, 4], [[7, 3, 9], [5]], num_tokens_padded=6)
+    given = {name: tensor.contiguous().to(dtype) for name, tensor in by_engine(step, tokens=1).items()}
+    plans = {key: plan.clone() for key, plan in step.plans.items()}
+    with torch.no_grad():
+        expected = layer(*inputs, metadata=step)
+        step = builder.build_from_tensors(**given, copy=False)
+        assert torch.equal(layer(*inputs, metadata=step), expected)
+    builder.check(step)
+    assert all(getattr(step, name).data_ptr() == tensor.data_ptr() for name, tensor in given.items())
+    assert step.plans.keys() == plans.keys() and all(torch.equal(step.plans[key], plans[key]) for key in plans)
+    for change, why in (
+        ({"causal": torch.ones(2, dtype=torch.bool)}, "causal is bool .* Allowed: int32"),
+        ({"num_tokens_padded": 8}, "copy=False with padded sizes"),
+    ):
+        with unchanged(step), pytest.raises(MetadataError, match=why):
+            builder.build_from_tensors(**{**given, "copy": False, **change})
+
+
 def test_too_many_requests() -> None:
     tensors = torch.zeros(8).int(), torch.zeros(7).int(), torch.zeros(7, 1).int(), torch.zeros(0).long()
     with pytest.raises(MetadataError, match="a step of 7 requests"):

@@ -250,7 +250,7 @@ _DTYPES = {
 }
 
 _ANY_INDEX = (
-    "query_start_loc", "seq_lens", "block_table", "slot_mapping", "encoder_seq_lens", "cross_block_table",
+    "query_start_loc", "seq_lens", "block_table", "slot_mapping", "positions", "encoder_seq_lens", "cross_block_table",
     "cross_slot_mapping",
 )  # fmt: skip
 """Fields that may be int32 or int64."""

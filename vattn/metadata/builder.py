@@ -307,6 +307,7 @@ class AttentionMetadataBuilder:
         num_reqs_padded: int | None = None,
         num_tokens_padded: int | None = None,
         causal: bool | Tensor = True,
+        copy: bool = True,
     ) -> AttentionMetadata:
         """Copy a step's device tensors into the buffers, plan it there, and return views of the buffers.
 
@@ -323,6 +324,8 @@ class AttentionMetadataBuilder:
                 builder allow.
             num_reqs_padded, num_tokens_padded: pad to these sizes; default no padding beyond 2 requests.
             causal: `True` (each layer's own rule), `False` (bidirectional), or `[B]` flags, bools too.
+            copy: `False` leaves the tensors where they are, and makes the schedules alone. Flags are then int32, and
+                nothing is padded: a single request compiles a graph of its own, and so do integers of other dtypes.
 
         Returns:
             Metadata that counts padded requests and tokens of the arguments as real ones. What needs lengths on the
@@ -349,8 +352,10 @@ class AttentionMetadataBuilder:
         self._lineage.check_caches()
         step = read_device_step(
             self._limits, self._buffers.seq_lens.device, query_start_loc, seq_lens, block_table, slot_mapping,
-            positions, causal, max_query_len, max_seq_len,
+            positions, causal, max_query_len, max_seq_len, copy,
         )  # fmt: skip
+        if not copy and (num_reqs_padded is not None or num_tokens_padded is not None):
+            raise MetadataError("copy=False with padded sizes", "tensors that are padded already", "leave one out")
         num_reqs, num_tokens = step.seq_lens.shape[0], step.slot_mapping.shape[0]
         padded_reqs, padded_tokens = max(2, num_reqs), num_tokens
         if num_reqs_padded is not None:
@@ -359,11 +364,15 @@ class AttentionMetadataBuilder:
             padded_tokens = padded_size("tokens", num_tokens, num_tokens_padded, self.max_num_tokens)
         for layer in self._sink_layers:
             layer.write_changed_sinks()
-        metadata = step.describe(self._buffers, padded_reqs, padded_tokens)
+        if copy:
+            metadata = step.describe(self._buffers, padded_reqs, padded_tokens)
+        else:
+            metadata = step.as_given(num_reqs, num_tokens)
         metadata.block_size = self.block_size
         # `advance` needs lengths on the host.
         self._built, metadata._built = None, self._lineage.begin()
-        step.write(metadata)
+        if copy:
+            step.write(metadata)
         self._plans.fill_on_device(metadata)
         metadata.mark_dynamic()
         return metadata

@@ -13,9 +13,8 @@ from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.inputs import over_capacity
 from vattn.metadata.staging import StepBuffers
 from vattn.metadata.step import Limits
+from vattn.ops.index_dtypes import INDEX_DTYPES
 from vattn.quantization.formats import dtype_name
-
-_INTEGERS = (torch.int32, torch.int64)
 
 
 class DeviceStep(NamedTuple):
@@ -32,16 +31,27 @@ class DeviceStep(NamedTuple):
 
     def describe(self, buffers: StepBuffers, num_reqs: int, num_tokens: int) -> AttentionMetadata:
         """Return metadata of the padded sizes as views of a builder's buffers; writes nothing."""
+        return self._replace(
+            query_start_loc=buffers.query_start_loc[: num_reqs + 1],
+            seq_lens=buffers.seq_lens[:num_reqs],
+            block_table=buffers.block_table[:num_reqs],
+            slot_mapping=buffers.slot_mapping[:num_tokens],
+            positions=None if self.positions is None else buffers.positions[:num_tokens],
+            causal=self.causal if isinstance(self.causal, bool) else buffers.causal_flags[:num_reqs],
+        ).as_given(self.seq_lens.shape[0], self.slot_mapping.shape[0])
+
+    def as_given(self, num_reqs: int, num_tokens: int) -> AttentionMetadata:
+        """Return metadata of these tensors themselves, with the numbers of real requests and tokens."""
         # `.data`: as in `StepBuffers.describe`.
         return AttentionMetadata(
-            query_start_loc=buffers.query_start_loc[: num_reqs + 1].data,
-            seq_lens=buffers.seq_lens[:num_reqs].data,
-            block_table=buffers.block_table[:num_reqs].data,
-            slot_mapping=buffers.slot_mapping[:num_tokens].data,
-            positions=None if self.positions is None else buffers.positions[:num_tokens].data,
-            causal=self.causal if isinstance(self.causal, bool) else buffers.causal_flags[:num_reqs].data,
-            num_reqs=self.seq_lens.shape[0],
-            num_actual_tokens=self.slot_mapping.shape[0],
+            query_start_loc=self.query_start_loc.data,
+            seq_lens=self.seq_lens.data,
+            block_table=self.block_table.data,
+            slot_mapping=self.slot_mapping.data,
+            positions=None if self.positions is None else self.positions.data,
+            causal=self.causal if isinstance(self.causal, bool) else self.causal.data,
+            num_reqs=num_reqs,
+            num_actual_tokens=num_tokens,
             max_query_len=self.max_query_len,
             max_seq_len=self.max_seq_len,
         )
@@ -52,8 +62,8 @@ class DeviceStep(NamedTuple):
         to.query_start_loc[: count + 1].copy_(self.query_start_loc)
         if to.seq_lens.shape[0] > count:
             to.query_start_loc[count + 1 :].copy_(self.query_start_loc[count:])
-        width = self.block_table.shape[1]
-        to.block_table[:count, :width].copy_(self.block_table)
+        width = min(self.block_table.shape[1], to.block_table.shape[1])
+        to.block_table[:count, :width].copy_(self.block_table[:, :width])
         if to.block_table.shape[1] > width:
             # A length beyond the table must not reach blocks of an earlier step.
             to.block_table[:count, width:].fill_(-1)
@@ -76,8 +86,13 @@ def read_device_step(
     causal: bool | Tensor,
     max_query_len: int | None,
     max_seq_len: int | None,
+    copy: bool,
 ) -> DeviceStep:
     """Return a step of tensors that go together and fit a builder; their values stay unread.
+
+    Args:
+        copy: whether they will be copied; layers take int32 flags only.
+        ...: as in `AttentionMetadataBuilder.build_from_tensors`.
 
     Raises:
         MetadataError: anything else.
@@ -91,7 +106,7 @@ def read_device_step(
     if positions is not None:
         _check("positions", positions, (num_tokens,), device)
     if not isinstance(causal, bool):
-        _check("causal", causal, (num_reqs,), device, (torch.bool, *_INTEGERS))
+        _check("causal", causal, (num_reqs,), device, (torch.bool, *INDEX_DTYPES) if copy else (torch.int32,))
     if max_query_len is None:
         max_query_len = num_tokens
     if max_seq_len is None:
@@ -117,7 +132,7 @@ def read_device_step(
     return DeviceStep(
         query_start_loc,
         seq_lens,
-        block_table[:, : limits.table_width],
+        block_table,
         slot_mapping,
         positions,
         causal,
@@ -138,7 +153,7 @@ def _check(
     tensor: object,
     shape: tuple[int | None, ...],
     device: torch.device,
-    dtypes: tuple[torch.dtype, ...] = _INTEGERS,
+    dtypes: tuple[torch.dtype, ...] = INDEX_DTYPES,
 ) -> None:
     """Refuse what is no tensor of such a shape on the device; `None` allows any size."""
     sizes = ", ".join("any" if size is None else str(size) for size in shape)
