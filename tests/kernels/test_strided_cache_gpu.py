@@ -50,7 +50,7 @@ OTHERS = ("wide", "window of one head")
 CASES = [(layer, step) for layer in LAYERS for step in STEPS if layer not in OTHERS or step not in ("drafts", "mixed")]
 
 SIDE_BY_SIDE = ("LBHNC", "LBNHC", "LHBNC", "BLHNC", "BLNHC", "BHLNC")
-APART = ("2LBNHD", "LB2NHD", "BL2HND", "2BHLND")
+APART = ("2BHND", "2LBNHD", "LB2NHD", "BL2HND", "2BHLND")
 ORDERS = (*SIDE_BY_SIDE, *APART)
 """Memory by letters: layers, blocks, heads, tokens, keys and values (2), columns of one (D) or of both (C)."""
 
@@ -61,11 +61,13 @@ def placed(key: Tensor, value: Tensor, order: str, padding: int = 0) -> tuple[Te
     sizes = {"L": 3, "B": blocks, "N": tokens, "H": heads, "2": 2, "D": width + padding, "C": 2 * width + padding}
     pool = torch.empty([sizes[name] for name in order], dtype=key.dtype, device=key.device)
     pool.view(torch.uint8).fill_(0xFF)
+    if "L" in order:
+        pool, order = pool.select(order.index("L"), 1), order.replace("L", "")
     if "2" in order:
-        parts = pool.permute([order.index(name) for name in "L2BNHD"])[1]
+        parts = pool.permute([order.index(name) for name in "2BNHD"])
         views = parts[0, ..., :width], parts[1, ..., :width]
     else:
-        both = pool.permute([order.index(name) for name in "LBNHC"])[1]
+        both = pool.permute([order.index(name) for name in "BNHC"])
         views = both[..., :width], both[..., width : 2 * width]
     return views[0].copy_(key), views[1].copy_(value)
 
