@@ -238,7 +238,7 @@ def explain(
         'TORCH_SDPA'
         >>> pool = torch.empty(2, 100, 16, 2, 68, dtype=torch.bfloat16, device="meta")[..., :64]
         >>> vattn.explain(request.replace(backend="FLASH_ATTN"), "sm_90", (pool[0], pool[1])).memory
-        CacheMemory(dense=False, row_alignment=8)
+        CacheMemory(dense=False, row_alignment=8, whole_rows=True)
     """
     if hasattr(request, "cache_views"):
         layer, request = request, request.config
