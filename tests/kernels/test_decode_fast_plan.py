@@ -37,7 +37,8 @@ def make_plan(
     schedule = torch.full((1 + max_items + 3 * num_reqs, 8), -99, dtype=torch.int32)
     chunks = torch.full((3 * num_reqs, 4), -99, dtype=torch.int32) if tokens > 1 or longest else None
     plan_kernel[(1,)](
-        starts, torch.tensor(seq_lens, dtype=torch.int32), schedule, chunks, num_reqs, ctas, waves, max_items,
+        starts, torch.empty_like(starts), torch.tensor(seq_lens, dtype=torch.int32), schedule, chunks,
+        max(num_reqs, sum(query_lens)), num_reqs, ctas, waves, max_items,
         TOKENS=tokens, LONGEST=longest, WINDOW=window, UNIT=unit, REQUESTS=requests,
     )  # fmt: skip
     active, num_splits = schedule[0, :2].tolist()

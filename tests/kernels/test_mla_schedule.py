@@ -178,7 +178,7 @@ def test_merged_splits(way: str) -> None:
     stats = torch.stack((maximum, weights.sum(-1)), -1).contiguous()
     output, lse = torch.full((tokens * heads, latent), 7.0), torch.full((tokens * heads,), 7.0)
     starts = torch.tensor([0, *queries]).cumsum(0).int()
-    given = (schedule, partial, stats, starts, output, lse, most)
+    given = (schedule, partial, stats, starts, output, lse, most, tokens)
     sizes = {"HEADS": heads, "PARTIAL_ROWS": rows, "LATENT": latent, "COLUMNS": 16}
     programs = 7 if "few" in way else len(queries) * rows * 2
     mla_merge_parts_kernel[(programs,)](*given, **sizes, STEP=2 if "few" in way else 16, FULL=full)

@@ -97,7 +97,7 @@ def test_own_code(name: str) -> None:
         lengths = torch.tensor(step.lengths).int()
         program.kernel(
             torch.zeros(()), None, None, None, output, partial, Pointer(starts), Pointer(lengths), Pointer(table),
-            Pointer(schedule), Pointer(output), Pointer(lse), Pointer(partial), Pointer(stats), tokens, len(needed),
+            Pointer(schedule), Pointer(output), Pointer(lse), Pointer(partial), Pointer(stats), tokens,
             blocks, table.shape[1], table.shape[1], step.scale / math.log(2), heads, groups, size, size, step.split,
             rows, 4,
         )  # fmt: skip

@@ -53,7 +53,8 @@ def schedule_of(
     tiles = max_row_tiles(num_tokens, len(query_lens), row_tile)
     schedule = torch.full((1 + 2 * tiles, 8), -99, dtype=torch.int32, device=DEVICE)
     prefill_plan_kernel[(1,)](
-        starts, lengths, schedule, len(query_lens), num_tokens, tiles, WINDOW=window, ROWS=row_tile, LEAST=least,
+        starts, torch.empty_like(starts), lengths, schedule, len(query_lens), num_tokens, tiles, WINDOW=window,
+        ROWS=row_tile, LEAST=least,
         KEYS=KEY_TILE, CHUNK=chunk, REQUESTS=reqs,
     )  # fmt: skip
     count = int(schedule[0, 0])

@@ -11,9 +11,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import vattn.ops.schemas  # noqa: F401  registers the ops
-from tests.kernels.wild import check_attention, with_wild_metadata
+from tests.kernels.decode_support import interpret
+from tests.kernels.wild import Guarded, check_attention, wild, with_wild_metadata
+from tests.layers.mla_support import make_mla_config, random_mla_batch
 from tests.support import make_config, random_packed_batch, random_paged_batch
+from vattn.cache.layout import kv_cache_dtype as kv_cache_dtype_of
+from vattn.cache.layout import kv_cache_shape, op_views
+from vattn.kernels.hopper.decode import launch as decode_fast
+from vattn.kernels.hopper.decode import triton_kernel
+from vattn.kernels.hopper.prefill.schedule import max_row_tiles, prefill_plan_kernel
+from vattn.ops.arguments import CacheUpdateArgs
 from vattn.ops.reference import attention as reference
+from vattn.ops.reference import mla as mla_reference
 from vattn.quantization.codecs import dequantise_output
 
 QUERY_LENS, SEQ_LENS = [3, 1, 0, 9, 1], [20, 33, 4, 9, 0]
@@ -69,3 +78,81 @@ def test_varlen_attention(backend: str, seed: int) -> None:
 
     args = with_wild_metadata(batch.args, seed, 70)
     check_attention(args, call, lambda args: reference.packed_attention(args, config), 1e-5)
+
+
+@pytest.mark.parametrize("backend", ["TORCH_MLA", "TRITON_MLA"])
+@pytest.mark.parametrize("lens", [(QUERY_LENS, SEQ_LENS), ([1, 1, 1, 1, 1], SEQ_LENS), ([1, 30], [33, 31])], ids=str)
+@pytest.mark.parametrize("sparse", [False, True])
+@settings(max_examples=8, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_latent_attention(backend: str, lens: tuple[list[int], list[int]], sparse: bool, seed: int) -> None:
+    config = make_mla_config(lse=True, backend=backend, sparse=sparse, num_heads=5)
+    args = random_mla_batch(config, *lens, padding_tokens=2, padding_reqs=1, topk=6 if sparse else 0)
+    args = args._replace(query=args.query.nan_to_num(), kv_cache=args.kv_cache.nan_to_num())
+
+    def call(args: Any) -> Tensor:
+        torch.ops.vattn.mla_attention(*args)
+        return output_of(args, config)
+
+    args = with_wild_metadata(args, seed, 40)
+    check_attention(args, call, lambda args: mla_reference.attend_latents(args, config), 1e-5)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_decodes_by_a_schedule(seed: int) -> None:
+    config = make_config(num_heads=6, num_kv_heads=2, head_size=64, dtype="float16", lse=True)
+    batch = random_paged_batch(config, DECODES[:3], SEQ_LENS[:3], poison=False, num_padding_tokens=2,
+                               num_padding_reqs=2)  # fmt: skip
+
+    def call(args: Any) -> Tensor:
+        decode_fast.decode(args, config, decode_fast.Tuning(2, 3, 2))
+        return output_of(args, config)
+
+    with pytest.MonkeyPatch.context() as patch:
+        interpret(patch, decode_fast, triton_kernel)
+        args = with_wild_metadata(batch.args, seed, 40)
+        check_attention(args, call, lambda args: reference.paged_attention(args, config), 2e-3)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), tokens=st.integers(1, 40), least=st.sampled_from([1, 3]))
+def test_row_tiles_cover_every_row_once(seed: int, tokens: int, least: int) -> None:
+    """Requests of fewer rows than `least` aside."""
+    rng = torch.Generator().manual_seed(seed)
+    starts = wild(torch.tensor([0, 3, 3, 11, 20, 40]).int().clamp(max=tokens), 0.4, tokens, rng)
+    lengths = wild(torch.tensor([5, 0, 30, 9, 20]).int(), 0.4, 60, rng)
+    tiles = max_row_tiles(tokens, 5, 8)
+    schedule = torch.full((1 + 2 * tiles, 8), -99, dtype=torch.int32)
+    prefill_plan_kernel[(1,)](
+        starts, torch.empty_like(starts), lengths, schedule, 5, tokens, tiles, WINDOW=7, ROWS=8, LEAST=least, KEYS=16,
+        CHUNK=16, REQUESTS=16,
+    )  # fmt: skip
+    times = torch.zeros(tokens, dtype=torch.int32)
+    spans = reference.ranges(starts, tokens)
+    for start, end in spans:
+        if end - start < least:
+            times[start:end] += 1
+    for request, row, rows, _, seq_len, first, end, _ in schedule[1 : 1 + int(schedule[0, 0])].tolist():
+        assert 0 <= request < 5 and row >= 0 and 0 < rows <= 8 and row + rows <= tokens and 0 <= first <= end
+        assert seq_len < 0 or spans[request][0] <= row < row + rows <= spans[request][1]
+        times[row : row + rows] += 1
+    assert bool((times == 1).all())
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["float32", "fp8_e4m3", "int8_per_token_head"])
+def test_slots_out_of_range_write_nothing(kv_cache_dtype: str) -> None:
+    config = make_config(kv_cache_dtype=kv_cache_dtype, backend="TRITON_ATTN", head_size=32)
+    storage = torch.zeros(kv_cache_shape(config, 3), dtype=kv_cache_dtype_of(config))
+    size = 3 * config.block_size
+    slots = torch.tensor([5, -1, size, 2**31 - 1, -(2**31), 2**63 - 1, -(2**63), size - 1, -size])
+    rows = torch.randn(len(slots), config.num_kv_heads, config.head_size)
+    scale = torch.ones(1) if config.kv_scale != "none" else None
+    args = CacheUpdateArgs(rows, rows + 1, *op_views(storage, config), slots, scale, scale, config.encode())
+    guarded = Guarded(args)
+    torch.ops.vattn.kv_cache_update(*guarded.args)
+    guarded.check(may_change=("key_cache", "value_cache"))
+    valid = (slots >= 0) & (slots < size)
+    reference.kv_cache_update(args._replace(key=rows[valid], value=rows[valid] + 1, slot_mapping=slots[valid]), config)
+    for got, expected in zip((guarded.args.key_cache, guarded.args.value_cache), args[2:4], strict=True):
+        assert got is expected is None or torch.equal(got.view(torch.uint8), expected.view(torch.uint8))

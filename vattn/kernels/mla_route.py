@@ -17,11 +17,12 @@ from vattn.kernels.hopper.mla import launch as hopper
 from vattn.kernels.hopper.mla import prefill_launch as hopper_prefill
 from vattn.kernels.hopper.mla import sparse_launch as hopper_sparse
 from vattn.kernels.triton.attention.launch import finish
+from vattn.kernels.triton.common.offsets import bounded_step
 from vattn.kernels.triton.common.tiles import Limits
 from vattn.kernels.triton.mla.absorb_rule import has_prompts, longest_absorbed, most_aligned
 from vattn.kernels.triton.mla.epilogue import clear_scales, kind_of
 from vattn.kernels.triton.mla.launch import attend_latents, quantise_query
-from vattn.kernels.triton.mla.plan_layout import MIXED, lay_line, line_in, line_room, line_shape, tiles_in
+from vattn.kernels.triton.mla.plan_layout import MIXED, lay_line, tiles_in, tiles_shape
 from vattn.kernels.triton.mla.prefill import attend_prompts, complete_requests, cut_line
 from vattn.kernels.triton.mla.projection import project_output, project_to, spans_heads
 from vattn.ops.arguments import PlanArgs
@@ -29,8 +30,6 @@ from vattn.ops.arguments_mla import MLAAttentionArgs
 from vattn.ops.reference.attention import write_results
 from vattn.ops.reference.mla_absorb import absorb, key_and_value_weights, project_values, take_to_latents, weight_values
 from vattn.quantization.formats import MODEL_DTYPES
-
-_ALL_KEYS = 1 << 30
 
 
 def missed(config: MLAConfig, device: DeviceInfo, memory: CacheMemory | None = None) -> dict[str, list[str]]:
@@ -83,7 +82,7 @@ def _attend_short(
     elif may_use_hopper and hopper.accepts(absorbed, args, config):
         latent = hopper.attend_latents(absorbed, args, config)
     else:
-        latent = attend_latents(absorbed, args, config, limits)
+        latent = attend_latents(absorbed, _bounded(args), config, limits)
     if config.output_format == "none":
         project_values(latent, w_uv, args.output)
     elif spans_heads(config):
@@ -94,11 +93,18 @@ def _attend_short(
         project_output(latent, w_uv, args, config, limits)
 
 
+def _bounded(args: MLAAttentionArgs) -> MLAAttentionArgs:
+    """Return arguments whose offsets are in order and whose lengths fit int32, whatever they were."""
+    starts, lengths = bounded_step(args.query_start_loc, args.seq_lens, args.query.shape[0])
+    return args._replace(query_start_loc=starts, seq_lens=lengths)
+
+
 def attend_mixed(
     args: MLAAttentionArgs, weight: Tensor, config: MLAConfig, limits: Limits, may_use_hopper: bool = False
 ) -> None:
     """Attend a step in which requests may be long: short ones are absorbed, the others expanded."""
     longest, nope = longest_absorbed(config), config.qk_nope_head_dim
+    args = _bounded(args)
     w_uk, w_uv = key_and_value_weights(weight, config)
     rows = None
     if kind_of(config) == "rows":
@@ -140,10 +146,7 @@ def _attend_prompts(
 
 
 def line_of(args: MLAAttentionArgs, complete: Tensor | None, align: int, config: MLAConfig) -> Tensor:
-    """Return the line of a step's keys, int32 `[B + 1]`: the planned one, or one made now."""
-    planned = plan_of(args, config) if align == most_aligned(config) else None
-    if planned is not None:
-        return line_in(planned, args.seq_lens.shape[0])
+    """Return the line of a step's keys, int32 `[B + 1]`."""
     line = args.query.new_empty(args.seq_lens.shape[0] + 1, dtype=torch.int32)
     most_keys = args.block_table.shape[1] * config.block_size
     lay_line(args.query_start_loc, args.seq_lens, complete, line, align, most_keys, config)
@@ -156,7 +159,7 @@ def planned_tiles(args: MLAAttentionArgs, config: MLAConfig) -> Tensor | None:
     if found is None:
         return None
     room = hopper_prefill.planned_room(config, args.query.shape[0], num_reqs, args.query.device)
-    return tiles_in(found, num_reqs, room) if room else None
+    return tiles_in(found, room) if room else None
 
 
 def plan_of(args: MLAAttentionArgs, config: MLAConfig) -> Tensor | None:
@@ -177,7 +180,7 @@ def plan_shape(config: MLAConfig, num_tokens: int, num_reqs: int, device: torch.
     if config.sparse:
         return ()
     tiles = hopper_prefill.planned_room(config, num_tokens, num_reqs, device)
-    return line_shape(num_reqs, has_prompts(config, num_tokens, num_reqs), tiles)
+    return tiles_shape(has_prompts(config, num_tokens, num_reqs), tiles)
 
 
 def plan_key(config: MLAConfig) -> str:
@@ -195,27 +198,22 @@ def plan(args: PlanArgs, config: MLAConfig) -> None:
     device, num_reqs = args.seq_lens.device, args.seq_lens.shape[0]
     if device.type == "cuda" and hopper.runs(config, device):
         tokens = hopper.plan(args.query_start_loc, args.seq_lens, args.schedule, config)
-        write_line(args, tokens, config)
+        write_tiles(args, tokens, config)
         return
     prompts = args.schedule.ndim > 0 and args.schedule.shape[0] == MIXED
-    tokens = hopper_prefill.planned_tokens(args.schedule.numel() - line_room(num_reqs), num_reqs, config, device)
-    shape = line_shape(num_reqs, prompts, hopper_prefill.planned_room(config, max(tokens, 0), num_reqs, device))
+    tokens = hopper_prefill.planned_tokens(args.schedule.numel(), num_reqs, config, device)
+    shape = tiles_shape(prompts, hopper_prefill.planned_room(config, max(tokens, 0), num_reqs, device))
     if config.sparse or tuple(args.schedule.shape) != shape:
         raise ShapeError(f"plan has shape {tuple(args.schedule.shape)}", f"{shape}", "make it by Backend.plan_shape")
-    write_line(args, tokens, config)
+    write_tiles(args, tokens, config)
 
 
-def write_line(args: PlanArgs, num_tokens: int, config: MLAConfig) -> None:
-    """Write the line of keys into a plan of a step with prompts, and row tiles; other plans stay as they are."""
-    if args.schedule.shape[0] != MIXED:
+def write_tiles(args: PlanArgs, num_tokens: int, config: MLAConfig) -> None:
+    """Write row tiles into a plan of a step with prompts; other plans stay as they are."""
+    if args.schedule.shape[:1] != (MIXED,):
         return
     num_reqs = args.seq_lens.shape[0]
-    # The lengths of a step fit its block tables.
-    lay_line(
-        args.query_start_loc, args.seq_lens, None, line_in(args.schedule, num_reqs), most_aligned(config), _ALL_KEYS,
-        config,
-    )  # fmt: skip
     room = hopper_prefill.planned_room(config, num_tokens, num_reqs, args.seq_lens.device)
     if room and has_prompts(config, num_tokens, num_reqs):
-        tiles = tiles_in(args.schedule, num_reqs, room)
+        tiles = tiles_in(args.schedule, room)
         hopper_prefill.write_tiles(args.query_start_loc, args.seq_lens, tiles, num_tokens, longest_absorbed(config))

@@ -111,7 +111,8 @@ def plan(
         return
     rows, of_decode, of_prefill = short_rows(config), *_parts(schedule, config, num_reqs)
     tuning = tuning_of(config, num_reqs)
-    decode_fast.plan(query_start_loc, seq_lens, of_decode, config, tuning, rows_at_once(config), longest=rows)
+    decode_fast.plan(query_start_loc, seq_lens, of_decode, config, tuning, rows_at_once(config), rows,
+                     step_tokens=num_tokens)  # fmt: skip
     prefill_launch.plan(query_start_loc, seq_lens, of_prefill, num_tokens, config, tiles, least_rows=rows + 1)
 
 

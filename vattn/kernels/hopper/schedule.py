@@ -22,6 +22,9 @@ FIELDS = tl.constexpr(8)
 WAVES = tl.constexpr(4)
 """Numbers of waves that are tried."""
 
+MOST_UNITS = tl.constexpr(1 << 30)
+"""Of all requests together: sums of units fit int32."""
+
 TAIL_SPEED = tl.constexpr(2.0)
 """CTAs that still run when others have ended get about twice their share of the memory bandwidth."""
 

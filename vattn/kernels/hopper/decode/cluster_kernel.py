@@ -35,15 +35,16 @@ from vattn.kernels.hopper.decode.cluster_exchange import (
 from vattn.kernels.hopper.decode.products import keep_rows, load_query, multiply_values, take_scores, tile_scores
 from vattn.kernels.hopper.decode.triton_kernel import LOWEST_MAXIMUM, TILE_TOKENS
 from vattn.kernels.hopper.epilogue import QUERY_ROWS, load_scale, store_result
-from vattn.kernels.triton.common.mask import LN2, LOG2E
+from vattn.kernels.triton.common.mask import LN2, LOG2E, MAX_SEQ_LEN, clamp
 
 
 @gluon.jit
 def request_of(query_start_loc, row, num_reqs):
     """Return the request that a row belongs to and where that one's rows end; its end is `row` for a row of padding.
 
-    There are at most four requests. The loads do not wait for each other.
+    There are at most four requests, and as many rows. The loads do not wait for each other. Offsets may hold any value.
     """
+    first_start = gl.load(query_start_loc)
     first_end = gl.load(query_start_loc + 1)
     second_end = gl.load(query_start_loc + gl.minimum(num_reqs, 2))
     third_end = gl.load(query_start_loc + gl.minimum(num_reqs, 3))
@@ -51,6 +52,7 @@ def request_of(query_start_loc, row, num_reqs):
     end = gl.where(row < third_end, third_end, gl.where(row < fourth_end, fourth_end, row))
     end = gl.where(row < first_end, first_end, gl.where(row < second_end, second_end, end))
     request = gl.where(row < first_end, 0, gl.where(row < second_end, 1, gl.where(row < third_end, 2, 3)))
+    end = gl.where(row < first_start, row, gl.minimum(end, num_reqs))
     return gl.minimum(request, num_reqs - 1), end
 
 
@@ -161,7 +163,7 @@ def decode_cluster_kernel(
     # As a rule row r belongs to request r. Its length and blocks are on their way before that is known, and without a
     # window where its first keys lie does not depend on the length.
     table = block_table + row.to(gl.int64) * table_stride
-    seq_len = gl.load(seq_lens + row)
+    seq_len = clamp(gl.load(seq_lens + row), MAX_SEQ_LEN)
     stripe = rank * SLOTS
     p0, p1, p2, p3, page_c, page_s = first_pages(table, stripe, slot_c, slot_s, table_tiles, STRIPE, STAGES, PER_BLOCK)
     request, end_row = request_of(query_start_loc, row, num_reqs)
@@ -185,7 +187,7 @@ def decode_cluster_kernel(
 
     if request != row:
         table = block_table + request.to(gl.int64) * table_stride
-        seq_len = gl.load(seq_lens + request)
+        seq_len = clamp(gl.load(seq_lens + request), MAX_SEQ_LEN)
     is_padding = end_row <= row
     end = gl.where(is_padding, 0, seq_len - (end_row - 1 - row))
     if sinks is not None:

@@ -24,7 +24,7 @@ from vattn.kernels.hopper.decode.products import (
 from vattn.kernels.hopper.decode.triton_kernel import KEEP, LOWEST_MAXIMUM, TILE_TOKENS
 from vattn.kernels.hopper.epilogue import load_scale, store_groups, store_result
 from vattn.kernels.hopper.schedule import FIELDS
-from vattn.kernels.triton.common.mask import LN2, LOG2E
+from vattn.kernels.triton.common.mask import LN2, LOG2E, MAX_SEQ_LEN, clamp
 
 
 @gluon.jit
@@ -50,15 +50,21 @@ def load_item(schedule, cta, item, ctas):
 
 @gluon.jit
 def load_request(query_start_loc, seq_lens, cta, ctas, end_tile):
-    """Return what `load_item` does where CTA c has the whole of request c, and row c of the padding if there is one."""
+    """Return what `load_item` does where CTA c has the whole of request c, and row c of the padding if there is one.
+
+    Offsets and lengths may hold any value.
+    """
     is_padding = cta >= ctas
     request = gl.where(is_padding, cta - ctas, cta)
-    first_row = gl.load(query_start_loc + request, eviction_policy=KEEP)
-    num_rows = gl.load(query_start_loc + request + 1, eviction_policy=KEEP) - first_row
-    seq_len = gl.load(seq_lens + request, eviction_policy=KEEP)
-    padding_row = gl.load(query_start_loc + ctas, eviction_policy=KEEP) + request
     # There are as many rows as requests.
-    next_item = gl.where((cta < ctas) & (padding_row < ctas), cta + ctas, -1)
+    first_row = clamp(gl.load(query_start_loc + request, eviction_policy=KEEP), ctas)
+    num_rows = clamp(gl.load(query_start_loc + request + 1, eviction_policy=KEEP), ctas) - first_row
+    seq_len = clamp(gl.load(seq_lens + request, eviction_policy=KEEP), MAX_SEQ_LEN)
+    padding_row = clamp(gl.load(query_start_loc + ctas, eviction_policy=KEEP), ctas) + request
+    leading = clamp(gl.load(query_start_loc, eviction_policy=KEEP), ctas)
+    next_item = gl.where((cta < ctas) & (padding_row < ctas + leading), cta + ctas, -1)
+    # Rows before the first request follow the last row.
+    padding_row = gl.where(padding_row < ctas, padding_row, padding_row - ctas)
     none = request * 0
     return (
         gl.where(is_padding, -1, request), gl.where(is_padding, padding_row, first_row),

@@ -329,6 +329,7 @@ def plan(
     tokens: int = 1,
     longest: int = 0,
     num_tokens: int = 0,
+    step_tokens: int = 0,
 ) -> None:
     """Fill the schedule of a decode step on the device.
 
@@ -336,17 +337,19 @@ def plan(
         tokens: rows of a request that are attended at a time.
         longest: leave requests of more rows, and padding, to another kernel; 0: none.
         num_tokens: rows of all requests, if they are not `tokens` each on average.
+        step_tokens: rows of the step, if it has others.
     """
     num_reqs = seq_lens.shape[0]
     tuning = tuning or choose_tuning(config, num_reqs, tokens, num_tokens > tokens * num_reqs)
     sizes = sizing(config, num_reqs, tuning, seq_lens.device, tokens, num_tokens, longest)
-    chunks = None
+    chunks, ordered = None, torch.empty_like(query_start_loc)
     if tokens > 1 or longest:
         most = chunks_of(num_reqs, tokens, num_tokens, longest)
         chunks = torch.empty((most, 4), dtype=torch.int32, device=seq_lens.device)
+    step_tokens = step_tokens or num_tokens or tokens * num_reqs
     plan_kernel[(1,)](
-        query_start_loc, seq_lens, schedule, chunks, num_reqs, sizes.ctas, sizes.waves, sizes.max_items,
-        TOKENS=tokens, LONGEST=longest, WINDOW=config.sliding_window or 0, UNIT=max(1, tuning.slots),
+        query_start_loc, ordered, seq_lens, schedule, chunks, step_tokens, num_reqs, sizes.ctas, sizes.waves,
+        sizes.max_items, TOKENS=tokens, LONGEST=longest, WINDOW=config.sliding_window or 0, UNIT=max(1, tuning.slots),
         REQUESTS=min(1024, triton.next_power_of_2(max(32, num_reqs))), num_warps=8,
     )  # fmt: skip
 

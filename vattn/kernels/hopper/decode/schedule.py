@@ -2,7 +2,7 @@
 
 The schedule is int32 `[1 + max_items + num_reqs, FIELDS]`:
 
-- row 0: number of CTAs with work, number of split requests, first row of padding;
+- row 0: number of CTAs with work, number of split requests, first row of padding, rows before the first request;
 - rows 1 to max_items, an item each: request (-1 for a padding row of the query), first row, number of rows, seq_len,
   first tile, end tile, slot of its partial result (-1: it writes the result itself), next item of the same CTA (-1:
   none); CTA c starts at item c;
@@ -12,6 +12,8 @@ The schedule is int32 `[1 + max_items + num_reqs, FIELDS]`:
 request of several rows is one item, since its slots would not fit, and a request without rows stands for a row of
 padding. Where several are, requests are first split into chunks of so many rows, which are treated like requests, and
 the reduction writes the padding. With LONGEST, unless 0, requests of more rows and padding are left to another kernel.
+
+Rows before the first request are padding after the last row. Offsets and lengths may hold any value.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ import triton
 import triton.language as tl
 
 from vattn.kernels.hopper.decode.triton_kernel import TILE_TOKENS
-from vattn.kernels.hopper.schedule import FIELDS, behind, choose_chunk, count_chunks, cut, items_of
+from vattn.kernels.hopper.schedule import FIELDS, MOST_UNITS, behind, choose_chunk, count_chunks, cut, items_of
+from vattn.kernels.triton.common.mask import MAX_SEQ_LEN, clamp
+from vattn.kernels.triton.common.offsets import order_offsets
 
 ITEM_COST = tl.constexpr(4.0)
 """Tiles of a full card that opening and closing an item costs."""
@@ -40,8 +44,8 @@ def cut_requests(
         request = start + tl.arange(0, REQUESTS)
         inside = request < num_reqs
         first_row = tl.load(query_start_loc + request, mask=inside, other=0)
-        rows = tl.maximum(tl.load(query_start_loc + request + 1, mask=inside, other=0) - first_row, 0)
-        seq_len = tl.maximum(tl.load(seq_lens + request, mask=inside, other=0), 0)
+        rows = tl.load(query_start_loc + request + 1, mask=inside, other=0) - first_row
+        seq_len = clamp(tl.load(seq_lens + request, mask=inside, other=0), MAX_SEQ_LEN)
         parts = (rows + TOKENS - 1) // TOKENS
         if LONGEST:
             parts = tl.where(rows > LONGEST, 0, parts)
@@ -60,7 +64,9 @@ def cut_requests(
 
 
 @triton.jit
-def request_tiles(query_start_loc, seq_lens, chunks, index, inside, TOKENS: tl.constexpr, WINDOW: tl.constexpr):
+def request_tiles(
+    query_start_loc, seq_lens, chunks, most_tiles, index, inside, TOKENS: tl.constexpr, WINDOW: tl.constexpr
+):
     """Return request, first row, rows, seq_len, first tile and visible tiles; tiles count for 1 to TOKENS rows."""
     if chunks is not None:
         request = tl.load(chunks + index * 4, mask=inside, other=0)
@@ -71,12 +77,13 @@ def request_tiles(query_start_loc, seq_lens, chunks, index, inside, TOKENS: tl.c
         request = index
         first_row = tl.load(query_start_loc + index, mask=inside, other=0)
         rows = tl.load(query_start_loc + index + 1, mask=inside, other=0) - first_row
-        seq_len = tl.maximum(tl.load(seq_lens + index, mask=inside, other=0), 0)
-    end_tile = (seq_len + TILE_TOKENS - 1) // TILE_TOKENS
+        seq_len = clamp(tl.load(seq_lens + index, mask=inside, other=0), MAX_SEQ_LEN)
+    end_tile = tl.minimum((seq_len + TILE_TOKENS - 1) // TILE_TOKENS, most_tiles)
     first_tile = tl.zeros_like(end_tile)
     few = (rows > 0) & (rows <= TOKENS)
     if WINDOW:
         first_tile = tl.where(few, tl.maximum(seq_len - rows + 1 - WINDOW, 0) // TILE_TOKENS, 0)
+        first_tile = tl.minimum(first_tile, end_tile)
     tiles = tl.where(few, end_tile - first_tile, 0)
     return request, first_row, rows, seq_len, first_tile, tiles
 
@@ -84,24 +91,29 @@ def request_tiles(query_start_loc, seq_lens, chunks, index, inside, TOKENS: tl.c
 @triton.jit
 def request_units(source, index, inside, RULE: tl.constexpr):
     """Return the units of UNIT tiles that requests count as, one at least; 0 outside. RULE: TOKENS, WINDOW, UNIT."""
-    query_start_loc, seq_lens, chunks = source
-    _, _, _, _, _, tiles = request_tiles(query_start_loc, seq_lens, chunks, index, inside, RULE[0], RULE[1])
+    query_start_loc, seq_lens, chunks, most_tiles = source
+    _, _, _, _, _, tiles = request_tiles(query_start_loc, seq_lens, chunks, most_tiles, index, inside, RULE[0], RULE[1])
     return tl.where(inside, tl.maximum((tiles + RULE[2] - 1) // RULE[2], 1), 0)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "ctas", "waves_of_requests", "max_items"])
+@triton.jit(do_not_specialize=["num_tokens", "num_reqs", "ctas", "waves_of_requests", "max_items"])
 def plan_kernel(
-    query_start_loc, seq_lens, schedule, chunks, num_reqs, ctas, waves_of_requests, max_items, TOKENS: tl.constexpr,
-    LONGEST: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr, REQUESTS: tl.constexpr,
+    query_start_loc, ordered, seq_lens, schedule, chunks, num_tokens, num_reqs, ctas, waves_of_requests, max_items,
+    TOKENS: tl.constexpr, LONGEST: tl.constexpr, WINDOW: tl.constexpr, UNIT: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
     """Write the schedule; one program, REQUESTS requests at a time. Chunks and shares are whole units of UNIT tiles."""
     PARTS: tl.constexpr = 2048 // REQUESTS if REQUESTS < 2048 else 1
+    order_offsets(query_start_loc, ordered, num_reqs + 1, num_tokens, REQUESTS)
+    query_start_loc = ordered
     padding_row = tl.load(query_start_loc + num_reqs)
-    # First row of padding for the reduction; past every row if another kernel writes the padding.
+    leading = tl.load(query_start_loc)
+    # For the reduction: first row of padding, past every row if another kernel writes it, and rows before requests.
     tl.store(schedule + 2, 0x7FFFFFFF if LONGEST else padding_row)
+    tl.store(schedule + 3, 0 if LONGEST else leading)
     if chunks is not None:
         num_reqs = cut_requests(query_start_loc, seq_lens, chunks, num_reqs, TOKENS, LONGEST, REQUESTS)
-    source = (query_start_loc, seq_lens, chunks)
+    most_tiles = MOST_UNITS // tl.maximum(num_reqs, 1)
+    source = (query_start_loc, seq_lens, chunks, most_tiles)
     RULE: tl.constexpr = (TOKENS, WINDOW, UNIT)
     chunk, total = choose_chunk(
         request_units, source, num_reqs, ctas, waves_of_requests, RULE, ITEM_COST / UNIT, 0, REQUESTS
@@ -120,7 +132,7 @@ def plan_kernel(
         index = start + tl.arange(0, REQUESTS)
         inside = index < num_reqs
         request, first_row, rows, seq_len, first_tile, tiles = request_tiles(
-            query_start_loc, seq_lens, chunks, index, inside, TOKENS, WINDOW
+            query_start_loc, seq_lens, chunks, most_tiles, index, inside, TOKENS, WINDOW
         )
         is_empty = inside & (rows <= 0)
         pads_before = tl.cumsum(is_empty.to(tl.int32), 0) - is_empty.to(tl.int32)
@@ -128,13 +140,14 @@ def plan_kernel(
         padding_row += tl.sum(is_empty.to(tl.int32), 0)
         # A request without rows is written without rows where there is no padding left for it.
         if chunks is None:
-            rows = tl.where(is_empty, (first_row < num_reqs).to(tl.int32), rows)
+            rows = tl.where(is_empty, (first_row < num_tokens + leading).to(tl.int32), rows)
+            first_row = tl.where(first_row < num_tokens, first_row, first_row - num_tokens)
         else:
             rows = tl.maximum(rows, 0)
         seq_len = tl.where(is_empty, 0, seq_len)
         many_rows = rows > TOKENS
         base_tile = tl.where(many_rows, 0, first_tile)
-        all_tiles = tl.where(many_rows, (seq_len + TILE_TOKENS - 1) // TILE_TOKENS, tiles)
+        all_tiles = tl.where(many_rows, tl.minimum((seq_len + TILE_TOKENS - 1) // TILE_TOKENS, most_tiles), tiles)
 
         units = tl.where(inside, tl.maximum((tiles + UNIT - 1) // UNIT, 1), 0)
         on_line = behind(units, line)

@@ -522,7 +522,7 @@ def reduce_kernel(
     first_padding = 0
     if TOKENS > 1:
         first_padding = tl.load(schedule + 2, eviction_policy=KEEP)
-        num_rows += tl.maximum(num_tokens - first_padding, 0)
+        num_rows += tl.maximum(num_tokens - first_padding, 0) + tl.load(schedule + 3, eviction_policy=KEEP)
     for work in range(tl.program_id(0), num_rows * (NUM_HEADS * PARTS), tl.num_programs(0)):
         column = (work % PARTS) * COLUMNS + tl.arange(0, COLUMNS)
         head = (work // PARTS) % NUM_HEADS
@@ -533,7 +533,10 @@ def reduce_kernel(
         end_slot = first_slot + tl.where(is_padding, 0, tl.load(record + 2, eviction_policy=KEEP))
         # Past the rows of a request its last one is written again.
         token = tl.minimum(index % TOKENS, tl.load(record + 3, eviction_policy=KEEP) - 1)
-        row = tl.where(is_padding, first_padding + index - split_rows, tl.load(record, eviction_policy=KEEP) + token)
+        # Rows before the first request follow the last row.
+        unused = first_padding + index - split_rows
+        unused = tl.where(unused < num_tokens, unused, unused - num_tokens)
+        row = tl.where(is_padding, unused, tl.load(record, eviction_policy=KEEP) + token)
         factor = 1.0
         if KV_SCALE == 1:
             factor = tl.load(v_scale, eviction_policy=KEEP)

@@ -37,16 +37,16 @@ from vattn.kernels.hopper.prefill.tile_queue import new_barriers
 
 @gluon.jit
 def consume(
-    work, output, lse, partial, stats, num_reqs, scale, queries, query_ropes, latents, ropes, weights_room, query_ready,
+    work, output, lse, partial, stats, scale, queries, query_ropes, latents, ropes, weights_room, query_ready,
     query_free, ready, free, HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, STAGES: gl.constexpr, LAYOUT: gl.constexpr,
 ):  # fmt: skip
     """Attend the rows of this program's items."""
-    query_start_loc, _, _, schedule, num_tokens, num_blocks, _, _ = work
+    _, _, _, schedule, num_tokens, num_blocks, _, _ = work
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     TOKENS: gl.constexpr = gl.SliceLayout(1, MMA)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, MMA)
-    clear_padding(output, lse, query_start_loc, num_reqs, num_tokens, HEADS, gl.BlockedLayout([4], [32], [4], [0]))
+    clear_padding(output, lse, schedule, num_tokens, HEADS, gl.BlockedLayout([4], [32], [4], [0]))
     token_of_tile = gl.arange(0, TILE, layout=TOKENS)
     column = gl.arange(0, ROWS, layout=COLUMNS)
     latent_column = gl.arange(0, LATENT, layout=TOKENS)[:, None]
@@ -111,12 +111,12 @@ def consume(
 
 
 @gluon.jit(
-    do_not_specialize=["num_tokens", "num_reqs", "num_blocks", "table_stride", "table_width"],
+    do_not_specialize=["num_tokens", "num_blocks", "table_stride", "table_width"],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table"],
 )
 def mla_decode_kernel(
     query_boxes, query_rope_boxes, boxes, rope_boxes, query_start_loc, seq_lens, block_table, schedule, output, lse,
-    partial, stats, num_tokens, num_reqs, num_blocks, table_stride, table_width, scale,
+    partial, stats, num_tokens, num_blocks, table_stride, table_width, scale,
     HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     BLOCK_ROWS: gl.constexpr, SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, STAGES: gl.constexpr,
     num_warps: gl.constexpr,
@@ -149,7 +149,7 @@ def mla_decode_kernel(
     gl.warp_specialize(
         [
             (consume, (
-                work, output, lse, partial, stats, num_reqs, scale, queries, query_ropes, latents, ropes, weights_room,
+                work, output, lse, partial, stats, scale, queries, query_ropes, latents, ropes, weights_room,
                 query_ready, query_free, ready, free, HEADS, ROWS, GROUPS, BLOCK_SIZE, SPLIT_QUERY, PARTIAL_ROWS,
                 STAGES, LAYOUT,
             )),

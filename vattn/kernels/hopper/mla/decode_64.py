@@ -192,15 +192,15 @@ def attend_even(
 ):  # fmt: skip
     """Compute the weights of even tiles, and the left half of the results."""
     (
-        work, output, output_boxes, lse, partial, partial_boxes, stats, num_reqs, scale, queries, query_ropes, latents,
+        work, output, output_boxes, lse, partial, partial_boxes, stats, scale, queries, query_ropes, latents,
         ropes, maxima, totals, query_ready, query_free, ready, free, maxima_ready, weights_ready, totals_ready, read,
     ) = arguments  # fmt: skip
-    query_start_loc, _, _, schedule, num_tokens, num_blocks, _, _ = work
+    _, _, _, schedule, num_tokens, num_blocks, _, _ = work
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     RESULT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=RESULT, k_width=2)
     SCORE_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
-    clear_padding(output, lse, query_start_loc, num_reqs, num_tokens, HEADS, gl.BlockedLayout([4], [32], [4], [0]))
+    clear_padding(output, lse, schedule, num_tokens, HEADS, gl.BlockedLayout([4], [32], [4], [0]))
     token_of_tile = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
     zero = gl.zeros([ROWS, TILE], gl.float32, SCORES)
     hidden = HIDDEN / scale
@@ -287,7 +287,7 @@ def attend_odd(
 ):  # fmt: skip
     """Compute the weights of odd tiles, and the right half of the results."""
     (
-        work, output, output_boxes, lse, partial, partial_boxes, stats, _, scale, queries, query_ropes, latents, ropes,
+        work, output, output_boxes, lse, partial, partial_boxes, stats, scale, queries, query_ropes, latents, ropes,
         maxima, totals, query_ready, query_free, ready, free, maxima_ready, weights_ready, totals_ready, read,
     ) = arguments  # fmt: skip
     _, _, _, schedule, _, num_blocks, _, _ = work
@@ -379,12 +379,12 @@ def attend_odd(
 
 
 @gluon.jit(
-    do_not_specialize=["num_tokens", "num_reqs", "num_blocks", "table_stride", "table_width"],
+    do_not_specialize=["num_tokens", "num_blocks", "table_stride", "table_width"],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table"],
 )
 def mla_decode_64_kernel(
     query_boxes, query_rope_boxes, boxes, rope_boxes, output_boxes, partial_boxes, query_start_loc, seq_lens,
-    block_table, schedule, output, lse, partial, stats, num_tokens, num_reqs, num_blocks, table_stride, table_width,
+    block_table, schedule, output, lse, partial, stats, num_tokens, num_blocks, table_stride, table_width,
     scale, HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr, BLOCK_ROWS: gl.constexpr,
     SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
@@ -415,7 +415,7 @@ def mla_decode_64_kernel(
     block_barrier()
     work = (query_start_loc, seq_lens, block_table, schedule, num_tokens, num_blocks, table_stride, table_width)
     arguments = (
-        work, output, output_boxes, lse, partial, partial_boxes, stats, num_reqs, scale, queries, query_ropes, latents,
+        work, output, output_boxes, lse, partial, partial_boxes, stats, scale, queries, query_ropes, latents,
         ropes, maxima, totals, query_ready, query_free, ready, free, maxima_ready, weights_ready, totals_ready, read,
     )  # fmt: skip
     gl.warp_specialize(

@@ -79,16 +79,16 @@ def attend_left(
 ):  # fmt: skip
     """Compute weights, and the left half of the results."""
     (
-        work, output, output_boxes, lse, partial, partial_boxes, stats, num_reqs, scale, queries, query_ropes, latents,
+        work, output, output_boxes, lse, partial, partial_boxes, stats, scale, queries, query_ropes, latents,
         ropes, weights_room, factors, query_ready, query_free, ready, free, weights_ready, weights_free, factors_ready,
     ) = arguments  # fmt: skip
-    query_start_loc, _, _, schedule, num_tokens, num_blocks, _, _ = work
+    _, _, _, schedule, num_tokens, num_blocks, _, _ = work
     SCORES: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16])
     RESULT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 256, 16])
     WEIGHTS: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=RESULT, k_width=2)
     SCORE_ROWS: gl.constexpr = gl.SliceLayout(1, SCORES)
     RESULT_ROWS: gl.constexpr = gl.SliceLayout(1, RESULT)
-    clear_padding(output, lse, query_start_loc, num_reqs, num_tokens, HEADS, gl.BlockedLayout([4], [32], [4], [0]))
+    clear_padding(output, lse, schedule, num_tokens, HEADS, gl.BlockedLayout([4], [32], [4], [0]))
     token_of_tile = gl.arange(0, TILE, layout=gl.SliceLayout(0, SCORES))
     zero = gl.zeros([ROWS, TILE], gl.float32, SCORES)
     hidden = HIDDEN / scale
@@ -233,12 +233,12 @@ def attend_right(
 
 
 @gluon.jit(
-    do_not_specialize=["num_tokens", "num_reqs", "num_blocks", "table_stride", "table_width"],
+    do_not_specialize=["num_tokens", "num_blocks", "table_stride", "table_width"],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table"],
 )
 def mla_decode_64_gather_kernel(
     query_boxes, query_rope_boxes, cache, output_boxes, partial_boxes, query_start_loc, seq_lens,
-    block_table, schedule, output, lse, partial, stats, num_tokens, num_reqs, num_blocks, table_stride, table_width,
+    block_table, schedule, output, lse, partial, stats, num_tokens, num_blocks, table_stride, table_width,
     scale,
     HEADS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, num_warps: gl.constexpr,
@@ -268,7 +268,7 @@ def mla_decode_64_gather_kernel(
     block_barrier()
     work = (query_start_loc, seq_lens, block_table, schedule, num_tokens, num_blocks, table_stride, table_width)
     left = (
-        work, output, output_boxes, lse, partial, partial_boxes, stats, num_reqs, scale, queries, query_ropes, latents,
+        work, output, output_boxes, lse, partial, partial_boxes, stats, scale, queries, query_ropes, latents,
         ropes, weights_room, factors, query_ready, query_free, ready, free, weights_ready, weights_free, factors_ready,
     )  # fmt: skip
     right = (

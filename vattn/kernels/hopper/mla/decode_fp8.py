@@ -137,16 +137,16 @@ def consume(
 ):  # fmt: skip
     """Attend every second tile of this program's items; part 0 places the queries and writes what both have found."""
     (
-        query, work, output, lse, partial, stats, q_scale, k_scale, num_reqs, scale, low, high, rope_low, rope_high,
+        query, work, output, lse, partial, stats, q_scale, k_scale, scale, low, high, rope_low, rope_high,
         factors, codes, ropes, weights_room, other_results, other_stats, query_ready, merge_ready, ready, free,
     ) = arguments  # fmt: skip
-    query_start_loc, _, _, schedule, num_tokens, num_blocks, _, _ = work
+    _, _, _, schedule, num_tokens, num_blocks, _, _ = work
     MMA: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, ROWS, 16])
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=2)
     TOKENS: gl.constexpr = gl.SliceLayout(1, MMA)
     COLUMNS: gl.constexpr = gl.SliceLayout(0, MMA)
     if PART == 0:
-        clear_padding(output, lse, query_start_loc, num_reqs, num_tokens, HEADS, gl.BlockedLayout([4], [32], [4], [0]))
+        clear_padding(output, lse, schedule, num_tokens, HEADS, gl.BlockedLayout([4], [32], [4], [0]))
     token_of_tile = gl.arange(0, TILE, layout=TOKENS)
     column = gl.arange(0, ROWS, layout=COLUMNS)
     pair = gl.arange(0, 128, layout=TOKENS)[:, None]
@@ -278,12 +278,12 @@ def consume(
 
 
 @gluon.jit(
-    do_not_specialize=["num_tokens", "num_reqs", "num_blocks", "table_stride", "table_width"],
+    do_not_specialize=["num_tokens", "num_blocks", "table_stride", "table_width"],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table", "q_scale", "k_scale"],
 )
 def mla_decode_fp8_kernel(
     query, boxes, rope_boxes, cache, query_start_loc, seq_lens, block_table, schedule, output, lse, partial, stats,
-    q_scale, k_scale, num_tokens, num_reqs, num_blocks, table_stride, table_width, scale,
+    q_scale, k_scale, num_tokens, num_blocks, table_stride, table_width, scale,
     HEADS: gl.constexpr, ROWS: gl.constexpr, GROUPS: gl.constexpr, BLOCK_SIZE: gl.constexpr,
     BLOCK_ROWS: gl.constexpr, SPLIT_QUERY: gl.constexpr, PARTIAL_ROWS: gl.constexpr, STAGES: gl.constexpr,
     NATIVE: gl.constexpr, GATHER: gl.constexpr, num_warps: gl.constexpr,
@@ -324,7 +324,7 @@ def mla_decode_fp8_kernel(
     block_barrier()
     work = (query_start_loc, seq_lens, block_table, schedule, num_tokens, num_blocks, table_stride, table_width)
     consumer = (
-        query, work, output, lse, partial, stats, q_scale, k_scale, num_reqs, scale, low, high, rope_low, rope_high,
+        query, work, output, lse, partial, stats, q_scale, k_scale, scale, low, high, rope_low, rope_high,
         factors, codes, ropes, weights_room, other_results, other_stats, query_ready, merge_ready, ready, free,
     )  # fmt: skip
     if GATHER:

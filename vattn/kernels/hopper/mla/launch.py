@@ -21,15 +21,16 @@ from vattn.kernels.hopper import availability as hopper
 from vattn.kernels.hopper.mla.decode_16_32 import mla_decode_kernel
 from vattn.kernels.hopper.mla.decode_64 import mla_decode_64_kernel
 from vattn.kernels.hopper.mla.decode_fp8 import PAIRS, ROPE_PAIRS, mla_decode_fp8_kernel
-from vattn.kernels.hopper.mla.prefill_launch import boxes_of, planned_room, planned_tokens
+from vattn.kernels.hopper.mla.prefill_launch import boxes_of, planned_room, planned_tokens, plans
 from vattn.kernels.hopper.mla.reduce import merge_parts
 from vattn.kernels.hopper.mla.schedule import Parts, cut_requests, mla_schedule_kernel
 from vattn.kernels.hopper.mla.work_items import LATENT, ROPE, TILE
 from vattn.kernels.hopper.schedule import FIELDS, WAVES
 from vattn.kernels.triton.common.mask import LOG2E
+from vattn.kernels.triton.common.offsets import bounded_step
 from vattn.kernels.triton.common.tiles import next_power_of_two
 from vattn.kernels.triton.mla.absorb_rule import longest_absorbed
-from vattn.kernels.triton.mla.plan_layout import MIXED, line_room
+from vattn.kernels.triton.mla.plan_layout import MIXED
 from vattn.ops.arguments_mla import MLAAttentionArgs
 from vattn.quantization.formats import MODEL_DTYPES
 
@@ -172,7 +173,7 @@ def _schedule_room(num_reqs: int, device: torch.device) -> int:
     """Return how many integers a plan has for all but the row tiles of prompts."""
     parts = most_parts(num_reqs, 1)
     records = _even(1 + 2 * parts + WAVES.value * devices.multiprocessors(device))
-    return records * FIELDS.value + 3 * _even(parts + 1) + line_room(num_reqs)
+    return records * FIELDS.value + 3 * _even(parts + 1)
 
 
 def _even(count: int) -> int:
@@ -187,8 +188,7 @@ def most_parts(num_reqs: int, most: int) -> int:
 def parts_in(plan: Tensor, num_reqs: int) -> Parts:
     """Return the parts in the plan of a split step, as views."""
     parts = most_parts(num_reqs, plan.shape[0])
-    end = plan.numel() - line_room(num_reqs)
-    starts, lengths, owners = plan.view(-1)[end - 3 * _even(parts + 1) : end].chunk(3)
+    starts, lengths, owners = plan.view(-1)[-3 * _even(parts + 1) :].chunk(3)
     return Parts(starts[: parts + 1], lengths[:parts], owners[:parts])
 
 
@@ -196,8 +196,11 @@ def _ctas(config: MLAConfig, tokens: int, device: torch.device) -> int:
     return max(1, devices.multiprocessors(device) // groups_of_rows(config, tokens))
 
 
-def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: MLAConfig) -> int:
+def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: MLAConfig, rows: int = 0) -> int:
     """Fill the schedule of a step on the device; where other kernels attend a whole step, there is none to fill.
+
+    Args:
+        rows: of the step, where its plan need not tell them.
 
     Returns:
         Tokens of the step, where its plan has room for row tiles and so tells them; else 0.
@@ -211,6 +214,9 @@ def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: ML
     room += planned_room(config, max(num_tokens, 0), num_reqs, device)
     if tokens not in (1, 2, 4, MOST_QUERY_TOKENS, MIXED) or schedule.numel() != room:
         raise ShapeError(f"schedule has shape {shape}", f"{room} elements", "make it by Backend.plan_shape")
+    # At least as many; kernels keep inside of those that there are.
+    most = {1: 1 if len(shape) == 2 else MOST_QUERY_TOKENS, MIXED: 1 << 16}.get(tokens, MOST_QUERY_TOKENS)
+    query_start_loc, seq_lens = bounded_step(query_start_loc, seq_lens, rows or num_tokens or most * num_reqs)
     if len(shape) == 3:
         parts = parts_in(schedule, num_reqs)
         cut_requests(query_start_loc, seq_lens, parts, tokens)
@@ -266,7 +272,7 @@ def planned(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> Tens
     found = next((given for given in args.plan if tuple(given.shape) == shape), None)
     if found is None:
         found = torch.empty(shape, dtype=torch.int32, device=device)
-        plan(args.query_start_loc, args.seq_lens, found, config)
+        plan(args.query_start_loc, args.seq_lens, found, config, absorbed.shape[0])
     return found
 
 
@@ -285,12 +291,13 @@ def _launch(
     schedule = planned(absorbed, args, config)
     rows, groups = rows_per_program(config, tokens), groups_of_rows(config, tokens)
     ctas = _ctas(config, tokens, device)
-    slots = _max_items(busy, ctas)
+    # Only plans with row tiles tell how many rows there are, and so how many parts offsets out of range may have.
+    slots = _max_items(busy if plans(config, device) else scheduled, ctas)
     partial, stats = partial_results(slots, rows, groups, device)
     common: dict[str, Any] = {
         "query_start_loc": args.query_start_loc,
         "seq_lens": args.seq_lens, "block_table": args.block_table, "schedule": schedule, "output": output,
-        "lse": args.lse, "partial": partial, "stats": stats, "num_tokens": num_tokens, "num_reqs": num_reqs,
+        "lse": args.lse, "partial": partial, "stats": stats, "num_tokens": num_tokens,
         "num_blocks": args.kv_cache.shape[0], "table_stride": args.block_table.stride(0),
         "table_width": args.block_table.shape[1], "scale": config.scale * LOG2E.value, "HEADS": config.num_heads,
         "GROUPS": groups, "BLOCK_SIZE": config.block_size, "BLOCK_ROWS": rows_apart(args.kv_cache),
@@ -315,7 +322,7 @@ def _launch(
     merge_parts(
         busy * rows * groups, parts, config.num_heads, rows * groups, devices.multiprocessors(device), True,
         schedule=schedule, partial=partial, stats=stats, query_start_loc=args.query_start_loc, output=output,
-        lse=args.lse, max_items=_max_items(scheduled, ctas),
+        lse=args.lse, max_items=_max_items(scheduled, ctas), num_tokens=num_tokens,
     )  # fmt: skip
     return output
 

@@ -90,9 +90,12 @@ def produce(
     step = 0
     rows = 1
     while rows > 0:
-        fields, rows = announce(schedule, messages, message_full, message_empty, item, message, HEADS, TOGETHER)
+        fields, rows = announce(
+            schedule, messages, message_full, message_empty, item, message, (most_keys + KEYS - 1) // KEYS, HEADS,
+            TOGETHER,
+        )  # fmt: skip
         message += 1
-        end = gl.minimum(read_word(fields.index(6), 1), (most_keys + KEYS - 1) // KEYS)
+        end = read_word(fields.index(6), 1)
         if rows > 0:
             if end <= 0:
                 item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
@@ -223,7 +226,6 @@ def consume(
         ping_pong_signal(NEXT)
     rows, first_row, tile_position, seq_len, _, end, head = receive(messages, message_full, message_empty, message, 4)
     while rows > 0:
-        end = gl.minimum(end, (most_keys + N - 1) // N)
         if end > 0:
             held = gl.minimum(seq_len, most_keys)
             position = tile_position + GROUP_INDEX * GROUP_ROWS

@@ -85,7 +85,8 @@ def write_tiles(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, num
     """Write the row tiles of requests of more than `longest` tokens, and of padding, the longest first."""
     reqs = seq_lens.shape[0]
     prefill_plan_kernel[(1,)](
-        query_start_loc, seq_lens, schedule, reqs, num_tokens, max_row_tiles(num_tokens, reqs, ROWS), WINDOW=0,
+        query_start_loc, torch.empty_like(query_start_loc), seq_lens, schedule, reqs, num_tokens,
+        max_row_tiles(num_tokens, reqs, ROWS), WINDOW=0,
         ROWS=ROWS, LEAST=longest + 1, KEYS=KEYS.value, CHUNK=128,
         REQUESTS=min(128, next_power_of_two(max(reqs, 16))), num_warps=8,
     )  # fmt: skip

@@ -91,10 +91,10 @@ def load_split(schedule, query_start_loc, max_items, index, FULL: tl.constexpr):
     return first, count, start, rows
 
 
-@triton.jit(do_not_specialize=["max_items"], do_not_specialize_on_alignment=["query_start_loc"])
+@triton.jit(do_not_specialize=["max_items", "num_tokens"], do_not_specialize_on_alignment=["query_start_loc"])
 def mla_merge_parts_kernel(
-    schedule, partial, stats, query_start_loc, output, lse, max_items, HEADS: tl.constexpr, PARTIAL_ROWS: tl.constexpr,
-    LATENT: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, FULL: tl.constexpr,
+    schedule, partial, stats, query_start_loc, output, lse, max_items, num_tokens, HEADS: tl.constexpr,
+    PARTIAL_ROWS: tl.constexpr, LATENT: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr, FULL: tl.constexpr,
 ):  # fmt: skip
     """Merge COLUMNS columns of one row of a split request after the other, STEP parts at a time. Grid: any number.
 
@@ -119,7 +119,8 @@ def mla_merge_parts_kernel(
             first, count, start, rows = load_split(schedule, query_start_loc, max_items, job // OF_REQUEST, FULL)
         row = job % OF_REQUEST // PANELS
         panel = job % PANELS
-        if row < rows * HEADS:
+        # A plan that was made for more rows keeps inside of those that there are.
+        if row < tl.minimum(rows, num_tokens - start) * HEADS:
             column = panel * COLUMNS + tl.arange(0, COLUMNS)
             merge_row(
                 partial, stats, output, lse, first, count, start, row, column, panel, HEADS, PARTIAL_ROWS, LATENT,

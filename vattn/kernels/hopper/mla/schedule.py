@@ -2,7 +2,7 @@
 
 The schedule is int32 `[1 + max_items + num_reqs, FIELDS]`:
 
-- row 0: number of CTAs with work, number of split requests;
+- row 0: number of CTAs with work, number of split requests, first row after the last request, rows before the first;
 - rows 1 to max_items, an item each: request, first tile, end tile, slot of its partial result (-1: it writes the result
   itself), next item of the same CTA (-1: none), the request's first token, its rows, its length; CTA c starts at item
   c, which has no rows if there is nothing for it to do;
@@ -16,7 +16,7 @@ work.
 length one, since its partial results would find no room: the CTA that has it attends all of its keys. With LONGEST,
 unless 0, requests of more rows, or of fewer than SHORTEST, have no item: other kernels attend them. With `owners`
 requests are parts of others (`cut_requests`), and records name these, by which block tables
-are found.
+are found. Offsets and lengths are those of `bounded_step`; how far block tables go is not known here.
 """
 
 from __future__ import annotations
@@ -27,8 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vattn.kernels.hopper.schedule import FIELDS, behind, choose_chunk, count_chunks, cut, items_of
-from vattn.kernels.triton.mla.kernels import find_request
+from vattn.kernels.hopper.schedule import FIELDS, MOST_UNITS, behind, choose_chunk, count_chunks, cut, items_of
 
 ITEM_COST = tl.constexpr(1.0)
 """Tiles of 64 rows that opening and closing an item costs."""
@@ -40,11 +39,11 @@ def request_tiles(source, request, inside, RULE: tl.constexpr):
 
     RULE: SPLIT_QUERY, TILE, LONGEST, SHORTEST.
     """
-    query_start_loc, seq_lens = source
+    query_start_loc, seq_lens, most_tiles = source
     first = tl.load(query_start_loc + request, mask=inside, other=0)
     rows = tl.load(query_start_loc + request + 1, mask=inside, other=0) - first
     keys = tl.maximum(tl.load(seq_lens + request, mask=inside, other=0), 0)
-    tiles = tl.where((rows > 0) & (rows <= RULE[0]), (keys + RULE[1] - 1) // RULE[1], 0)
+    tiles = tl.where((rows > 0) & (rows <= RULE[0]), tl.minimum((keys + RULE[1] - 1) // RULE[1], most_tiles), 0)
     if RULE[2]:
         inside = inside & (rows <= RULE[2]) & (rows >= RULE[3])
     return tl.where(inside, tl.maximum(tiles, 1), 0)
@@ -60,7 +59,7 @@ def mla_schedule_kernel(
     LEAST: tl.constexpr,
 ):  # fmt: skip
     """Write the schedule; one program, REQUESTS requests and PARTS items of each at a time."""
-    source = (query_start_loc, seq_lens)
+    source = (query_start_loc, seq_lens, MOST_UNITS // tl.maximum(num_reqs, 1))
     RULE: tl.constexpr = (SPLIT_QUERY, TILE, LONGEST, SHORTEST)
     chunk, total = choose_chunk(request_tiles, source, num_reqs, ctas, None, RULE, ITEM_COST, LEAST, REQUESTS)
     even_shares = chunk == 0
@@ -119,6 +118,8 @@ def mla_schedule_kernel(
     busy_ctas = tl.where(even_shares, active, tl.minimum(ctas, num_chunks))
     tl.store(schedule, busy_ctas)
     tl.store(schedule + 1, num_splits)
+    tl.store(schedule + 2, tl.load(query_start_loc + num_reqs))
+    tl.store(schedule + 3, tl.load(query_start_loc))
     for first_cta in range(0, ctas, 128):
         idle = first_cta + tl.arange(0, 128)
         mask = (idle >= busy_ctas) & (idle < ctas)
@@ -149,13 +150,20 @@ def mla_split_kernel(query_start_loc, seq_lens, starts, lengths, owners, num_par
     A request has room for one part more than it may fill.
     """
     part = tl.program_id(0)
-    request = find_request(query_start_loc, num_reqs, part, 1, MOST)
+    request = tl.zeros([], tl.int32)
+    end_request = request + num_reqs + 1
+    while end_request - request > 1:
+        middle = (request + end_request) // 2
+        begun = tl.load(query_start_loc + middle) // MOST + middle <= part
+        request = tl.where(begun, middle, request)
+        end_request = tl.where(begun, end_request, middle)
     is_real = request < num_reqs
     start = tl.load(query_start_loc + request)
     end = tl.load(query_start_loc + request + 1, mask=is_real, other=0)
     end = tl.where(is_real, end, start)
-    first = tl.minimum(start + (part - start // MOST - request) * MOST, end)
-    behind = tl.minimum(first + MOST, end)
+    # Rows before the first request are of no part.
+    first = tl.maximum(tl.minimum(start + (part - start // MOST - request) * MOST, end), start)
+    behind = tl.where(part < start // MOST + request, start, tl.minimum(first + MOST, end))
     length = tl.load(seq_lens + request, mask=is_real, other=0) - (end - behind)
     tl.store(starts + part, first)
     tl.store(lengths + part, tl.where(behind > first, tl.maximum(length, 0), 0))

@@ -19,9 +19,9 @@ from vattn.kernels.hopper.mla.decode_fp8 import mla_decode_fp8_kernel
 from vattn.kernels.hopper.mla.reduce import merge_parts
 from vattn.kernels.hopper.mla.work_items import LATENT, TILE
 from vattn.kernels.hopper.schedule import FIELDS
-from vattn.kernels.triton.common.mask import LOG2E
+from vattn.kernels.triton.common.mask import LOG2E, MAX_SEQ_LEN, clamp
 from vattn.kernels.triton.common.tiles import next_power_of_two
-from vattn.kernels.triton.mla.kernels import find_request
+from vattn.kernels.triton.mla.kernels import request_of_token
 from vattn.ops.arguments_mla import MLAAttentionArgs
 from vattn.quantization.formats import MODEL_DTYPES
 
@@ -47,10 +47,10 @@ def mla_slots_kernel(
     `vattn.kernels.hopper.mla.schedule`, of SPLITS items a token; PARTS is a power of two.
     """
     token = tl.program_id(0)
-    request = find_request(query_start_loc, num_reqs, token, 1, 0)
-    is_real = request < num_reqs
+    request = request_of_token(query_start_loc, num_reqs, token)
+    is_real = request >= 0
     end = tl.load(query_start_loc + request + 1, mask=is_real, other=0)
-    seq_len = tl.maximum(tl.load(seq_lens + request, mask=is_real, other=0), 0)
+    seq_len = clamp(tl.load(seq_lens + request, mask=is_real, other=0), MAX_SEQ_LEN)
     limit = tl.where(is_real, tl.minimum(seq_len - (end - 1 - token), table_width * BLOCK_SIZE), 0)
     table = block_table + request.to(tl.int64) * table_stride
     used = tl.zeros([], tl.int32)
@@ -86,6 +86,8 @@ def mla_slots_kernel(
         tl.store(starts + num_tokens, num_tokens)
         tl.store(schedule, tl.minimum(ctas, items))
         tl.store(schedule + 1, tl.where(SPLITS > 1, num_tokens, 0))
+        tl.store(schedule + 2, num_tokens)
+        tl.store(schedule + 3, 0)
 
 
 def refusals(config: MLAConfig, device: DeviceInfo) -> list[str]:
@@ -139,7 +141,7 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) 
     partial, stats = mla_launch.partial_results(parts, rows, groups, device)
     common: dict[str, Any] = {
         "query_start_loc": starts, "seq_lens": lengths, "block_table": slots, "schedule": schedule, "output": output,
-        "lse": args.lse, "partial": partial, "stats": stats, "num_tokens": tokens, "num_reqs": tokens,
+        "lse": args.lse, "partial": partial, "stats": stats, "num_tokens": tokens,
         "num_blocks": cached.shape[0], "table_stride": slots.stride(0),
         "table_width": slots.shape[1], "scale": config.scale * LOG2E.value, "HEADS": config.num_heads, "GROUPS": groups,
         "BLOCK_SIZE": 1, "SPLIT_QUERY": 1, "PARTIAL_ROWS": rows * groups, "num_warps": 4, "launch_pdl": True,
@@ -160,6 +162,6 @@ def attend_latents(absorbed: Tensor, args: MLAAttentionArgs, config: MLAConfig) 
         merge_parts(
             tokens * rows * groups, splits, config.num_heads, rows * groups,
             devices.multiprocessors(device), False, schedule=schedule, partial=partial, stats=stats,
-            query_start_loc=starts, output=output, lse=args.lse, max_items=items,
+            query_start_loc=starts, output=output, lse=args.lse, max_items=items, num_tokens=tokens,
         )  # fmt: skip
     return output

@@ -70,11 +70,14 @@ def open_item(
     of the table. `keys`: those that the cache has of the request. FULL: see `vattn.kernels.hopper.mla.schedule`.
     Requests of more than SPLIT_QUERY tokens are not split, whatever the schedule says.
     """
-    query_start_loc, seq_lens, block_table, schedule, _, _, table_stride, table_width = work
+    query_start_loc, seq_lens, block_table, schedule, num_tokens, _, table_stride, table_width = work
     record = schedule + (1 + item) * FIELDS
     request = gl.load(record)
     first, last, slot, following = gl.load(record + 1), gl.load(record + 2), gl.load(record + 3), gl.load(record + 4)
     start, length, seq_len = load_request(query_start_loc, seq_lens, schedule, request, item, FULL)
+    # A plan that was made for more rows keeps inside of those that there are.
+    start = gl.minimum(start, num_tokens)
+    length = gl.minimum(length, num_tokens - start)
     keys = gl.minimum(seq_len, table_width * BLOCK_SIZE)
     end_tile = (keys + TILE - 1) // TILE
     is_long = length > SPLIT_QUERY
@@ -269,13 +272,15 @@ def store_lse(lse, place, maximum, total, seen, mask):
 
 
 @gluon.jit
-def clear_padding(output, lse, query_start_loc, num_reqs, num_tokens, HEADS: gl.constexpr, LANES: gl.constexpr):
-    """Write zeros and -inf to rows of padding, each program its share. LANES: a layout of 512 columns."""
+def clear_padding(output, lse, schedule, num_tokens, HEADS: gl.constexpr, LANES: gl.constexpr):
+    """Write zeros and -inf to rows of no request, each program its share. LANES: a layout of 512 columns."""
     column = gl.arange(0, LATENT, layout=LANES)
     zero = gl.zeros([LATENT], output.dtype.element_ty, LANES)
-    first = gl.load(query_start_loc + num_reqs) * HEADS + gl.program_id(0)
-    for row in range(first, num_tokens * HEADS, gl.num_programs(0)):
-        place = gl.zeros([LATENT], gl.int64, LANES) + row
+    first = gl.minimum(gl.load(schedule + 2), num_tokens) * HEADS + gl.program_id(0)
+    rows = num_tokens * HEADS
+    # Rows before the first request follow the last row.
+    for row in range(first, rows + gl.minimum(gl.load(schedule + 3), num_tokens) * HEADS, gl.num_programs(0)):
+        place = gl.zeros([LATENT], gl.int64, LANES) + gl.where(row < rows, row, row - rows)
         gl.store(output + place * LATENT + column, zero)
         if lse is not None:
             gl.store(lse + place, zero.to(gl.float32) + float("-inf"), mask=column == 0)

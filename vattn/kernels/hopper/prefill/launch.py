@@ -200,7 +200,8 @@ def plan(
     tiles = tiles or choose_tiles(config, num_tokens, num_reqs, devices.multiprocessors(seq_lens.device))
     rows = tiles.tokens
     prefill_plan_kernel[(1,)](
-        query_start_loc, seq_lens, schedule, num_reqs, num_tokens, max_row_tiles(num_tokens, num_reqs, rows),
+        query_start_loc, torch.empty_like(query_start_loc), seq_lens, schedule, num_reqs, num_tokens,
+        max_row_tiles(num_tokens, num_reqs, rows),
         WINDOW=config.sliding_window or 0, ROWS=rows, LEAST=least_rows, KEYS=key_tile(config, tiles), CHUNK=128,
         REQUESTS=min(128, triton.next_power_of_2(max(num_reqs, 16))), num_warps=8,
     )  # fmt: skip

@@ -104,7 +104,10 @@ def produce(arguments, SHAPE: gl.constexpr):
     step = 0
     rows = 1
     while rows > 0:
-        fields, rows = announce(schedule, messages, message_full, message_empty, item, message, HEADS, TOGETHER)
+        fields, rows = announce(
+            schedule, messages, message_full, message_empty, item, message,
+            (table_width * BLOCK_SIZE + KEYS - 1) // KEYS, HEADS, TOGETHER,
+        )  # fmt: skip
         message += 1
         first = read_word(fields.index(5), 1)
         end = read_word(fields.index(6), 1)

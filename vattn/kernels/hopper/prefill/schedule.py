@@ -7,6 +7,8 @@ The schedule is int32 `[1 + 2 * max_tiles, 8]` or longer, made once a step:
   of the first row (negative where a query is longer than its sequence), seq_len (-1: rows of padding), first and end
   key tile (equal: the rows see nothing), unused;
 - the rest is scratch: the same before sorting.
+
+Offsets and lengths may hold any value; how far the block table goes is not known here.
 """
 
 from __future__ import annotations
@@ -14,12 +16,18 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vattn.kernels.triton.common.mask import MAX_SEQ_LEN, clamp
+from vattn.kernels.triton.common.offsets import order_offsets
+
 RECORD_WORDS = 8
 
 
 def max_row_tiles(num_tokens: int, num_reqs: int, rows: int) -> int:
-    """Return the most tiles of so many rows that a batch of these shapes can have, its padding included."""
-    return num_tokens // rows + num_reqs + 1
+    """Return the most tiles of so many rows that a batch of these shapes can have, its padding included.
+
+    Rows of no request may lie before the first request and after the last one.
+    """
+    return num_tokens // rows + num_reqs + 2
 
 
 @triton.jit
@@ -27,7 +35,7 @@ def tile_counts(query_start_loc, request, inside, ROWS: tl.constexpr, LEAST: tl.
     """Return how many row tiles requests have: none if they have fewer rows than LEAST."""
     first = tl.load(query_start_loc + request, mask=inside, other=0)
     end = tl.load(query_start_loc + request + 1, mask=inside, other=0)
-    counts = tl.maximum(end - first + ROWS - 1, 0) // ROWS
+    counts = (end - first + ROWS - 1) // ROWS
     if LEAST > 1:
         counts = tl.where(end - first < LEAST, 0, counts)
     return counts
@@ -64,8 +72,12 @@ def write_tiles(
     first = tl.load(query_start_loc + request, mask=inside, other=0)
     end = tl.load(query_start_loc + request + 1, mask=inside & is_real, other=0)
     end = tl.where(is_real, end, num_tokens)
-    seq_len = tl.maximum(tl.load(seq_lens + request, mask=inside & is_real, other=0), 0)
+    seq_len = clamp(tl.load(seq_lens + request, mask=inside & is_real, other=0), MAX_SEQ_LEN)
     row = first + (tile - base) * ROWS
+    # Rows before the first request follow those after the last one.
+    is_leading = row >= num_tokens
+    row = tl.where(is_leading, row - (num_tokens - first + ROWS - 1) // ROWS * ROWS - first, row)
+    end = tl.where(is_leading, tl.load(query_start_loc), end)
     rows = tl.minimum(end - row, ROWS)
     position = seq_len - (end - row)
     keys = tl.maximum(tl.minimum(position + rows, seq_len), 0)
@@ -109,17 +121,18 @@ def sort_tiles(unsorted, schedule, first_tile, total, CHUNK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens", "max_tiles"])
 def prefill_plan_kernel(
-    query_start_loc, seq_lens, schedule, num_reqs, num_tokens, max_tiles, WINDOW: tl.constexpr, ROWS: tl.constexpr,
-    LEAST: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, REQUESTS: tl.constexpr,
+    query_start_loc, ordered, seq_lens, schedule, num_reqs, num_tokens, max_tiles, WINDOW: tl.constexpr,
+    ROWS: tl.constexpr, LEAST: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
     """Write the schedule; one program. Requests of fewer rows than LEAST are left to another kernel."""
+    order_offsets(query_start_loc, ordered, num_reqs + 1, num_tokens, REQUESTS)
+    query_start_loc = ordered
     total = 0
     for start in range(0, num_reqs, REQUESTS):
         request = start + tl.arange(0, REQUESTS)
         total += tl.sum(tile_counts(query_start_loc, request, request < num_reqs, ROWS, LEAST), 0)
     padding = tl.load(query_start_loc + num_reqs)
-    total += tl.maximum(num_tokens - padding + ROWS - 1, 0) // ROWS
-    total = tl.minimum(total, max_tiles)
+    total += (num_tokens - padding + ROWS - 1) // ROWS + (tl.load(query_start_loc) + ROWS - 1) // ROWS
     unsorted = schedule + (1 + max_tiles) * 8
     for first_tile in range(0, total, CHUNK):
         write_tiles(

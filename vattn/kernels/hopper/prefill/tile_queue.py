@@ -30,9 +30,12 @@ def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def announce(
-    schedule, messages, message_full, message_empty, item, message, HEADS: gl.constexpr, TOGETHER: gl.constexpr
-):
+    schedule, messages, message_full, message_empty, item, message, most_tiles, HEADS: gl.constexpr,
+    TOGETHER: gl.constexpr,
+):  # fmt: skip
     """Pass the next row tile on: its record of the schedule, the head in the last word; no rows if there is none.
+
+    most_tiles: key tiles that the block table has room for, where schedules may go further.
 
     Returns:
         The words of the record in shared memory, and its rows.
@@ -46,6 +49,7 @@ def announce(
     head = at // of_group * TOGETHER + rest % TOGETHER
     word = gl.arange(0, RECORD, layout=lanes)
     record = gl.load(schedule + (1 + rest // TOGETHER) * RECORD + word)
+    record = gl.where((word == 5) | (word == 6), gl.minimum(record, most_tiles), record)
     record = gl.where(word == 7, head, record)
     record = gl.where((word == 2) & (item >= num_tiles * HEADS), 0, record)
     mbarrier.wait(message_empty.index(slot), ((message // 2) & 1) ^ 1)

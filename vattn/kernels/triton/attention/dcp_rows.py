@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vattn.config.dcp import DCPShard, without_dcp
 from vattn.config.mla import MLAConfig
-from vattn.kernels.triton.common.mask import count_held
+from vattn.kernels.triton.common.mask import MAX_SEQ_LEN, clamp, count_held
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.arguments_mla import MLAAttentionArgs
 
@@ -35,7 +35,7 @@ def dcp_rows_kernel(
 ):  # fmt: skip
     """Write the offset, the number of keys on this rank and the used part of the table of one row. Grid: rows."""
     row = tl.program_id(0)
-    # Find the last request that starts at or before the row; padding rows have none.
+    # Find the last request that starts at or before the row, if it has it. Metadata may hold any value.
     low = tl.zeros([], tl.int32)
     high = low + num_reqs
     while high - low > 1:
@@ -43,8 +43,10 @@ def dcp_rows_kernel(
         behind = tl.load(query_start_loc + middle) > row
         high = tl.where(behind, middle, high)
         low = tl.where(behind, low, middle)
-    end = tl.load(query_start_loc + low + 1)
-    visible = tl.where(row < end, tl.load(seq_lens + low) - (end - 1 - row), 0)
+    start = tl.load(query_start_loc + low)
+    end = tl.minimum(tl.load(query_start_loc + low + 1), num_rows)
+    seq_len = clamp(tl.load(seq_lens + low), MAX_SEQ_LEN)
+    visible = tl.where((row >= start) & (row < end), seq_len - (end - 1 - row), 0)
     held = tl.minimum(count_held(visible, RANK, WORLD, INTERLEAVE), tl.load(local_seq_lens + low))
     held = tl.maximum(held, 0)
     tl.store(lengths_out + row, held)

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from vattn.kernels.triton.common.mask import MAX_SEQ_LEN, clamp
+
 _ROWS, _COLUMNS, _HEADS = 128, 1024, 8
 
 
@@ -36,9 +38,10 @@ def rows_kernel(
         low = tl.where(goes_up, middle + 1, low)
     real = inside & (low < num_reqs)
     request = tl.minimum(low, num_reqs - 1)
-    length = tl.load(seq_lens + request, mask=real, other=0)
+    real = real & (tl.load(query_start_loc + request, mask=real, other=0) <= row)
+    length = clamp(tl.load(seq_lens + request, mask=real, other=0), MAX_SEQ_LEN)
     if CAUSAL:
-        end = tl.load(query_start_loc + request + 1, mask=real, other=0)
+        end = tl.minimum(tl.load(query_start_loc + request + 1, mask=real, other=0), num_rows)
         length = tl.where(real, tl.maximum(length - (end - 1 - row), 0), 0)
     tl.store(request_out + row, request, mask=inside)
     tl.store(lengths_out + row, length, mask=inside)

@@ -37,27 +37,27 @@ WRONG = tl.constexpr(1 << 16)
 
 
 @triton.jit
-def find_rows(tile, query_start_loc, num_reqs, num_tokens, BLOCK_Q: tl.constexpr):
+def find_rows(tile, query_start_loc, num_reqs, num_tokens, BLOCK_Q: tl.constexpr, N: tl.constexpr = 1):
     """Return a tile's request (-1: none), first row, where the request ends, and the index of the first row in it.
 
-    Offsets may hold any value.
+    Offsets may hold any value. N: rows of a token; tiles are of BLOCK_Q of them.
     """
     count = 0
     disorder = 0
     for base in range(0, num_reqs + 1, SEARCH):
         b = base + tl.arange(0, SEARCH)
         inside = b <= num_reqs
-        start = clamp(tl.load(query_start_loc + b, mask=inside, other=0), num_tokens)
-        before = clamp(tl.load(query_start_loc + b - 1, mask=inside & (b > 0), other=0), num_tokens)
+        start = clamp(tl.load(query_start_loc + b, mask=inside, other=0), num_tokens) * N
+        before = clamp(tl.load(query_start_loc + b - 1, mask=inside & (b > 0), other=0), num_tokens) * N
         begun = inside & (start // BLOCK_Q + b < tile)
         # One sum gives both: fewer than WRONG have begun.
         both = tl.sum(begun.to(tl.int32) + tl.where(inside & (start < before), WRONG, 0))
         count += both % WRONG
         disorder += both // WRONG
     count = tl.where(disorder > 0, 0, count)
-    start = clamp(tl.load(query_start_loc + count - 1, mask=count > 0, other=0), num_tokens)
+    start = clamp(tl.load(query_start_loc + count - 1, mask=count > 0, other=0), num_tokens) * N
     is_last = (count > num_reqs) | (disorder > 0)
-    end = clamp(tl.load(query_start_loc + count, mask=~is_last, other=num_tokens), num_tokens)
+    end = clamp(tl.load(query_start_loc + count, mask=~is_last, other=num_tokens), num_tokens) * N
     first = tl.where(count > 0, tile - (start // BLOCK_Q + count), tile) * BLOCK_Q
     request = tl.where(count <= num_reqs, count - 1, -1)
     return request, start + first, end, first

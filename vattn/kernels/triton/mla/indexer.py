@@ -14,8 +14,9 @@ import triton.language as tl
 from vattn.kernels.triton.cache.update import slot_start
 from vattn.kernels.triton.common.codec import decode, dot, encode_quotient
 from vattn.kernels.triton.common.epilogue import absolute_maximum
+from vattn.kernels.triton.common.mask import MAX_SEQ_LEN, clamp
 from vattn.kernels.triton.common.tiles import Limits, next_power_of_two
-from vattn.kernels.triton.mla.kernels import find_request
+from vattn.kernels.triton.mla.kernels import request_of_token
 from vattn.kernels.triton.mla.rows import LEAST_SCALE, row_offset
 from vattn.ops.reference.mla_indexer import SCALE_BYTES, IndexerSelectArgs, IndexerUpdateArgs
 
@@ -43,13 +44,13 @@ def mla_indexer_update_kernel(
 
 @triton.jit
 def visible_tokens(query_start_loc, seq_lens, num_reqs, most_keys, token):
-    """Return the request of a token (`num_reqs`: padding) and how many tokens it sees."""
-    request = find_request(query_start_loc, num_reqs, token, 1, 0)
-    is_real = request < num_reqs
+    """Return the request of a token (-1: none) and how many tokens it sees."""
+    request = request_of_token(query_start_loc, num_reqs, token)
+    is_real = request >= 0
     end = tl.load(query_start_loc + request + 1, mask=is_real, other=0)
-    seq_len = tl.load(seq_lens + request, mask=is_real, other=0)
-    limit = tl.minimum(seq_len - (end - 1 - token), most_keys)
-    return request, tl.where(is_real, tl.maximum(limit, 0), 0)
+    seq_len = clamp(tl.load(seq_lens + request, mask=is_real, other=0), MAX_SEQ_LEN)
+    limit = clamp(seq_len - (end - 1 - token), most_keys)
+    return request, tl.where(is_real, limit, 0)
 
 
 @triton.jit(

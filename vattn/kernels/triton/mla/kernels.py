@@ -1,7 +1,7 @@
 """Latent attention in plain Triton: cache update, absorbed attention over cached rows, and the merge of its splits.
 
 `vattn.ops.reference.mla` says what they compute. A row of a program is one head of one token; the rows of a request lie
-one after the other, token by token.
+one after the other, token by token. Offsets and lengths are those of `bounded_step`.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vattn.kernels.triton.attention.kernel import find_rows
 from vattn.kernels.triton.attention.reduce import merge_columns
 from vattn.kernels.triton.cache.update import slot_start
 from vattn.kernels.triton.common.codec import cast, decode, dot, encode_quotient
@@ -39,22 +40,18 @@ def mla_update_kernel(
 
 
 @triton.jit
-def find_request(query_start_loc, num_reqs, target, N: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Return the last request that begins at or before block `target` of BLOCK_M rows.
-
-    A request counts one block more than it fills. Request `num_reqs` is the rows of padding. With BLOCK_M 0,
-    `target` is a token.
-    """
+def request_of_token(query_start_loc, num_reqs, token):
+    """Return the request of a token, -1 if it has none. Offsets out of order may give any that claims it, or -1."""
     low = tl.zeros([], tl.int32)
     high = low + num_reqs + 1
     while high - low > 1:
         middle = (low + high) // 2
         first = tl.load(query_start_loc + middle)
-        if BLOCK_M:
-            first = (first.to(tl.int64) * N // BLOCK_M).to(tl.int32) + middle
-        low = tl.where(first <= target, middle, low)
-        high = tl.where(first <= target, high, middle)
-    return low
+        low = tl.where(first <= token, middle, low)
+        high = tl.where(first <= token, high, middle)
+    start = tl.load(query_start_loc + low)
+    end = tl.load(query_start_loc + tl.minimum(low + 1, num_reqs))
+    return tl.where((low < num_reqs) & (start <= token) & (end > token), low, -1)
 
 
 @triton.jit(
@@ -84,18 +81,19 @@ def mla_attention_kernel(
     if SPARSE:
         BLOCKS: tl.constexpr = (N + BLOCK_M - 1) // BLOCK_M
         token_of_block = tl.program_id(0) // BLOCKS
-        request = find_request(query_start_loc, num_reqs, token_of_block, N, 0)
+        request = request_of_token(query_start_loc, num_reqs, token_of_block)
         row0 = token_of_block.to(tl.int64) * N + tl.program_id(0) % BLOCKS * BLOCK_M
         end_row = (token_of_block.to(tl.int64) + 1) * N
+        is_real = request >= 0
     elif LONGEST:
         BLOCKS_OF_REQUEST: tl.constexpr = (LONGEST * N + BLOCK_M - 1) // BLOCK_M
         request = tl.program_id(0) // BLOCKS_OF_REQUEST
+        is_real = request < num_reqs
     else:
-        request = find_request(query_start_loc, num_reqs, tl.program_id(0), N, BLOCK_M)
-    is_real = request < num_reqs
-    start = tl.load(query_start_loc + request)
+        request, row0, end_row, _ = find_rows(tl.program_id(0), query_start_loc, num_reqs, num_tokens, BLOCK_M, N)
+        is_real = request >= 0
+    start = tl.load(query_start_loc + request, mask=is_real, other=0)
     end = tl.load(query_start_loc + request + 1, mask=is_real, other=0)
-    end = tl.where(is_real, end, num_tokens)
     first_partial = tl.zeros([], tl.int64)
     if SPARSE:
         if complete is not None:
@@ -109,14 +107,11 @@ def mla_attention_kernel(
         first_partial = (request.to(tl.int64) * LONGEST - start) * N
     else:
         if SHORTEST:
-            if (end - start <= SHORTEST) | (request >= num_reqs):
+            if end - start <= SHORTEST:
                 return
-        first_block = (start.to(tl.int64) * N // BLOCK_M) + request
-        row0 = start.to(tl.int64) * N + (tl.program_id(0) - first_block) * BLOCK_M
-        end_row = end.to(tl.int64) * N
     if row0 >= end_row:
         return
-    row = row0 + tl.arange(0, BLOCK_M)
+    row = row0.to(tl.int64) + tl.arange(0, BLOCK_M)
     known = row < end_row
     seq_len = tl.maximum(tl.load(seq_lens + request, mask=is_real, other=0), 0)
     limit = seq_len - (end - 1 - (row // N).to(tl.int32))
@@ -142,7 +137,7 @@ def mla_attention_kernel(
     if k_scale is not None:
         value_factor = tl.load(k_scale)
         factor = factor * value_factor
-    table = block_table + request.to(tl.int64) * table_stride
+    table = block_table + tl.maximum(request, 0).to(tl.int64) * table_stride
 
     entries = tl.where(num_keys > 0, topk, 0) if SPARSE else num_keys
     tiles = (entries + BLOCK_N - 1) // BLOCK_N
@@ -204,8 +199,8 @@ def mla_merge_kernel(
             return
         target = start.to(tl.int64) * N + row % (LONGEST * N)
     elif SHORTEST:
-        request = find_request(query_start_loc, num_reqs, row // N, N, 0)
-        if request >= num_reqs:
+        request = request_of_token(query_start_loc, num_reqs, row // N)
+        if request < 0:
             return
         if tl.load(query_start_loc + request + 1) - tl.load(query_start_loc + request) <= SHORTEST:
             return

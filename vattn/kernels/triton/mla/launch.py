@@ -78,7 +78,7 @@ def choose_tiles(config: MLAConfig, num_tokens: int, num_reqs: int, most_keys: i
 def _row_blocks(config: MLAConfig, block_m: int, num_tokens: int, num_reqs: int) -> int:
     if config.sparse:
         return num_tokens * -(-config.num_heads // block_m)
-    return num_tokens * config.num_heads // block_m + num_reqs + 1
+    return num_tokens * config.num_heads // block_m + num_reqs + 2
 
 
 def quantise_query(latent: Tensor, rope: Tensor, args: MLAAttentionArgs, config: MLAConfig, limits: Limits) -> Tensor:

@@ -1,8 +1,8 @@
 """Layout of a plan of latent attention: work done once on the device for all layers that plan alike.
 
-A plan is an int32 tensor; its first dimension is MIXED in steps with prompts. It ends with room for their line of keys.
-In front of that is room for row tiles where Hopper's kernel attends prompts, and in front of both the decode schedule
-of Hopper's kernels. Shapes follow from shapes, so a step tells from them how it was planned.
+A plan is an int32 tensor; its first dimension is MIXED in steps with prompts. It ends with room for row tiles where
+Hopper's kernel attends prompts; in front of that is the decode schedule of Hopper's kernels. Shapes follow from shapes,
+so a step tells from them how it was planned. Lines of keys are no part of it: their ends follow from block tables.
 """
 
 from __future__ import annotations
@@ -17,20 +17,9 @@ MIXED = 16
 """First dimension of the plans of steps with prompts; those of others have at most 8."""
 
 
-def line_room(num_reqs: int) -> int:
-    """Return how many integers a plan has for the line of keys."""
-    return -(-(num_reqs + 1) // MIXED) * MIXED
-
-
-def line_in(plan: Tensor, num_reqs: int) -> Tensor:
-    """Return the line of keys in a plan: int32 `[B + 1]`, a view."""
-    return plan.view(-1)[plan.numel() - line_room(num_reqs) :][: num_reqs + 1]
-
-
-def tiles_in(plan: Tensor, num_reqs: int, room: int) -> Tensor:
+def tiles_in(plan: Tensor, room: int) -> Tensor:
     """Return the room for row tiles in a plan: a view."""
-    end = plan.numel() - line_room(num_reqs)
-    return plan.view(-1)[end - room : end]
+    return plan.view(-1)[plan.numel() - room :]
 
 
 def lay_line(
@@ -44,7 +33,8 @@ def lay_line(
     )  # fmt: skip
 
 
-def line_shape(num_reqs: int, prompts: bool, tiles: int) -> tuple[int, int]:
-    """Return the shape of a plan without a schedule, as large with prompts as without."""
-    room = line_room(num_reqs) + tiles
-    return (MIXED, room // MIXED) if prompts else (1, room)
+def tiles_shape(prompts: bool, tiles: int) -> tuple[int, ...]:
+    """Return the shape of a plan without a schedule, as large with prompts as without; `()` if it would be empty."""
+    if not tiles:
+        return ()
+    return (MIXED, tiles // MIXED) if prompts else (1, tiles)

@@ -150,7 +150,7 @@ def _attend_chunk(
     carry, carry_stats, rows = carried
     block_m, block_n, warps, stages = prefill_tiles(config, limits)
     target = epilogue_arguments(args, config, rows)
-    grid = (args.query.shape[0] // block_m + args.seq_lens.shape[0] + 1, config.num_heads)
+    grid = (args.query.shape[0] // block_m + args.seq_lens.shape[0] + 2, config.num_heads)
     mla_prefill_kernel[grid](
         args.query, query_start_loc=args.query_start_loc, complete=complete, lse=args.lse, carry=carry,
         carry_stats=carry_stats,

@@ -3,7 +3,8 @@
 The keys of all long requests are laid end to end on a line, each request from a multiple of ALIGN on; a chunk is a
 stretch of CHUNK places of the line. For every chunk one launch expands its rows into a workspace, and another attends
 the rows of the requests that lie in it. Rows with keys in several chunks carry sums, maxima and denominators
-from launch to launch in fp32. No length is read on the host: chunks past the end of the line have no work.
+from launch to launch in fp32. No length is read on the host: chunks past the end of the line have no work. Offsets and
+lengths are those of `bounded_step`.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vattn.kernels.triton.attention.kernel import any_invalid_block, softmax_step
+from vattn.kernels.triton.attention.kernel import any_invalid_block, find_rows, softmax_step
 from vattn.kernels.triton.common.codec import cast, dot
 from vattn.kernels.triton.common.mask import LN2
 from vattn.kernels.triton.mla.epilogue import store_columns
-from vattn.kernels.triton.mla.kernels import find_request
+from vattn.kernels.triton.mla.kernels import request_of_token
 from vattn.kernels.triton.mla.rows import load_latents, load_ropes, row_offset
 
 REQUESTS = tl.constexpr(1024)
@@ -59,8 +60,8 @@ def mla_complete_kernel(
 ):  # fmt: skip
     """Clear `complete` of a long request if one of its rows does not list 0, 1, 2, ... up to itself. Grid: tokens."""
     token = tl.program_id(0)
-    request = find_request(query_start_loc, num_reqs, token, 1, 0)
-    if request >= num_reqs:
+    request = request_of_token(query_start_loc, num_reqs, token)
+    if request < 0:
         return
     start = tl.load(query_start_loc + request)
     end = tl.load(query_start_loc + request + 1)
@@ -194,15 +195,11 @@ def mla_prefill_kernel(
     # Later tiles of a request see more keys: they start first.
     tile = tl.num_programs(0) - 1 - tl.program_id(0)
     head = tl.program_id(1)
-    request = find_request(query_start_loc, num_reqs, tile, 1, BLOCK_M)
-    is_real = request < num_reqs
-    start = tl.load(query_start_loc + request)
-    end = tl.load(query_start_loc + request + 1, mask=is_real, other=0)
-    end = tl.where(is_real, end, num_tokens)
-    first = start + (tile - (start // BLOCK_M + request)) * BLOCK_M
+    request, first, end, index = find_rows(tile, query_start_loc, num_reqs, num_tokens, BLOCK_M)
+    is_real = request >= 0
     if first >= end:
         return
-    if is_real & (end - start <= LONGEST):
+    if is_real & (end - (first - index) <= LONGEST):
         return
     if complete is not None:
         if tl.load(complete + request, mask=is_real, other=1) == 0:
@@ -216,7 +213,7 @@ def mla_prefill_kernel(
     # Keys that some row of this tile sees, and those that each of them does.
     high = tl.minimum(tl.maximum(tl.max(limit, 0), 0), keys)
     low = tl.minimum(tl.maximum(seq_len - (end - 1 - first), 0), keys)
-    origin = tl.load(line + request)
+    origin = tl.load(line + request, mask=is_real, other=0)
     place = tl.where(high > 0, origin, 0)
     last_place = tl.where(high > 0, origin + high - 1, 0)
     end_place = first_place + num_places
@@ -242,7 +239,7 @@ def mla_prefill_kernel(
     q = load_part(rows, tl.arange(0, P_TILE), real, P)
     q_rope = load_part(rows + P, tl.arange(0, R_TILE), real, R)
     keys_of_head = expanded + head * (P + V)
-    table = block_table + request.to(tl.int64) * table_stride
+    table = block_table + tl.maximum(request, 0).to(tl.int64) * table_stride
     n = tl.arange(0, BLOCK_N)
     shift = origin - first_place
 

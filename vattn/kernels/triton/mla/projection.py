@@ -47,6 +47,7 @@ def short_rows(query_start_loc, complete, num_reqs, token, known, LONGEST: tl.co
         high = tl.where(first <= token, high, tl.maximum(middle, low + 1))
     real = known & (low < num_reqs)
     start = tl.load(query_start_loc + low, mask=real, other=0)
+    real = real & (start <= token)
     end = tl.load(query_start_loc + low + 1, mask=real, other=0)
     is_short = end - start <= LONGEST
     if complete is not None:
