@@ -89,15 +89,15 @@ def check_attention(
     args: Any,
     call: Callable[[Any], Tensor],
     expected: Callable[[Any], tuple[Tensor, Tensor]],
-    limit: float,
-    rows_of_lse: float = 1e-3,
+    limit: float | None,
+    limit_of_lse: float = 2e-3,
 ) -> None:
     """Assert that a call keeps to its tensors, writes every row, and that rows of a step in order are right.
 
     Args:
         call: runs the op on arguments and returns the output as fp32.
         expected: returns output and LSE of the reference.
-        limit: relative L2 error.
+        limit: relative L2 error; `None`: results are not compared, as with the plan of another step.
     """
     guarded = Guarded(args)
     got = call(guarded.args).cpu()
@@ -105,6 +105,8 @@ def check_attention(
     lse = None if args.lse is None else guarded.args.lse.cpu()
     assert not got.isnan().any(), "rows are not written, or of memory outside of the tensors"
     assert lse is None or not lse.isnan().any()
+    if limit is None:
+        return
     num_tokens = got.shape[0]
     offsets = [args.query_start_loc, *([args.kv_start_loc] if hasattr(args, "kv_start_loc") else [])]
     counts = [num_tokens, *([args.key.shape[0]] if hasattr(args, "kv_start_loc") else [])]
@@ -112,7 +114,7 @@ def check_attention(
         output, log = expected(args)
         assert relative_l2(got, output) < limit
         if lse is not None:
-            assert relative_l2(lse.nan_to_num(neginf=0.0), log.nan_to_num(neginf=0.0)) < rows_of_lse
+            assert relative_l2(lse.nan_to_num(neginf=0.0), log.nan_to_num(neginf=0.0)) < limit_of_lse
             assert torch.equal(lse == -torch.inf, log == -torch.inf)
     owned = torch.zeros(num_tokens, dtype=torch.bool)
     for start, end in ranges(args.query_start_loc.cpu(), num_tokens):
