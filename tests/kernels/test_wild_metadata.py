@@ -12,7 +12,7 @@ from torch import Tensor
 
 import vattn.ops.schemas  # noqa: F401  registers the ops
 from tests.kernels.decode_support import interpret
-from tests.kernels.wild import Guarded, check_attention, wild, with_wild_metadata
+from tests.kernels.wild import Guarded, check_attention, wild, with_full_cache, with_wild_metadata
 from tests.layers.mla_support import make_mla_config, random_mla_batch
 from tests.support import make_config, random_packed_batch, random_paged_batch
 from vattn.cache.layout import kv_cache_dtype as kv_cache_dtype_of
@@ -61,7 +61,7 @@ def test_paged_attention(backend: str, feature: str, seed: int) -> None:
         return output_of(args, config)
 
     limit = 5e-2 if config.output_format != "none" else 2e-2 if config.kv_cache_dtype != config.dtype else 1e-5
-    args = with_wild_metadata(batch.args, seed, 40)
+    args = with_wild_metadata(with_full_cache(batch.args), seed, 40)
     check_attention(args, call, lambda args: reference.paged_attention(args, config), limit)
 
 
@@ -88,13 +88,12 @@ def test_varlen_attention(backend: str, seed: int) -> None:
 def test_latent_attention(backend: str, lens: tuple[list[int], list[int]], sparse: bool, seed: int) -> None:
     config = make_mla_config(lse=True, backend=backend, sparse=sparse, num_heads=5)
     args = random_mla_batch(config, *lens, padding_tokens=2, padding_reqs=1, topk=6 if sparse else 0)
-    args = args._replace(query=args.query.nan_to_num(), kv_cache=args.kv_cache.nan_to_num())
 
     def call(args: Any) -> Tensor:
         torch.ops.vattn.mla_attention(*args)
         return output_of(args, config)
 
-    args = with_wild_metadata(args, seed, 40)
+    args = with_wild_metadata(with_full_cache(args), seed, 40)
     check_attention(args, call, lambda args: mla_reference.attend_latents(args, config), 1e-5)
 
 

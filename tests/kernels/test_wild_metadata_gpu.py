@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 import vattn.ops.schemas  # noqa: F401  registers the ops
-from tests.kernels.wild import check_attention, with_wild_metadata
+from tests.kernels.wild import check_attention, with_full_cache, with_wild_metadata
 from tests.layers.mla_support import deepseek, random_mla_batch
 from tests.support import make_config, moved, random_packed_batch, random_paged_batch
 from vattn.backends import selector
+from vattn.backends.mla.registry import mla_backends
 from vattn.ops.reference import attention as reference
 from vattn.ops.reference import mla as mla_reference
 from vattn.quantization.codecs import dequantise_output
@@ -68,7 +69,7 @@ def output_of(args: Any, config: Any) -> Tensor:
 
 def with_plan(args: Any, made_from: Any, config: Any, planned: int) -> Any:
     """Return arguments without a plan, with their own, or with that of another step of the same shapes."""
-    backend = selector.get_backend(config.backend)
+    backend: Any = mla_backends().get(config.backend) or selector.get_backend(config.backend)
     shape = backend.plan_shape(config, args.query.shape[0], *args.block_table.shape)
     if not planned or not shape:
         return args
@@ -82,7 +83,8 @@ def with_plan(args: Any, made_from: Any, config: Any, planned: int) -> Any:
 def test_paged_attention(name: str) -> None:
     query_lens, changes = PAGED[name]
     config = make_config(**LAYER | changes)
-    batch = random_paged_batch(config, query_lens, lengths_of(query_lens), poison=False, device="cuda")
+    batch = random_paged_batch(config, query_lens, lengths_of(query_lens), poison=False)
+    given = moved(with_full_cache(batch.args), "cuda")
     limit = 6e-2 if config.output_format != "none" or config.query_format != "none" else 1.5e-2
 
     def call(args: Any) -> Tensor:
@@ -93,8 +95,8 @@ def test_paged_attention(name: str) -> None:
         return reference.paged_attention(moved(args, "cpu"), config)
 
     for seed in range(SEEDS):
-        args = with_wild_metadata(batch.args, seed, sum(query_lens) + 20)
-        planned = with_plan(args, batch.args, config, seed % 3)
+        args = with_wild_metadata(given, seed, sum(query_lens) + 20)
+        planned = with_plan(args, given, config, seed % 3)
         check_attention(planned, call, expected, None if seed % 3 == 2 else limit)
 
 
@@ -134,11 +136,7 @@ def test_latent_attention(name: str) -> None:
     config = deepseek(backend="TRITON_MLA", lse=True, **changes)
     topk = 96 if config.sparse else 0
     args = random_mla_batch(config, query_lens, lengths_of(query_lens), topk=topk)
-    cache = args.kv_cache if config.kv_scale != "none" else args.kv_cache.nan_to_num()
-    args = args._replace(query=args.query.nan_to_num(), kv_cache=cache)
-    if config.kv_scale != "none":
-        args.kv_cache.view(torch.uint8)[args.kv_cache.view(torch.uint8) == 0xFF] = 0
-    args = moved(args, "cuda")
+    args = moved(with_full_cache(args), "cuda")
 
     def call(args: Any) -> Tensor:
         torch.ops.vattn.mla_attention(*args)

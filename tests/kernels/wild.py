@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from tests.support import relative_l2, storage_of, with_storage
+from vattn.cache.layout import num_blocks_of
+from vattn.config.attention import AttentionConfig
+from vattn.config.mla import MLAConfig
+from vattn.ops.arguments import CacheUpdateArgs
+from vattn.ops.arguments_mla import MLACacheUpdateArgs
+from vattn.ops.reference import attention as reference
+from vattn.ops.reference import mla as mla_reference
 from vattn.ops.reference.attention import ranges
+from vattn.quantization.formats import MODEL_DTYPES
 
 GUARD_BYTES = 1 << 13
 WILD = ("query_start_loc", "seq_lens", "block_table", "kv_start_loc", "causal_flags", "tree_id", "mm_ranges",
@@ -36,6 +44,32 @@ def with_wild_metadata(args: Any, seed: int, most: int) -> Any:
         if tensor is not None and torch.rand(1, generator=rng) < 0.5:
             changed[name] = wild(tensor, 0.4, most, rng)
     return args._replace(**changed)
+
+
+def with_full_cache(args: Any) -> Any:
+    """Return an op's arguments with a row in every slot of the cache, and a query without NaN."""
+    rng = torch.Generator().manual_seed(7)
+    if hasattr(args, "kv_cache"):
+        latent = MLAConfig.parse(args.config)
+        slots = torch.arange(args.kv_cache.shape[0] * latent.block_size)
+        parts = [
+            torch.randn(len(slots), width, generator=rng) for width in (latent.kv_lora_rank, latent.qk_rope_head_dim)
+        ]
+        row, rope = (part.to(MODEL_DTYPES[latent.dtype]) for part in parts)
+        update = MLACacheUpdateArgs(row, rope, args.kv_cache, slots, args.k_scale, args.config)
+        mla_reference.mla_kv_cache_update(update, latent)
+        return args._replace(query=args.query.nan_to_num())
+    config = AttentionConfig.parse(args.config)
+    slots = torch.arange(num_blocks_of(storage_of(args), config) * config.block_size)
+    key, value = (
+        torch.randn(len(slots), config.num_kv_heads, width, generator=rng).to(MODEL_DTYPES[config.dtype])
+        for width in (config.head_size, config.head_size_v)
+    )
+    update = CacheUpdateArgs(
+        key, value, args.key_cache, args.value_cache, slots, args.k_scale, args.v_scale, args.config
+    )
+    reference.kv_cache_update(update, config)
+    return args
 
 
 def is_in_order(offsets: Tensor, most: int) -> bool:
