@@ -108,7 +108,9 @@ def test_plans_of_hopper_have_room_for_row_tiles(monkeypatch: pytest.MonkeyPatch
                 assert room >= 8 * (1 + 2 * max_row_tiles(tokens, reqs, 128)) and room % 16 == 0
                 plan = torch.empty(shape, dtype=torch.int32)
                 assert mla_prefill_launch.planned_tokens(room, reqs, config, device) == tokens
-                assert mla_plan.tiles_in(plan, room).numel() == room
+                tiles, (starts, lengths) = mla_plan.tiles_in(plan, reqs, room), mla_plan.step_in(plan, reqs)
+                assert tiles.data_ptr() + 4 * room == starts.data_ptr()
+                assert (starts.numel(), lengths.numel()) == (reqs + 1, reqs)
         for (tokens, reqs), size in sizes.items():
             assert all(size <= other for (t, r), other in sizes.items() if t >= tokens and r >= reqs)
         assert mla_route.plan_key(config).endswith(" tiles")

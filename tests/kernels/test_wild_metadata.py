@@ -154,4 +154,4 @@ def test_slots_out_of_range_write_nothing(kv_cache_dtype: str) -> None:
     valid = (slots >= 0) & (slots < size)
     reference.kv_cache_update(args._replace(key=rows[valid], value=rows[valid] + 1, slot_mapping=slots[valid]), config)
     for got, expected in zip((guarded.args.key_cache, guarded.args.value_cache), args[2:4], strict=True):
-        assert got is expected is None or torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
+        assert got is expected is None or torch.equal(*(cache.view(torch.uint8) for cache in (got, expected)))

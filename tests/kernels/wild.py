@@ -56,8 +56,8 @@ def with_full_cache(args: Any) -> Any:
             torch.randn(len(slots), width, generator=rng) for width in (latent.kv_lora_rank, latent.qk_rope_head_dim)
         ]
         row, rope = (part.to(MODEL_DTYPES[latent.dtype]) for part in parts)
-        update = MLACacheUpdateArgs(row, rope, args.kv_cache, slots, args.k_scale, args.config)
-        mla_reference.mla_kv_cache_update(update, latent)
+        of_latents = MLACacheUpdateArgs(row, rope, args.kv_cache, slots, args.k_scale, args.config)
+        mla_reference.mla_kv_cache_update(of_latents, latent)
         return args._replace(query=args.query.nan_to_num())
     config = AttentionConfig.parse(args.config)
     slots = torch.arange(num_blocks_of(storage_of(args), config) * config.block_size)

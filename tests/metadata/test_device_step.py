@@ -153,7 +153,7 @@ def test_cross_attention_has_no_schedule() -> None:
     assert list(step.plans) == [vattn.plan_key(planned_config(), "cpu")] != [vattn.plan_key(cross, "cpu")]
 
 
-def test_latent_layers_take_the_plan() -> None:
+def test_latent_layers_take_the_step() -> None:
     usable("TRITON_ATTN")
     torch.manual_seed(0)
     projection = torch.nn.Linear(32, 2 * 32, bias=False)
@@ -163,10 +163,7 @@ def test_latent_layers_take_the_plan() -> None:
     with torch.no_grad():
         step = builder.build([30, 1], [30, 1], [[3, 7], [5]])
         given, expected = by_engine(step), layer(*inputs, metadata=step)
-        (plan,) = (plan.clone() for plan in step.plans.values())
         step = builder.build_from_tensors(**given)
-        assert list(step.plans) == [vattn.plan_key(layer.config, "cpu")]
-        assert torch.equal(*step.plans.values(), plan)
         assert torch.equal(layer(*inputs, metadata=step), expected)
 
 

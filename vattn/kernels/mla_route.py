@@ -22,7 +22,7 @@ from vattn.kernels.triton.common.tiles import Limits
 from vattn.kernels.triton.mla.absorb_rule import has_prompts, longest_absorbed, most_aligned
 from vattn.kernels.triton.mla.epilogue import clear_scales, kind_of
 from vattn.kernels.triton.mla.launch import attend_latents, quantise_query
-from vattn.kernels.triton.mla.plan_layout import MIXED, lay_line, tiles_in, tiles_shape
+from vattn.kernels.triton.mla.plan_layout import MIXED, lay_line, step_in, step_room, tiles_in, tiles_shape
 from vattn.kernels.triton.mla.prefill import attend_prompts, complete_requests, cut_line
 from vattn.kernels.triton.mla.projection import project_output, project_to, spans_heads
 from vattn.ops.arguments import PlanArgs
@@ -104,7 +104,12 @@ def attend_mixed(
 ) -> None:
     """Attend a step in which requests may be long: short ones are absorbed, the others expanded."""
     longest, nope = longest_absorbed(config), config.qk_nope_head_dim
-    args = _bounded(args)
+    planned = plan_of(args, config) if hopper_prefill.plans(config, args.query.device) else None
+    if planned is None:
+        args = _bounded(args)
+    else:
+        starts, lengths = step_in(planned, args.seq_lens.shape[0])
+        args = args._replace(query_start_loc=starts, seq_lens=lengths)
     w_uk, w_uv = key_and_value_weights(weight, config)
     rows = None
     if kind_of(config) == "rows":
@@ -159,7 +164,7 @@ def planned_tiles(args: MLAAttentionArgs, config: MLAConfig) -> Tensor | None:
     if found is None:
         return None
     room = hopper_prefill.planned_room(config, args.query.shape[0], num_reqs, args.query.device)
-    return tiles_in(found, room) if room else None
+    return tiles_in(found, num_reqs, room) if room else None
 
 
 def plan_of(args: MLAAttentionArgs, config: MLAConfig) -> Tensor | None:
@@ -180,7 +185,7 @@ def plan_shape(config: MLAConfig, num_tokens: int, num_reqs: int, device: torch.
     if config.sparse:
         return ()
     tiles = hopper_prefill.planned_room(config, num_tokens, num_reqs, device)
-    return tiles_shape(has_prompts(config, num_tokens, num_reqs), tiles)
+    return tiles_shape(num_reqs, has_prompts(config, num_tokens, num_reqs), tiles)
 
 
 def plan_key(config: MLAConfig) -> str:
@@ -201,10 +206,12 @@ def plan(args: PlanArgs, config: MLAConfig) -> None:
         write_tiles(args, tokens, config)
         return
     prompts = args.schedule.ndim > 0 and args.schedule.shape[0] == MIXED
-    tokens = hopper_prefill.planned_tokens(args.schedule.numel(), num_reqs, config, device)
-    shape = tiles_shape(prompts, hopper_prefill.planned_room(config, max(tokens, 0), num_reqs, device))
+    tokens = hopper_prefill.planned_tokens(args.schedule.numel() - step_room(num_reqs), num_reqs, config, device)
+    shape = tiles_shape(num_reqs, prompts, hopper_prefill.planned_room(config, max(tokens, 0), num_reqs, device))
     if config.sparse or tuple(args.schedule.shape) != shape:
         raise ShapeError(f"plan has shape {tuple(args.schedule.shape)}", f"{shape}", "make it by Backend.plan_shape")
+    if prompts:
+        bounded_step(args.query_start_loc, args.seq_lens, tokens, step_in(args.schedule, num_reqs))
     write_tiles(args, tokens, config)
 
 
@@ -215,5 +222,5 @@ def write_tiles(args: PlanArgs, num_tokens: int, config: MLAConfig) -> None:
     num_reqs = args.seq_lens.shape[0]
     room = hopper_prefill.planned_room(config, num_tokens, num_reqs, args.seq_lens.device)
     if room and has_prompts(config, num_tokens, num_reqs):
-        tiles = tiles_in(args.schedule, room)
+        tiles = tiles_in(args.schedule, num_reqs, room)
         hopper_prefill.write_tiles(args.query_start_loc, args.seq_lens, tiles, num_tokens, longest_absorbed(config))

@@ -30,7 +30,7 @@ from vattn.kernels.triton.common.mask import LOG2E
 from vattn.kernels.triton.common.offsets import bounded_step
 from vattn.kernels.triton.common.tiles import next_power_of_two
 from vattn.kernels.triton.mla.absorb_rule import longest_absorbed
-from vattn.kernels.triton.mla.plan_layout import MIXED
+from vattn.kernels.triton.mla.plan_layout import MIXED, step_in, step_room
 from vattn.ops.arguments_mla import MLAAttentionArgs
 from vattn.quantization.formats import MODEL_DTYPES
 
@@ -173,7 +173,7 @@ def _schedule_room(num_reqs: int, device: torch.device) -> int:
     """Return how many integers a plan has for all but the row tiles of prompts."""
     parts = most_parts(num_reqs, 1)
     records = _even(1 + 2 * parts + WAVES.value * devices.multiprocessors(device))
-    return records * FIELDS.value + 3 * _even(parts + 1)
+    return records * FIELDS.value + 3 * _even(parts + 1) + step_room(num_reqs)
 
 
 def _even(count: int) -> int:
@@ -188,7 +188,8 @@ def most_parts(num_reqs: int, most: int) -> int:
 def parts_in(plan: Tensor, num_reqs: int) -> Parts:
     """Return the parts in the plan of a split step, as views."""
     parts = most_parts(num_reqs, plan.shape[0])
-    starts, lengths, owners = plan.view(-1)[-3 * _even(parts + 1) :].chunk(3)
+    end = plan.numel() - step_room(num_reqs)
+    starts, lengths, owners = plan.view(-1)[end - 3 * _even(parts + 1) : end].chunk(3)
     return Parts(starts[: parts + 1], lengths[:parts], owners[:parts])
 
 
@@ -216,7 +217,8 @@ def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: ML
         raise ShapeError(f"schedule has shape {shape}", f"{room} elements", "make it by Backend.plan_shape")
     # At least as many; kernels keep inside of those that there are.
     most = {1: 1 if len(shape) == 2 else MOST_QUERY_TOKENS, MIXED: 1 << 16}.get(tokens, MOST_QUERY_TOKENS)
-    query_start_loc, seq_lens = bounded_step(query_start_loc, seq_lens, rows or num_tokens or most * num_reqs)
+    rows = rows or num_tokens or most * num_reqs
+    query_start_loc, seq_lens = bounded_step(query_start_loc, seq_lens, rows, step_in(schedule, num_reqs))
     if len(shape) == 3:
         parts = parts_in(schedule, num_reqs)
         cut_requests(query_start_loc, seq_lens, parts, tokens)

@@ -49,7 +49,7 @@ def mla_slots_kernel(
     token = tl.program_id(0)
     request = request_of_token(query_start_loc, num_reqs, token)
     is_real = request >= 0
-    end = tl.load(query_start_loc + request + 1, mask=is_real, other=0)
+    end = tl.minimum(tl.load(query_start_loc + request + 1, mask=is_real, other=0), num_tokens)
     seq_len = clamp(tl.load(seq_lens + request, mask=is_real, other=0), MAX_SEQ_LEN)
     limit = tl.where(is_real, tl.minimum(seq_len - (end - 1 - token), table_width * BLOCK_SIZE), 0)
     table = block_table + request.to(tl.int64) * table_stride

@@ -52,11 +52,11 @@ def find_rows(tile, query_start_loc, num_reqs, num_tokens, BLOCK_Q: tl.constexpr
         begun = inside & (start // BLOCK_Q + b < tile)
         # One sum gives both: fewer than WRONG have begun.
         both = tl.sum(begun.to(tl.int32) + tl.where(inside & (start < before), WRONG, 0))
-        count += both % WRONG
-        disorder += both // WRONG
-    count = tl.where(disorder > 0, 0, count)
+        count += both & (WRONG - 1)
+        disorder |= both & -WRONG
+    count = tl.where(disorder != 0, 0, count)
     start = clamp(tl.load(query_start_loc + count - 1, mask=count > 0, other=0), num_tokens) * N
-    is_last = (count > num_reqs) | (disorder > 0)
+    is_last = (count > num_reqs) | (disorder != 0)
     end = clamp(tl.load(query_start_loc + count, mask=~is_last, other=num_tokens), num_tokens) * N
     first = tl.where(count > 0, tile - (start // BLOCK_Q + count), tile) * BLOCK_Q
     request = tl.where(count <= num_reqs, count - 1, -1)

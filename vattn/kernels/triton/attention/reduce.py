@@ -25,7 +25,10 @@ SPLIT_STEP = tl.constexpr(8)
 
 @triton.jit
 def merge_columns(source, source_lse, sinks, row, column, inside, num_splits, H: tl.constexpr, V: tl.constexpr):
-    """Return fp32 values of columns of a row and the base-2 log-sum-exp of their heads."""
+    """Return fp32 values of columns of a row and the base-2 log-sum-exp of their heads.
+
+    An infinite log marks a row of no request, which is zero.
+    """
     head = column // V
     m = tl.full(column.shape, float("-inf"), tl.float32)
     if sinks is not None:
@@ -38,7 +41,7 @@ def merge_columns(source, source_lse, sinks, row, column, inside, num_splits, H:
         index = first[None, :] + split
         log = tl.load(source_lse + index, mask=inside[None, :] & (split < num_splits), other=float("-inf"))
         # Empty partials are not written, so they are not read.
-        part = tl.load(source + index * V + (column % V)[None, :], mask=log > float("-inf"), other=0.0)
+        part = tl.load(source + index * V + (column % V)[None, :], mask=tl.abs(log) != float("inf"), other=0.0)
         m_new = tl.maximum(m, tl.max(log, axis=0))
         m_safe = tl.where(m_new == float("-inf"), 0.0, m_new)
         alpha = tl.exp2(m - m_safe)
@@ -46,7 +49,7 @@ def merge_columns(source, source_lse, sinks, row, column, inside, num_splits, H:
         x = x * alpha + tl.sum(weight * part, axis=0)
         total = total * alpha + tl.sum(weight, axis=0)
         m = m_new
-    seen = total != 0.0
+    seen = (total != 0.0) & (m != float("inf"))
     x = tl.where(seen, x / tl.where(seen, total, 1.0), 0.0)
     return x, tl.where(seen, m + tl.log2(tl.where(seen, total, 1.0)), float("-inf"))
 
@@ -58,13 +61,8 @@ def load_columns(
 ):  # fmt: skip
     """Return merged columns of a row, rounded to the model dtype, as fp32, and base-2 logs (zero without splits)."""
     if SPLIT:
-        mark = tl.load(source_lse + (row * H + column // V).to(tl.int64) * num_splits, mask=inside, other=0.0)
-        # Rows of no request are marked so.
-        is_real = mark != float("inf")
-        readable = inside & is_real
-        x, log = merge_columns(source, source_lse, sinks, row, column, readable, num_splits, H, V)
-        x = cast(tl.where(readable, x, 0.0), MODEL).to(tl.float32)
-        log = tl.where(is_real, log, float("-inf"))
+        x, log = merge_columns(source, source_lse, sinks, row, column, inside, num_splits, H, V)
+        x = cast(tl.where(inside, x, 0.0), MODEL).to(tl.float32)
     else:
         x = tl.load(source + row.to(tl.int64) * (H * V) + column, mask=inside, other=0.0).to(tl.float32)
         log = tl.zeros(column.shape, tl.float32)

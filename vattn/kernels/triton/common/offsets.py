@@ -42,9 +42,15 @@ def bounded_step_kernel(query_start_loc, seq_lens, starts, lengths, num_reqs, nu
         tl.store(lengths + request, clamp(length, MAX_SEQ_LEN), mask=request < num_reqs)
 
 
-def bounded_step(query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """Return offsets `[B + 1]` in order, among `num_tokens` rows, and lengths `[B]` from 0 to `MAX_SEQ_LEN`."""
-    starts, lengths, num_reqs = torch.empty_like(query_start_loc), torch.empty_like(seq_lens), seq_lens.shape[0]
+def bounded_step(
+    query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int, room: tuple[Tensor, Tensor] | None = None
+) -> tuple[Tensor, Tensor]:
+    """Return offsets `[B + 1]` in order, among `num_tokens` rows, and lengths `[B]` from 0 to `MAX_SEQ_LEN`.
+
+    room: where they are written.
+    """
+    starts, lengths = room or (torch.empty_like(query_start_loc), torch.empty_like(seq_lens))
+    num_reqs = seq_lens.shape[0]
     block = min(1024, triton.next_power_of_2(num_reqs + 1))
     bounded_step_kernel[(1,)](
         query_start_loc, seq_lens, starts, lengths, num_reqs, num_tokens, BLOCK=block, num_warps=4,

@@ -43,23 +43,32 @@ def mla_indexer_update_kernel(
 
 
 @triton.jit
-def visible_tokens(query_start_loc, seq_lens, num_reqs, most_keys, token):
+def visible_tokens(query_start_loc, seq_lens, num_tokens, num_reqs, most_keys, token):
     """Return the request of a token (-1: none) and how many tokens it sees."""
     request = request_of_token(query_start_loc, num_reqs, token)
     is_real = request >= 0
-    end = tl.load(query_start_loc + request + 1, mask=is_real, other=0)
+    end = tl.minimum(tl.load(query_start_loc + request + 1, mask=is_real, other=0), num_tokens)
     seq_len = clamp(tl.load(seq_lens + request, mask=is_real, other=0), MAX_SEQ_LEN)
     limit = clamp(seq_len - (end - 1 - token), most_keys)
     return request, tl.where(is_real, limit, 0)
 
 
 @triton.jit(
-    do_not_specialize=["first_token", "num_reqs", "num_blocks", "table_stride", "most_keys", "listed", "row_stride"],
+    do_not_specialize=[
+        "first_token",
+        "num_tokens",
+        "num_reqs",
+        "num_blocks",
+        "table_stride",
+        "most_keys",
+        "listed",
+        "row_stride",
+    ],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens", "block_table"],
 )
 def mla_indexer_score_kernel(
-    query, weights, cache, query_start_loc, seq_lens, block_table, scores, first_token, num_reqs, num_blocks,
-    table_stride, most_keys, listed, row_stride,
+    query, weights, cache, query_start_loc, seq_lens, block_table, scores, first_token, num_tokens, num_reqs,
+    num_blocks, table_stride, most_keys, listed, row_stride,
     H: tl.constexpr, D: tl.constexpr, H_TILE: tl.constexpr, D_TILE: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     BLOCK_N: tl.constexpr, STRETCH: tl.constexpr, NATIVE_FP8: tl.constexpr,
 ):  # fmt: skip
@@ -68,7 +77,7 @@ def mla_indexer_score_kernel(
     `scores` is fp32 `[tokens of this launch, row_stride]`. Tokens that see no more keys than are listed need none.
     """
     token = first_token + tl.program_id(1)
-    request, limit = visible_tokens(query_start_loc, seq_lens, num_reqs, most_keys, token)
+    request, limit = visible_tokens(query_start_loc, seq_lens, num_tokens, num_reqs, most_keys, token)
     first = tl.program_id(0) * STRETCH
     if (limit <= listed) | (first >= limit):
         return
@@ -137,16 +146,16 @@ def choose_digit(row, limit, prefix, wanted, SHIFT: tl.constexpr, BLOCK: tl.cons
 
 
 @triton.jit(
-    do_not_specialize=["first_token", "num_reqs", "most_keys", "listed", "row_stride", "topk_stride"],
+    do_not_specialize=["first_token", "num_tokens", "num_reqs", "most_keys", "listed", "row_stride", "topk_stride"],
     do_not_specialize_on_alignment=["query_start_loc", "seq_lens"],
 )
 def mla_indexer_choose_kernel(
-    scores, query_start_loc, seq_lens, topk_indices, first_token, num_reqs, most_keys, listed, row_stride, topk_stride,
-    BLOCK: tl.constexpr,
+    scores, query_start_loc, seq_lens, topk_indices, first_token, num_tokens, num_reqs, most_keys, listed, row_stride,
+    topk_stride, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Write the positions that one token sees. Grid: tokens."""
     token = first_token + tl.program_id(0)
-    _, limit = visible_tokens(query_start_loc, seq_lens, num_reqs, most_keys, token)
+    _, limit = visible_tokens(query_start_loc, seq_lens, num_tokens, num_reqs, most_keys, token)
     row = scores + tl.program_id(0).to(tl.int64) * row_stride
     target = topk_indices + token.to(tl.int64) * topk_stride
     lane = tl.arange(0, BLOCK)
@@ -211,14 +220,14 @@ def mla_indexer_select(args: IndexerSelectArgs, limits: Limits | None = None) ->
         if scored:
             mla_indexer_score_kernel[(-(-most_keys // _STRETCH), count)](
                 args.query.view(torch.uint8), args.weights, args.index_cache, args.query_start_loc, args.seq_lens,
-                args.block_table, scores, first, reqs, args.index_cache.shape[0], args.block_table.stride(0),
+                args.block_table, scores, first, tokens, reqs, args.index_cache.shape[0], args.block_table.stride(0),
                 most_keys, listed, scores.stride(0), H=heads, D=columns, H_TILE=max(16, next_power_of_two(heads)),
                 D_TILE=max(32, next_power_of_two(columns)), BLOCK_SIZE=size, STRETCH=_STRETCH,
                 BLOCK_N=16 if limits.interpreted else 128, NATIVE_FP8=limits.native_fp8, num_warps=4, num_stages=3,
                 enable_fp_fusion=True,
             )  # fmt: skip
         mla_indexer_choose_kernel[(count,)](
-            scores, args.query_start_loc, args.seq_lens, args.topk_indices, first, reqs, most_keys, listed,
+            scores, args.query_start_loc, args.seq_lens, args.topk_indices, first, tokens, reqs, most_keys, listed,
             scores.stride(0), args.topk_indices.stride(0), BLOCK=64 if limits.interpreted else 2048, num_warps=8,
             enable_fp_fusion=True,
         )  # fmt: skip

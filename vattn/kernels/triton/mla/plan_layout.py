@@ -1,8 +1,9 @@
 """Layout of a plan of latent attention: work done once on the device for all layers that plan alike.
 
-A plan is an int32 tensor; its first dimension is MIXED in steps with prompts. It ends with room for row tiles where
-Hopper's kernel attends prompts; in front of that is the decode schedule of Hopper's kernels. Shapes follow from shapes,
-so a step tells from them how it was planned. Lines of keys are no part of it: their ends follow from block tables.
+A plan is an int32 tensor; its first dimension is MIXED in steps with prompts. It ends with offsets and lengths of the
+requests as `bounded_step` returns them; in front of these is room for row tiles where Hopper's kernel attends prompts,
+and in front of that the decode schedule of Hopper's kernels. Shapes follow from shapes, so a step tells from them how
+it was planned. Lines of keys are no part of it: their ends follow from block tables.
 """
 
 from __future__ import annotations
@@ -17,9 +18,21 @@ MIXED = 16
 """First dimension of the plans of steps with prompts; those of others have at most 8."""
 
 
-def tiles_in(plan: Tensor, room: int) -> Tensor:
+def step_room(num_reqs: int) -> int:
+    """Return how many integers a plan has for offsets and lengths."""
+    return 2 * -(-(num_reqs + 1) // MIXED) * MIXED
+
+
+def step_in(plan: Tensor, num_reqs: int) -> tuple[Tensor, Tensor]:
+    """Return offsets `[B + 1]` and lengths `[B]` in a plan: views."""
+    starts, lengths = plan.view(-1)[plan.numel() - step_room(num_reqs) :].chunk(2)
+    return starts[: num_reqs + 1], lengths[:num_reqs]
+
+
+def tiles_in(plan: Tensor, num_reqs: int, room: int) -> Tensor:
     """Return the room for row tiles in a plan: a view."""
-    return plan.view(-1)[plan.numel() - room :]
+    end = plan.numel() - step_room(num_reqs)
+    return plan.view(-1)[end - room : end]
 
 
 def lay_line(
@@ -33,8 +46,9 @@ def lay_line(
     )  # fmt: skip
 
 
-def tiles_shape(prompts: bool, tiles: int) -> tuple[int, ...]:
-    """Return the shape of a plan without a schedule, as large with prompts as without; `()` if it would be empty."""
+def tiles_shape(num_reqs: int, prompts: bool, tiles: int) -> tuple[int, ...]:
+    """Return the shape of a plan without a schedule, as large with prompts as without; `()` if it has no row tiles."""
+    room = step_room(num_reqs) + tiles
     if not tiles:
         return ()
-    return (MIXED, tiles // MIXED) if prompts else (1, tiles)
+    return (MIXED, room // MIXED) if prompts else (1, room)
