@@ -48,7 +48,7 @@ def output_of(args: Any, config: Any) -> Tensor:
 
 @pytest.mark.parametrize("backend", ["TORCH_SDPA", "TRITON_ATTN"])
 @pytest.mark.parametrize("feature", FEATURES)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=4, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_paged_attention(backend: str, feature: str, seed: int) -> None:
     changes = dict(FEATURES[feature])
@@ -66,7 +66,7 @@ def test_paged_attention(backend: str, feature: str, seed: int) -> None:
 
 
 @pytest.mark.parametrize("backend", ["TORCH_SDPA", "TRITON_ATTN"])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_varlen_attention(backend: str, seed: int) -> None:
     config = make_config(lse=True, backend=backend, block_size=0, causality="bidirectional")
@@ -83,7 +83,7 @@ def test_varlen_attention(backend: str, seed: int) -> None:
 @pytest.mark.parametrize("backend", ["TORCH_MLA", "TRITON_MLA"])
 @pytest.mark.parametrize("lens", [(QUERY_LENS, SEQ_LENS), ([1, 1, 1, 1, 1], SEQ_LENS), ([1, 30], [33, 31])], ids=str)
 @pytest.mark.parametrize("sparse", [False, True])
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_latent_attention(backend: str, lens: tuple[list[int], list[int]], sparse: bool, seed: int) -> None:
     config = make_mla_config(lse=True, backend=backend, sparse=sparse, num_heads=5)
@@ -97,7 +97,7 @@ def test_latent_attention(backend: str, lens: tuple[list[int], list[int]], spars
     check_attention(args, call, lambda args: mla_reference.attend_latents(args, config), 1e-5)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1))
 def test_decodes_by_a_schedule(seed: int) -> None:
     config = make_config(num_heads=6, num_kv_heads=2, head_size=64, dtype="float16", lse=True)
@@ -114,7 +114,7 @@ def test_decodes_by_a_schedule(seed: int) -> None:
         check_attention(args, call, lambda args: reference.paged_attention(args, config), 2e-3)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), tokens=st.integers(1, 40), least=st.sampled_from([1, 3]))
 def test_row_tiles_cover_every_row_once(seed: int, tokens: int, least: int) -> None:
     """Requests of fewer rows than `least` aside."""
@@ -154,4 +154,5 @@ def test_slots_out_of_range_write_nothing(kv_cache_dtype: str) -> None:
     valid = (slots >= 0) & (slots < size)
     reference.kv_cache_update(args._replace(key=rows[valid], value=rows[valid] + 1, slot_mapping=slots[valid]), config)
     for got, expected in zip((guarded.args.key_cache, guarded.args.value_cache), args[2:4], strict=True):
-        assert got is expected is None or torch.equal(*(cache.view(torch.uint8) for cache in (got, expected)))
+        if expected is not None:
+            assert torch.equal(got.view(torch.uint8), expected.view(torch.uint8))
