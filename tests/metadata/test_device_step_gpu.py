@@ -93,7 +93,8 @@ def host_step(
 
 @pytest.mark.parametrize("kind", STEPS)
 @pytest.mark.parametrize("name", LAYERS)
-def test_steps_equal_those_of_build_without_a_wait(name: str, kind: str) -> None:
+@pytest.mark.parametrize("copy", [True, False], ids=["copied", "as given"])
+def test_steps_equal_those_of_build_without_a_wait(name: str, kind: str, copy: bool) -> None:
     layer, (steps, num_tokens) = make_layer(name), STEPS[kind]
     builder, other, inputs = builder_of(layer), builder_of(layer), layer.inputs(num_tokens)
     with torch.no_grad():
@@ -103,9 +104,9 @@ def test_steps_equal_those_of_build_without_a_wait(name: str, kind: str) -> None
                 expected_step = host_step(other, queries, lengths, given)
                 expected = layer(*inputs, metadata=expected_step).clone()
                 plans = {key: plan.clone() for key, plan in expected_step.plans.items()}
-                builder.build_from_tensors(*given)  # kernels compile
+                layer(*inputs, metadata=builder.build_from_tensors(*given, copy=copy))  # kernels compile
                 with no_sync():
-                    step = builder.build_from_tensors(*given)
+                    step = builder.build_from_tensors(*given, copy=copy)
                     got = layer(*inputs, metadata=step)
                 assert step.plans.keys() == plans.keys() and (plans or name in ("triton, float32", "flash"))
                 assert torch.equal(got, expected)
