@@ -626,10 +626,10 @@ def wrong_steps():
     return {
         "table of one dimension": {"block_table": step.block_table[0]},
         "table of one request": {"block_table": step.block_table[:1]},
-        "table dtype": {"block_table": step.block_table.long()},
-        "slots dtype": {"slot_mapping": step.slot_mapping.int()},
+        "table dtype": {"block_table": step.block_table.float()},
+        "slots dtype": {"slot_mapping": step.slot_mapping.float()},
         "too few slots": {"slot_mapping": step.slot_mapping[:4]},
-        "lengths dtype": {"seq_lens": step.seq_lens.long()},
+        "lengths dtype": {"seq_lens": step.seq_lens.float()},
         "offsets without the last": {"query_start_loc": step.query_start_loc[:-1]},
         "flags of one request": {"causal": step.causal[:1]},
         "flags dtype": {"causal": step.causal.bool()},
