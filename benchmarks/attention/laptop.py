@@ -4,8 +4,8 @@
 
 One thread, and its own time, so that other work on the machine counts little. A layer by hand: two `index_put_` at
 slots, two gathers by token indices that are made before, `scaled_dot_product_attention`; ragged requests have a mask
-too. A model by hand (15 million parameters, 6 layers, one request of up to 512 tokens): a cache of `[1, heads, 512, 48]`
-per layer, `index_copy_`, and `scaled_dot_product_attention` over all of it with a mask. With vattn the model's step
+too. A model by hand (15 million parameters, 6 layers, one request of up to 512 tokens): a cache `[1, heads, 512, 48]`
+of each layer, `index_copy_`, and `scaled_dot_product_attention` over all of it with a mask. With vattn the model's step
 includes what the host does for it (`advance`).
 """
 
