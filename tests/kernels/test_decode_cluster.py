@@ -7,6 +7,7 @@ import sys
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support import make_config, random_paged_batch
 from vattn.kernels.hopper.decode import cluster_launch
@@ -41,6 +42,15 @@ def test_small_tables_by_default(lengths: list[int], taken: bool) -> None:
 )  # fmt: skip
 def test_what_the_kernel_lacks_stays_where_it_is(changes: dict[str, Any]) -> None:
     assert not is_taken([40], **changes)
+
+
+def test_heads_2_to_the_31_elements_apart_stay_where_they_are() -> None:
+    """Offsets inside of a block are int32 in the kernel."""
+    config = make_config(**LLAMA)
+    args = random_paged_batch(config, [1], [40]).args
+    for apart, taken in ((2**28 - 2048, True), (2**28, False)):
+        far = torch.empty((), dtype=torch.bfloat16, device="meta").as_strided((4, 16, 8, 128), (2048, 128, apart, 1))
+        assert cluster_launch.takes(args._replace(key_cache=far, value_cache=far), config) == taken
 
 
 def test_many_requests_and_several_rows_stay_where_they_are() -> None:

@@ -240,21 +240,23 @@ def explain(
         >>> vattn.explain(request.replace(backend="FLASH_ATTN"), "sm_90", (pool[0], pool[1])).memory
         CacheMemory(dense=False, row_alignment=8, whole_rows=True)
     """
-    if hasattr(request, "cache_views"):
-        layer, request = request, request.config
-        if request is not None:
-            cache = layer.cache_views()
-            device = cache[0].device if device is None else device
-    if not isinstance(request, (AttentionConfig, MLAConfig)):
+    config: Any = request
+    if hasattr(config, "cache_views"):
+        layer, config = config, config.config
+        if config is None:
+            raise ConfigError(
+                "a layer without a KV cache", "a layer with one", "vattn.allocate_kv_cache(model, num_blocks=...)"
+            )
+        views = layer.cache_views()
+        device, cache = views[0].device if device is None else device, CacheMemory.of(*views)
+    if not isinstance(config, (AttentionConfig, MLAConfig)):
         raise ConfigError(
-            "a layer without a KV cache" if request is None else f"a request of type {type(request).__name__}",
+            f"a request of type {type(config).__name__}",
             "an AttentionConfig, an MLAConfig or a layer with a KV cache",
-            "vattn.allocate_kv_cache(model, num_blocks=...) binds caches"
-            if request is None
-            else "AttentionConfig.parse('vattn1 ...') reads one that was written",
+            "AttentionConfig.parse('vattn1 ...') reads one that was written",
         )
     info = device if isinstance(device, DeviceInfo) else DeviceInfo.anywhere("cpu" if device is None else device)
-    return _decide(request, info, CacheMemory.of(*cache) if isinstance(cache, tuple) else cache)
+    return _decide(config, info, CacheMemory.of(*cache) if isinstance(cache, tuple) else cache)
 
 
 @lru_cache(maxsize=4096)

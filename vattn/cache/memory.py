@@ -34,7 +34,7 @@ class CacheMemory:
         views = [key_cache] if value_cache is None else [key_cache, value_cache]
         starts = 0
         for view in views:
-            starts |= view.storage_offset() * view.itemsize if view.is_meta else view.data_ptr()
+            starts |= int(view.storage_offset()) * view.itemsize if view.is_meta else view.data_ptr()
             for stride, size in zip(view.stride()[:-1], view.shape[:-1], strict=True):
                 starts |= stride * view.itemsize if size > 1 else 0
         in_order = [view.is_contiguous() for view in views]

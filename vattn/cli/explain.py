@@ -95,9 +95,9 @@ def _cache(
     """Return a cache of two blocks on meta with these strides."""
     if strides is None:
         return None
-    latent = isinstance(request, MLAConfig)
-    packed = request.packed if latent else formats.KV_FORMATS[request.kv_cache_dtype].packed
-    wanted = 1 if latent or packed else 3
+    is_latent = isinstance(request, MLAConfig)
+    packed = not is_latent and formats.KV_FORMATS[request.kv_cache_dtype].packed
+    wanted = 1 if is_latent or packed else 3
     if len(strides) != wanted or min(strides) < 1:
         allowed = (
             "one positive number, of blocks" if wanted == 1 else "three positive numbers: of blocks, tokens, heads"
@@ -105,7 +105,7 @@ def _cache(
         raise ConfigError(f"--cache-strides {' '.join(map(str, strides))}", allowed, "count in elements of the cache")
     if isinstance(request, MLAConfig):
         sizes = mla_cache_shape(request, 2)
-        steps = (*strides, 1) if packed else (*strides, request.head_size, 1)
+        steps = (*strides, 1) if request.packed else (*strides, request.head_size, 1)
         return torch.empty_strided(sizes, steps, dtype=mla_cache_dtype(request), device="meta"), None
     if packed:
         return torch.empty_strided(kv_cache_shape(request, 2), (*strides, 1), dtype=torch.uint8, device="meta"), None

@@ -21,6 +21,7 @@ from vattn.layers.base.buffers import OwnBuffers
 from vattn.layers.base.checks import check_storage_kind
 from vattn.layers.base.dcp import check_context_parallel, gather_rows, partial_request
 from vattn.layers.base.scales import QuantConfig, ScaleSource, first_scale, make_scale
+from vattn.layers.base.step import CacheViews
 from vattn.layers.mla.arguments import check_indexer, check_latent_arguments
 from vattn.layers.mla.kv_b_proj import (
     ScalesWithoutValues,
@@ -329,7 +330,7 @@ class BoundLatents(OwnBuffers):
         self.k_scale.copy_(scale)
         self.scales_ready.copy_(ready)
 
-    def cache_views(self) -> tuple[Tensor, None]:
+    def cache_views(self) -> CacheViews:
         """Return the storage, as `vattn.explain` reads it."""
         assert self.kv_cache is not None
         return self.kv_cache, None

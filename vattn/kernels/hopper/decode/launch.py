@@ -219,8 +219,10 @@ def has_boxes(args: AttentionArgs) -> bool:
 
 
 def _is_aligned(cache: Tensor) -> bool:
-    by_block, by_head, by_token, _ = map_dimensions(cache)[1]
-    return cache.numel() > 0 and (cache.data_ptr() | cache.itemsize * (by_block | by_token | by_head)) % 16 == 0
+    start, (first, second, third, _) = cache.data_ptr(), cache.stride()
+    if (start | cache.itemsize * (first | second | third)) % 16:
+        first, second, third, _ = map_dimensions(cache)[1]
+    return (start | cache.itemsize * (first | second | third)) % 16 == 0 and cache.numel() > 0
 
 
 def map_dimensions(cache: Tensor) -> tuple[list[int], list[int]]:
