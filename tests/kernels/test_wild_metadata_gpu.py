@@ -5,6 +5,10 @@ The interpreter runs the same for plain Triton in `test_wild_metadata`.
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -23,7 +27,11 @@ from vattn.quantization.codecs import dequantise_output
 
 pytestmark = pytest.mark.gpu(capability=(9, 0))
 
-SEEDS = 12
+SEEDS = int(os.environ.get("VATTN_WILD_SEEDS", "12"))
+SAMPLE = [
+    "paged_attention[decode]", "paged_attention[prefill]", "paged_attention[general splits]",
+    "latent_attention[decode]",
+]  # fmt: skip
 LAYER = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16", "lse": True,
          "backend": "TRITON_ATTN"}  # fmt: skip
 FP8 = {"kv_cache_dtype": "fp8_e4m3"}
@@ -149,3 +157,23 @@ def test_latent_attention(name: str) -> None:
         step = with_wild_metadata(args, seed, sum(query_lens) + 20)
         limit = None if seed % 3 == 2 else 2e-2
         check_attention(with_plan(step, args, config, seed % 3), call, expected, limit, 2e-2)
+
+
+def test_memcheck_of_a_sample() -> None:
+    """Every tensor is an allocation of its own there, so that compute-sanitizer sees what guard bytes cannot: reads."""
+    tool = shutil.which("compute-sanitizer", path=f"{os.environ['PATH']}:/usr/local/cuda/bin")
+    if tool is None:
+        pytest.skip("needs compute-sanitizer")
+    tests = [f"{__file__}::test_{name}" for name in SAMPLE]
+    check = [tool, "--tool", "memcheck", "--report-api-errors", "no"]
+    command = [*check, sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    environment = {**os.environ, "VATTN_WILD_SEEDS": "3", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    try:
+        done = subprocess.run(
+            [*command, *tests], env=environment, capture_output=True, text=True, timeout=240, check=False
+        )
+    except subprocess.TimeoutExpired:
+        pytest.skip("compute-sanitizer takes more than 240 s here")
+    if "ERROR SUMMARY" not in done.stdout:
+        pytest.skip(f"compute-sanitizer does not run here: {done.stdout[-300:]}")
+    assert "ERROR SUMMARY: 0 errors" in done.stdout and done.returncode == 0, done.stdout[-6000:]

@@ -55,7 +55,7 @@ class TritonMLABackend(TritonMLAUpdate, MLABackend):
         return availability.missed_steps(mla_route.missed(config, device, memory))
 
     def plan_shape(self, config: Any, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
-        """Return the shape of a step's plan: what a layer and the GPU have of schedule and line of keys."""
+        """Return the shape of a step's plan: what a layer and the GPU have of schedule and row tiles."""
         from vattn.kernels import mla_route
 
         cuda = torch.cuda.is_available()
