@@ -37,6 +37,7 @@ from vattn.kernels.hopper.decode.triton_kernel import (
 from vattn.kernels.hopper.schedule import FIELDS, WAVES
 from vattn.kernels.triton.attention.launch import as_bytes, finish, rows_to_write
 from vattn.kernels.triton.common.epilogue import group_constants, groups_fit_heads, row_output
+from vattn.kernels.triton.common.launching import launch as launch_again
 from vattn.ops.arguments import AttentionArgs
 from vattn.quantization.formats import KV_FORMATS, OUTPUT_FORMATS
 
@@ -446,10 +447,12 @@ def launch(
     else:
         partial = {"schedule": schedule, **scratch(args, config, sizes.max_items * tokens)}
     key, value = key_value_views(args.key_cache, args.value_cache, config)
-    kernel[(grid,)](
-        key_boxes=_boxes(key, tuning), value_boxes=_boxes(value, tuning), num_blocks=key.shape[0],
-        num_warps=warps, launch_pdl=bool(tuning.overlap), maxnreg=tuning.max_registers, **partial, **common, **lengths,
-        **step_arguments(args, config), **decode_constants(config, tuning, tokens),
+    boxes = {"key_boxes": _boxes(key, tuning), "value_boxes": _boxes(value, tuning), "num_blocks": key.shape[0]}
+    options = {"num_warps": warps, "launch_pdl": bool(tuning.overlap), "maxnreg": tuning.max_registers}
+    arguments, constants = separate_constants(common)
+    launch_again(
+        kernel, (grid,), boxes | partial | lengths | arguments | step_arguments(args, config),
+        options | constants | decode_constants(config, tuning, tokens),
     )  # fmt: skip
     if not tuning.whole:
         most = 6 if tuning.max_registers else 8
@@ -476,10 +479,12 @@ def launch_reduction(
     num_reqs = args.seq_lens.shape[0]
     parts, splits, warps = choose_reduction(config, num_reqs)
     most *= devices.multiprocessors(args.query.device)
-    reduce_kernel[(min(num_reqs * tokens * config.num_heads * parts, most),)](
-        max_items=sizes.max_items, num_tokens=args.query.shape[0], TOKENS=tokens,
-        COLUMNS=config.head_size // parts, SPLITS=splits, OVERLAP=overlap, num_warps=warps,
-        launch_pdl=True, **partial, **common,
+    arguments, constants = separate_constants(common)
+    sizes_of = {"max_items": sizes.max_items, "num_tokens": args.query.shape[0]}
+    own = {"TOKENS": tokens, "COLUMNS": config.head_size // parts, "SPLITS": splits, "OVERLAP": overlap}
+    launch_again(
+        reduce_kernel, (min(num_reqs * tokens * config.num_heads * parts, most),), sizes_of | partial | arguments,
+        own | constants | {"num_warps": warps, "launch_pdl": True},
     )  # fmt: skip
 
 
@@ -508,6 +513,12 @@ def common_arguments(args: AttentionArgs, config: AttentionConfig, output: Tenso
     }  # fmt: skip
 
 
+def separate_constants(common: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what differs from launch to launch, and what kernels are compiled for, which has capital letters."""
+    constants = {name: value for name, value in common.items() if name.isupper()}
+    return {name: value for name, value in common.items() if name not in constants}, constants
+
+
 def step_arguments(args: AttentionArgs, config: AttentionConfig) -> dict[str, Any]:
     """Return what a main kernel takes of a query, the block tables and scales, and what it multiplies scores by."""
     shrink = FP16_QUERY_SHRINK.value if config.kv_cache_dtype in QUANTISED_CACHES else 1.0
@@ -534,14 +545,27 @@ def _boxes(cache: Tensor, tuning: Tuning) -> Any:
     if cache.itemsize == 1:
         cache = cache.view(torch.int16)
     shape, strides = map_dimensions(cache)
+    signature = (cache.dtype, cache.data_ptr() % 16, *shape, *strides, tuning.heads, tuning.slots > 0)
+    if signature in _maps:
+        kind, fields = _maps[signature]
+        boxes = object.__new__(kind)
+        vars(boxes).update(fields, base=cache)
+        return boxes
     box = [1, tuning.heads, TILE_TOKENS.value, cache.shape[3]]
     if not tuning.slots:
-        return TensorDescriptor(cache, shape, strides, box)
-    from triton.experimental.gluon import language as gl
-    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
+        boxes = TensorDescriptor(cache, shape, strides, box)
+    else:
+        from triton.experimental.gluon import language as gl
+        from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * cache.shape[3]), element_bitwidth=16, rank=4)
-    return GluonDescriptor(cache, shape, strides, box, layout)
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * cache.shape[3]), element_bitwidth=16, rank=4)
+        boxes = GluonDescriptor(cache, shape, strides, box, layout)
+    _maps[signature] = type(boxes), {**vars(boxes), "base": None}
+    return boxes
+
+
+_maps: dict[tuple[Any, ...], tuple[type, dict[str, Any]]] = {}
+"""Tensor maps that were checked, without their memory: the checks take as long as a launch."""
 
 
 def decode_constants(config: AttentionConfig, tuning: Tuning, tokens: int = 1) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from vattn.kernels.hopper.prefill.shape import Shape
 from vattn.kernels.hopper.prefill.softmax import WIDENED_SHRINK
 from vattn.kernels.triton.attention.launch import as_bytes, rows_to_write
 from vattn.kernels.triton.common.epilogue import group_constants, groups_fit_heads, row_output
+from vattn.kernels.triton.common.launching import launch as launch_again
 from vattn.ops.arguments import AttentionArgs
 from vattn.quantization.formats import OUTPUT_FORMATS
 
@@ -279,16 +280,18 @@ def launch(
     # Layers share the schedule, so what hands out its row tiles is of this call.
     counter = torch.zeros(1, dtype=torch.int32, device=query.device)
     items = items_of(config, query.shape[0], args.seq_lens.shape[0], tiles)
-    prefill_kernel[(min(ctas * tiles.residents, items),)](
-        query_boxes=query_boxes(query, tiles.pack), key_boxes=cache_boxes(key, config, tiles, kind),
-        value_boxes=cache_boxes(value, config, tiles, kind),
-        output=as_bytes(output), lse=args.lse, block_scale=scales, scale_stride=strides[0], group_stride=strides[1],
-        sinks=args.sinks, q_scale=args.q_scale, k_scale=args.k_scale, v_scale=args.v_scale,
-        output_scale=args.output_scale, schedule=schedule, counter=counter, block_table=args.block_table,
-        table_stride=args.block_table.stride(0), table_width=args.block_table.shape[1], num_blocks=key.shape[0],
-        query_head_stride=query.stride(1), scale=scale, soft_cap=soft_cap, EARLY=early,
-        SHAPE=shape_of(config, tiles, takes_late(config, tiles, items, ctas), kind), **launch_options(config, tiles),
-    )  # fmt: skip
+    arguments = {
+        "query_boxes": query_boxes(query, tiles.pack), "key_boxes": cache_boxes(key, config, tiles, kind),
+        "value_boxes": cache_boxes(value, config, tiles, kind), "output": as_bytes(output), "lse": args.lse,
+        "block_scale": scales, "scale_stride": strides[0], "group_stride": strides[1], "sinks": args.sinks,
+        "q_scale": args.q_scale, "k_scale": args.k_scale, "v_scale": args.v_scale, "output_scale": args.output_scale,
+        "schedule": schedule, "counter": counter, "block_table": args.block_table,
+        "table_stride": args.block_table.stride(0), "table_width": args.block_table.shape[1],
+        "num_blocks": key.shape[0], "query_head_stride": query.stride(1), "scale": scale, "soft_cap": soft_cap,
+    }  # fmt: skip
+    shape = shape_of(config, tiles, takes_late(config, tiles, items, ctas), kind)
+    constants = {"EARLY": early, "SHAPE": shape, **launch_options(config, tiles)}
+    launch_again(prefill_kernel, (min(ctas * tiles.residents, items),), arguments, constants)
 
 
 def products_of(config: AttentionConfig) -> str:

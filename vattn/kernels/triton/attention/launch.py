@@ -19,6 +19,7 @@ from vattn.kernels.triton.cache.packed_rows import TRITON_CODECS, part_constants
 from vattn.kernels.triton.cache.packed_update import update_packed
 from vattn.kernels.triton.cache.update import cache_update_kernel
 from vattn.kernels.triton.common.epilogue import row_output
+from vattn.kernels.triton.common.launching import launch
 from vattn.kernels.triton.common.tiles import (
     Limits,
     Tiles,
@@ -272,11 +273,17 @@ def update_kv_cache(args: CacheUpdateArgs, config: AttentionConfig, limits: Limi
     key_cache, value_cache = (as_bytes(view) for view in key_value_views(args.key_cache, args.value_cache, config))
     widths = next_power_of_two(config.head_size), next_power_of_two(config.head_size_v)
     tile = min(max(1, 1024 // max(widths)), next_power_of_two(config.num_kv_heads))
-    cache_update_kernel[(num_tokens, -(-config.num_kv_heads // tile))](
-        as_bytes(args.key), as_bytes(args.value), key_cache, value_cache, args.slot_mapping, args.k_scale, args.v_scale,
-        key_cache.shape[0] * config.block_size, *args.key.stride()[:2], *args.value.stride()[:2],
-        NUM_HEADS=config.num_kv_heads, D=config.head_size, V=config.head_size_v, D_TILE=widths[0], V_TILE=widths[1],
-        BLOCK_SIZE=config.block_size, K_STRIDES=key_cache.stride()[:3], V_STRIDES=value_cache.stride()[:3],
-        FORMAT=config.kv_cache_dtype, PER_HEAD=config.kv_scale == "head", NATIVE_FP8=limits.native_fp8, TILE=tile,
-        num_warps=4, enable_fp_fusion=True,
-    )  # fmt: skip
+    arguments = {
+        "key": as_bytes(args.key), "value": as_bytes(args.value), "key_cache": key_cache, "value_cache": value_cache,
+        "slot_mapping": args.slot_mapping, "k_scale": args.k_scale, "v_scale": args.v_scale,
+        "num_slots": key_cache.shape[0] * config.block_size,
+        "stride_kt": args.key.stride(0), "stride_kh": args.key.stride(1),
+        "stride_vt": args.value.stride(0), "stride_vh": args.value.stride(1),
+    }  # fmt: skip
+    constants = {
+        "NUM_HEADS": config.num_kv_heads, "D": config.head_size, "V": config.head_size_v, "D_TILE": widths[0],
+        "V_TILE": widths[1], "BLOCK_SIZE": config.block_size, "K_STRIDES": key_cache.stride()[:3],
+        "V_STRIDES": value_cache.stride()[:3], "FORMAT": config.kv_cache_dtype, "PER_HEAD": config.kv_scale == "head",
+        "NATIVE_FP8": limits.native_fp8, "TILE": tile, "num_warps": 4, "enable_fp_fusion": True,
+    }  # fmt: skip
+    launch(cache_update_kernel, (num_tokens, -(-config.num_kv_heads // tile)), arguments, constants)
