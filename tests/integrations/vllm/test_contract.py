@@ -17,6 +17,7 @@ from tests.integrations.vllm.engine_parts import (
     AttentionImpl,
     AttentionMetadataBuilder,
     DeviceCapability,
+    Layer,
     TritonAttentionImpl,
     kFp8DynamicTokenSym,
     kFp8StaticTensorSym,
@@ -125,6 +126,21 @@ def test_an_untested_release_is_refused_by_name_until_a_switch_is_set(monkeypatc
 def test_a_layer_with_what_the_plugin_does_not_know_is_refused(extra: dict[str, Any]) -> None:
     with pytest.raises(UnsupportedRequestError, match=next(iter(extra))):
         VattnImpl(2, 64, 0.125, 1, **extra)
+
+
+def test_context_parallelism_is_refused() -> None:
+    impl = VattnImpl.__new__(VattnImpl)
+    impl.dcp_world_size = 2
+    with pytest.raises(UnsupportedRequestError, match="decode context parallelism=2"):
+        impl.__init__(2, 64, 0.125, 1)
+
+
+def test_batch_invariance_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    impl = VattnImpl(2, 64, 0.125, 1)
+    layer = Layer(impl, torch.bfloat16, 64, torch.ones(()), torch.ones(()))
+    for value, expected in (("0", False), ("1", True)):
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", value)
+        assert impl.config(layer, 16, "HND", torch.device("cpu")).batch_invariant is expected
 
 
 def test_outputs_in_fp8_with_one_scale_are_offered_and_no_others() -> None:

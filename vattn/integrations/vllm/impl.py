@@ -25,8 +25,11 @@ class VattnImpl(AttentionImpl):
     """Attend one layer's queries to its blocks of vLLM's cache, and write its keys and values there.
 
     Attributes:
+        supports_dcp: releases before 0.27 count on context parallelism unless it says no.
         writes_fp8: whether vLLM asked for outputs in FP8, and may pass an `output_scale`.
     """
+
+    supports_dcp: bool = False
 
     def __init__(
         self,
@@ -47,6 +50,9 @@ class VattnImpl(AttentionImpl):
     ) -> None:
         others |= {"chunk_lookback": chunk_lookback} if chunk_lookback != -1 else {}
         others |= {"attn_type": attn_type} if attn_type != AttentionType.DECODER else {}
+        # vLLM sets the sizes of both kinds of context parallelism before it calls this.
+        ranks = {"decode context parallelism": self.dcp_world_size, "prefill context parallelism": self.pcp_world_size}
+        others |= {name: size for name, size in ranks.items() if size > 1}
         if others:
             raise UnsupportedRequestError(
                 f"a layer with {', '.join(f'{name}={value!r:.40}' for name, value in others.items())}",
