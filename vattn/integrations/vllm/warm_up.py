@@ -27,7 +27,7 @@ def warm_up(layers: Mapping[str, Any], kv_cache_spec: Any, vllm_config: Any, dev
     width = -(-vllm_config.model_config.max_model_len // block_size)
     table = torch.zeros(scheduler.max_num_seqs, width, dtype=torch.int32, device=device)
     slots = torch.full((most_tokens,), -1, dtype=torch.int64, device=device)
-    kinds = {}
+    kinds: dict[str, Any] = {}
     for layer in layers.values():
         kinds.setdefault(layer.impl.config(layer, block_size, "HND", device).encode(), layer)
     for layer in kinds.values():
@@ -36,7 +36,7 @@ def warm_up(layers: Mapping[str, Any], kv_cache_spec: Any, vllm_config: Any, dev
         key = torch.zeros(most_tokens, impl.num_kv_heads, impl.head_size, **model)
         value = torch.zeros(most_tokens, impl.num_kv_heads, layer.head_size_v, **model)
         rows = most_tokens, impl.num_heads, layer.head_size_v
-        outputs = [(torch.empty(rows, **model), None)]
+        outputs: list[tuple[Tensor, Tensor | None]] = [(torch.empty(rows, **model), None)]
         if impl.writes_fp8:
             one = torch.ones((), device=device)
             outputs.append((torch.empty(rows, device=device, dtype=torch.float8_e4m3fn), one))

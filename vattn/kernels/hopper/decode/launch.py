@@ -546,6 +546,7 @@ def _boxes(cache: Tensor, tuning: Tuning) -> Any:
         cache = cache.view(torch.int16)
     shape, strides = map_dimensions(cache)
     signature = (cache.dtype, cache.data_ptr() % 16, *shape, *strides, tuning.heads, tuning.slots > 0)
+    boxes: Any
     if signature in _maps:
         kind, fields = _maps[signature]
         boxes = object.__new__(kind)
