@@ -1,4 +1,4 @@
-"""A cache knows what its bytes mean: another format, layout or geometry is refused, whatever its size."""
+"""A cache keeps its format: another format, layout or geometry is refused, whatever its size."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ def test_padding_is_no_room_for_another_format() -> None:
     owner = make_layer("int8_per_token_head")
     storage = allocate(owner)
     layer = make_layer("int4_per_token_head")
-    with pytest.raises(CacheError, match=r"int8_per_token_head .* taken for one of int4_per_token_head"):
+    with pytest.raises(CacheError, match=r"int8_per_token_head .* used as one of int4_per_token_head"):
         layer.bind_kv_cache(storage, dtype=torch.float32)
     spec = layer.get_kv_cache_spec(torch.float32)
     assert spec is not None
-    with pytest.raises(CacheError, match="taken for"):
+    with pytest.raises(CacheError, match="used as"):
         vattn.swap_blocks(storage, storage, [(1, 2)], spec)
     # As long as the storage is there, though its layer is gone.
     del owner
     gc.collect()
-    with pytest.raises(CacheError, match="taken for"):
+    with pytest.raises(CacheError, match="used as"):
         layer.bind_kv_cache(storage, dtype=torch.float32)
 
 
@@ -71,7 +71,7 @@ def test_padding_is_no_room_for_another_format() -> None:
     ids=["blocks", "layouts", "heads"],
 )
 def test_equal_sizes(first: dict[str, Any], second: dict[str, Any]) -> None:
-    """Packed blocks of equal size with another meaning."""
+    """Packed blocks of equal size that hold other rows."""
 
     def build(block_size: int = 16, heads: int = 2, size: int = 64, **cache: Any) -> vattn.Attention:
         config = CacheConfig(cache_dtype="turboquant_k8v4", block_size=block_size, **cache)
@@ -89,19 +89,19 @@ def test_memory_of_an_engine() -> None:
     pool = torch.zeros(2, 6, 16, 2, 64, dtype=torch.uint8)
     owner = make_layer("fp8_e4m3")
     owner.bind_kv_cache(pool[0], pool[1], dtype=torch.float32)
-    with pytest.raises(CacheError, match=r"fp8_e4m3 .* taken for one of fp8_e5m2"):
+    with pytest.raises(CacheError, match=r"fp8_e4m3 .* used as one of fp8_e5m2"):
         make_layer("fp8_e5m2").bind_kv_cache(pool[0], pool[1], dtype=torch.float32)
     del owner
     gc.collect()
     make_layer("fp8_e5m2").bind_kv_cache(pool[0], pool[1], dtype=torch.float32)
 
 
-def test_copies_of_layers_know_it_too() -> None:
+def test_copies_of_layers_keep_the_format() -> None:
     owner = make_layer("int8_per_token_head")
     allocate(owner)
     copied = copy.deepcopy(owner)
     assert copied.kv_cache is not None
-    with pytest.raises(CacheError, match="taken for"):
+    with pytest.raises(CacheError, match="used as"):
         make_layer("int4_per_token_head").bind_kv_cache(copied.kv_cache, dtype=torch.float32)
 
 

@@ -294,7 +294,7 @@ def _blocks() -> dict[str, Row]:
         reach = max(size, 40)
         lens = ((1, reach + 9), (5, 2 * reach + 3), (9, 9), (0, 0))
         packed = {"head_size": 64, "head_size_v": 64}
-        asked: dict[str, dict[str, Any]] = {
+        variants: dict[str, dict[str, Any]] = {
             "window+sinks+hnd": {**WINDOW, **SINKS, "kv_cache_layout": "HND"},
             "fp8-heads+soft-cap+lse": {**FP8_HEADS, **CAP, **LSE, "dtype": "bfloat16"},
             "fp8-unequal+hnd": {**FP8, "head_size_v": 24, "kv_cache_layout": "HND"},
@@ -303,12 +303,11 @@ def _blocks() -> dict[str, Row]:
             "cross": CROSS,
             "broken-table+flags": FLAGS,
             "pairs": {"head_pairs": "odd", "head_size_v": 32},
-            **{
-                f"{name}+hnd": {**packed, "kv_cache_dtype": name, "kv_cache_layout": "HND"} for name in (next(formats),)
-            },
-            **{name: {**packed, "kv_cache_dtype": name} for name in (next(formats),)},
         }
-        for name, changes in asked.items():
+        name, other = next(formats), next(formats)
+        variants[f"{name}+hnd"] = {**packed, "kv_cache_dtype": name, "kv_cache_layout": "HND"}
+        variants[other] = {**packed, "kv_cache_dtype": other}
+        for name, changes in variants.items():
             table = "broken" if "broken" in name else "fit"
             rows[f"block-size{size}+{name}"] = Row({"block_size": size, **changes}, lens, table=table)
         # The kernels made for Hopper, where there is one.

@@ -46,7 +46,7 @@ def make_pool(page_size: int = 16, dtype: torch.dtype = torch.float32, layers: i
 
 
 def make_swa_pool(page_size: int = 16, dtype: torch.dtype = torch.float32) -> Any:
-    """Return SGLang's pool of a model whose layer 1 has a window: fewer slots for it, under ids of their own."""
+    """Return SGLang's pool of a model in which layer 1 has a window: fewer slots for it, under ids of their own."""
     pool = SWAKVPool(TOKENS, TOKENS // 2, page_size, dtype, KV_HEADS, SIZE, [1], [0], "cpu", enable_kv_cache_copy=False)
     pool.register_mapping(torch.zeros(TOKENS + page_size + 1, dtype=torch.int64))
     return pool

@@ -1,4 +1,4 @@
-"""The plugin against the installed SGLang: how it is found and chosen, whose methods it overrides, what it refuses."""
+"""The plugin against the installed SGLang: how it is found and chosen, which methods it overrides, what it refuses."""
 
 from __future__ import annotations
 

@@ -276,7 +276,7 @@ def test_forward_context_of_two_tasks_is_refused():
     asyncio.run(run(make_step(), 1))
 
 
-def test_a_forward_context_that_has_ended_is_in_nobodys_way():
+def test_a_forward_context_that_has_ended_hinders_no_other():
     async def task_that_outlives_the_block():
         ended = asyncio.Event()
 

@@ -94,16 +94,13 @@ def test_scales_are_not_calculated_for_caches_that_take_none(make, fmt):
 @pytest.mark.parametrize("fmt", ["auto", "int8_per_token_head", "turboquant_k8v4", "fp8"])
 def test_unit_scales_with_every_format(fmt):
     """Engines set scales of 1 for all layers; only a format that is scaled has a buffer for them."""
-    plain = None if fmt == "fp8" else vattn.QuantConfig()
-    cache = {"cache_dtype": fmt, **({"calculate_kv_scales": True} if fmt == "fp8" else {})}
     unit = make_layer(cache={"cache_dtype": fmt}, quant_config=vattn.QuantConfig("unit", "unit"))
-    other = make_layer(cache=cache, quant_config=plain)
-    assert (unit.k_scale is None) == (fmt != "fp8") and unit.resolve_config(torch.float32, "cpu").kv_scale == (
-        "tensor" if fmt == "fp8" else "none"
-    )
-    if fmt != "fp8":
-        rows = make_inputs(5)
-        assert torch.equal(unit(*rows, metadata=make_step()), other(*rows, metadata=make_step()))
+    if fmt == "fp8":
+        assert unit.k_scale.item() == 1 and unit.config.kv_scale == "tensor"
+        return
+    assert unit.k_scale is None and unit.config.kv_scale == "none"
+    other, rows = make_layer(cache={"cache_dtype": fmt}), make_inputs(5)
+    assert torch.equal(unit(*rows, metadata=make_step()), other(*rows, metadata=make_step()))
 
 
 def test_one_scale_for_both():

@@ -13,7 +13,7 @@ import vattn
 from tests.conformance.cases import batch_of_row, make_cache_update
 from tests.conformance.rows import ROWS
 from tests.layers.mla_support import make_mla_config, random_mla_batch
-from tests.support import make_config, usable
+from tests.support import make_config, no_sync, usable
 from vattn.ops.index_dtypes import as_int32
 
 INDICES = ("query_start_loc", "kv_start_loc", "seq_lens", "block_table")
@@ -117,16 +117,12 @@ def test_compiled_layers_convert_in_one_kernel_of_one_graph() -> None:
 def test_a_graph_reads_int64_indices_at_each_replay_without_a_sync() -> None:
     model = Model("cuda")
     builder = vattn.AttentionMetadataBuilder(4, 32, 64, layers=model)
-    steps = [builder.build(query_lens, seq_lens, [[3, 4], [9, 8]]) for query_lens, seq_lens in STEPS[:1]]
-    held = indices_of(steps[0])
+    held = indices_of(builder.build(*STEPS[0], [[3, 4], [9, 8]]))
     by_hand, x = vattn.AttentionMetadata(*held), torch.randn(8, 64, device="cuda")
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad():
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with no_sync():
             model(x, by_hand)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
         with torch.cuda.graph(graph):
             result = model(x, by_hand)
         for query_lens, seq_lens in STEPS:

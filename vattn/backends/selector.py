@@ -221,12 +221,13 @@ def explain(
     device: torch.device | str | DeviceInfo | None = None,
     cache: tuple[Tensor, Tensor | None] | CacheMemory | None = None,
 ) -> Explanation:
-    """Tell which backend a request gets on a device and why the others refuse; raises nothing for a refusal.
+    """Explain which backend a request gets on a device and why the others refuse; raises nothing for a refusal.
 
     Args:
-        request: or a layer with a KV cache, which says device and cache itself.
+        request: a config, or a layer with a KV cache: then device and cache are the layer's.
         device: of torch, or a GPU elsewhere by its architecture, such as `"sm_90"`; default the CPU.
-        cache: keys and values as `paged_attention` takes them; tensors on meta will do. Their strides count too then.
+        cache: keys and values as `paged_attention` takes them, or tensors on meta of the same strides. Backends that
+                cannot read such memory refuse.
 
     Raises:
         ConfigError: no request, or a layer without a cache. DeviceError: no such device.

@@ -1,4 +1,4 @@
-"""Tell that a layer was bound to another KV cache since something was made for its cache, and what its bytes mean.
+"""Detect that a layer was bound to another KV cache since something was made for its cache; keep the format of caches.
 
 One count of all bindings in the process: where it has not moved, no layer needs to be looked at.
 """
@@ -33,21 +33,21 @@ def take_cache(storage: Tensor) -> None:
     _claims[storage.data_ptr()] = _epoch
 
 
-class _Meaning:
-    """What the bytes of a cache mean, for as long as its tensor lives."""
+class _Formats:
+    """The formats in which layers were bound to a cache, for as long as its tensor lives."""
 
     def __init__(self, address: int, cache: Tensor) -> None:
-        self.formats: set[str] = set()
+        self.names: set[str] = set()
         self.grouped = False
-        self.cache = ref(cache, lambda _: _meanings.pop(address) if _meanings.get(address) is self else None)
+        self.cache = ref(cache, lambda _: _formats.pop(address) if _formats.get(address) is self else None)
 
 
-_meanings: dict[int, _Meaning] = {}
+_formats: dict[int, _Formats] = {}
 """By the address of a storage, or of an engine's keys."""
 
 
 def describe_format(config: CacheGeometry | MLAConfig) -> str:
-    """Return what decides the meaning of a cache's bytes, in words."""
+    """Return in words what two layers must have in common to read the same cache."""
     if isinstance(config, (MLAConfig, MLAAttentionSpec)):
         return f"{config.kv_cache_dtype}, blocks of {config.block_size} latent rows of {config.head_size}"
     # A cache of pairs holds all heads, each as wide as a key.
@@ -59,33 +59,33 @@ def describe_format(config: CacheGeometry | MLAConfig) -> str:
 
 
 def check_format(cache: Tensor, config: CacheGeometry | MLAConfig) -> None:
-    """Refuse a format whose bytes a cache does not hold; a cache that no layer was bound to holds any.
+    """Refuse a format other than that of a cache; one that no layer was bound to takes any.
 
     Raises:
-        CacheError: such a format.
+        CacheError: another format.
     """
-    known, wanted = _meanings.get(cache.data_ptr()), describe_format(config)
-    if known is not None and known.cache() is not None and not known.grouped and wanted not in known.formats:
+    known, wanted = _formats.get(cache.data_ptr()), describe_format(config)
+    if known is not None and known.cache() is not None and not known.grouped and wanted not in known.names:
         raise CacheError(
-            f"a KV cache of {' or '.join(sorted(known.formats))} taken for one of {wanted}",
-            "one meaning for the bytes of a cache, as long as it is there",
-            "allocate another cache, and drop all layers of the old one if its memory is used again",
+            f"a KV cache of {' or '.join(sorted(known.names))} used as one of {wanted}",
+            "one format for a cache, for as long as a layer or variable holds it",
+            "allocate another cache, or drop all layers of this one before its memory is used again",
         )
 
 
 def note_format(cache: Tensor, config: CacheGeometry | MLAConfig) -> None:
-    """Note what the bytes of a cache mean, after `check_format`."""
+    """Note the format of a cache, after `check_format`."""
     address = cache.data_ptr()
     if not cache.is_meta and cache.numel():
-        known = _meanings.get(address)
+        known = _formats.get(address)
         if known is None or known.cache() is None:
-            known = _meanings[address] = _Meaning(address, cache)
-        known.formats.add(describe_format(config))
+            known = _formats[address] = _Formats(address, cache)
+        known.names.add(describe_format(config))
 
 
 def let_groups_share(cache: Tensor) -> None:
     """Let layers of other groups use a cache in their formats: each block belongs to one group."""
-    known = _meanings.get(cache.data_ptr())
+    known = _formats.get(cache.data_ptr())
     if known is not None:
         known.grouped = True
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 ALIGNED = 16
-"""Bytes that one load of a thread, and the tensor maps of Hopper, have at most."""
+"""Bytes: the widest load of a thread, and what Hopper's tensor maps want strides to be multiples of."""
 
 
 @dataclass(frozen=True)
 class CacheMemory:
-    """What kernels ask of the memory of a cache.
+    """What decides which kernels can read the memory of a cache.
 
     Attributes:
         dense: whether blocks, tokens and heads follow each other without gaps, heads before tokens or after them, of

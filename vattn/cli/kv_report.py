@@ -244,8 +244,8 @@ def _key_errors(model: Any) -> Iterator[dict[str, Tensor]]:
     """Add up the squared errors of the keys that layers store, and the squares of the keys: `[2]` by prefix."""
     seen: dict[str, Tensor] = {}
 
-    def note(prefix: str, layer: CachedAttention, key: Tensor) -> None:
-        rows, config = key.view(len(key), -1, layer.head_size), layer.config
+    def note(prefix: str, layer: CachedAttention, args: tuple[Tensor, ...]) -> None:
+        rows, config = args[1].view(len(args[1]), -1, layer.head_size), layer.config
         assert config is not None
         scale = layer.k_scale if KV_FORMATS[config.kv_cache_dtype].quantised else None
         read = decode_stored(encode_stored(rows, config, False, scale), config, False, scale)
@@ -254,8 +254,7 @@ def _key_errors(model: Any) -> Iterator[dict[str, Tensor]]:
 
     with ExitStack() as hooks:
         for prefix, layer in cached_layers(model).items():
-            hook = functools.partial(lambda prefix, layer, args: note(prefix, layer, args[1]), prefix)
-            hooks.enter_context(layer.register_forward_pre_hook(hook))
+            hooks.enter_context(layer.register_forward_pre_hook(functools.partial(note, prefix)))
         yield seen
 
 

@@ -46,6 +46,7 @@ def mark_dynamic(*values: Any, num_tokens: int = 0) -> None:
 
 
 def _mark_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    # Not `current_step`: the layers refuse a thread without a step, and a call may need none.
     step = getattr(context.in_thread, "step", None)
     mark_dynamic(*args, *kwargs.values(), num_tokens=0 if step is None else step.slot_mapping.shape[0])
     if step is not None:

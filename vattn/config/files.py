@@ -18,8 +18,8 @@ def write_files(contents: Iterable[tuple[Path, bytes]]) -> None:
         contents: of each file. They may be computed on the way.
 
     Raises:
-        OSError: a file cannot be written. Old files are as they were, unless several are written: then a file whose
-            renaming was over is deleted.
+        OSError: a file cannot be written. Old files are as they were, unless several are written: then those that
+            were replaced before the failure are deleted.
     """
     suffix = f".{os.getpid()}.{threading.get_ident()}.tmp"
     staged: list[tuple[Path, Path]] = []

@@ -93,8 +93,8 @@ class AttentionMetadata:
 
     Padding: padded requests have query length 0 and `seq_lens` 0; padded tokens have slot -1; their output is zero.
 
-    Builders make the dtypes below. Made by hand, lengths, offsets, block tables and slots may each be int32 or int64:
-    the model converts them on the device, compiled code once a step, and eager layers one by one.
+    Builders that copy make the dtypes below. In other metadata, lengths, offsets, block tables and slots may each be
+    int32 or int64: layers convert them on the device, compiled code once a step, eager layers each for itself.
 
     Attributes:
         query_start_loc: int32 `[B + 1]`, where each request's new tokens start; padded requests repeat the last value.

@@ -18,7 +18,7 @@ from vattn.metadata.step import Limits, Step
 
 
 class DerivedTensors:
-    """Buffers of what follows from the tensors that a builder copies; only steps that ask for it have such tensors."""
+    """Buffers of tensors that the device computes from those that a builder copies; few steps have them."""
 
     def __init__(self, limits: Limits, buffers: StepBuffers) -> None:
         self._limits, self._buffers, device = limits, buffers, buffers.seq_lens.device

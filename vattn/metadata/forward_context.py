@@ -1,8 +1,8 @@
 """Hand one step's metadata to every layer without passing it through the model's own signatures.
 
 A step belongs to the thread that entered it. Compiled code reads it from a `threading.local`, which Dynamo traces (a
-`ContextVar` it does not), so that the step's tensors become graph inputs. Tasks of one thread would see each other's
-step, so one at a time has one: pass `metadata=` where several tasks run models at once.
+`ContextVar` it does not), so that the step's tensors become graph inputs. Tasks of one thread see the same step, so
+only one of them may be in a block: pass `metadata=` where several tasks run models at once.
 """
 
 from __future__ import annotations

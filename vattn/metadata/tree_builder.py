@@ -128,8 +128,8 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder):
 
     def _refuse_tensors(self) -> None:
         raise MetadataError(
-            "build_from_tensors() of a builder with trees, which does not know which requests verify one",
-            "steps of lengths on the host",
+            "build_from_tensors() of a builder with trees",
+            "build(trees=...) with lengths on the host",
             "call build(), or take AttentionMetadataBuilder for steps without trees",
         )
 

@@ -66,7 +66,7 @@ class TorchSDPABackend(Backend):
         refuse_capture(args.query, "TORCH_SDPA", "it reads lengths on the host", "pass attn_backend='TRITON_ATTN'")
         keys, values = stored_views(args.key_cache, args.value_cache, config)
         if args.query.device.type == "cpu" and config.output_format == "none" and keys.scales is None:
-            with _exactly("cpu"):
+            with _without_autocast("cpu"):
                 if _is_plain(config) and attend_decodes(args, config, keys.codes, values.codes):
                     return
         capacity = args.block_table.shape[1] * config.block_size if keys.codes.shape[0] else 0
@@ -80,7 +80,7 @@ class TorchSDPABackend(Backend):
             keys_of = lengths if config.context_parallel else readable
             requests = list(_requests(args, config, spans, lengths, keys_of, readable, set(decodes)))
         result = _start_result(args, requests, config)
-        with _exactly(args.query.device.type):
+        with _without_autocast(args.query.device.type):
             if decodes:
                 longest = max([lengths[request] for request in decodes])
                 rows = [spans[request][0] for request in decodes]
@@ -102,7 +102,7 @@ class TorchSDPABackend(Backend):
             key = decode(PackedRows(args.key[rows], None), config, False, args.k_scale)
             return key, decode(PackedRows(args.value[rows], None), config, True, args.v_scale), None
 
-        with _exactly(args.query.device.type):
+        with _without_autocast(args.query.device.type):
             result = _start_result(args, requests, config)
             _run(args, config, requests, read, result)
             _quantise(result, args, config)
@@ -113,11 +113,11 @@ class TorchSDPABackend(Backend):
 
     def rope_kv_cache_update(self, args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig) -> None:
         """Run `vattn::rope_kv_cache_update`, without a sync."""
-        with _exactly(args.query.device.type):
+        with _without_autocast(args.query.device.type):
             self.kv_cache_update(rope_reference.rotate_all(args, rope, config), config)
 
 
-def _exactly(device: str) -> AbstractContextManager[object]:
+def _without_autocast(device: str) -> AbstractContextManager[object]:
     """Return a context without autocast, which would round fp32 math to a narrower dtype."""
     return torch.autocast(device, enabled=False) if torch.is_autocast_enabled(device) else nullcontext()
 

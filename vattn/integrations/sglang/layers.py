@@ -1,4 +1,4 @@
-"""What vattn must know of SGLang's attention layers and cache, and what it refuses of them when the engine starts."""
+"""Read SGLang's attention layers and cache, and refuse what vattn does not serve when the engine starts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def check_engine(model_runner: Any) -> None:
     """Refuse a model, a cache or an option of the server that vattn does not serve.
 
     Raises:
-        UnsupportedRequestError: so it is.
+        UnsupportedRequestError: one of these.
     """
     options = resolved_view(model_runner.server_args)
     for name, served in OPTIONS.items():
@@ -83,7 +83,7 @@ def check_engine(model_runner: Any) -> None:
             )
     if getattr(getattr(model_runner, "kv_index_translator", None), "is_translating", False):
         raise UnsupportedRequestError(
-            "SGLang's unified memory pool, whose ids move", "pools with fixed ids", ANOTHER_BACKEND
+            "SGLang's unified memory pool, in which ids move", "pools with fixed ids", ANOTHER_BACKEND
         )
 
 
@@ -103,7 +103,7 @@ def read_layer(layer: RadixAttention, model_runner: Any, sinks: bool) -> Layer:
     """Return what vattn needs of an attention layer.
 
     Raises:
-        UnsupportedRequestError: it attends in a way that vattn, or no backend of vattn on this device, serves.
+        UnsupportedRequestError: vattn does not serve such a layer, or no backend of vattn does on this device.
     """
     served = {
         "attn_type": AttentionType.DECODER,
@@ -151,5 +151,5 @@ def read_layer(layer: RadixAttention, model_runner: Any, sinks: bool) -> Layer:
 
 
 def _scale(scale: Tensor | float | None, device: torch.device) -> Tensor:
-    """Return a layer's scale as a tensor; SGLang has a parameter, a number from a file of scales, or none for 1."""
+    """Return a layer's scale as a tensor; SGLang has a parameter, a number from a file of scales, or `None` for 1."""
     return torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32, device=device).detach()

@@ -321,10 +321,10 @@ class BoundCache(CacheScales):
         self._finish_binding(config, device)
 
     def _check_cache(self, key_cache: Tensor, value_cache: Tensor | None) -> None:
-        """Refuse memory that this class cannot use; what the config says of it is checked elsewhere."""
+        """Refuse memory that layers of this class cannot use, before anything of it is bound."""
 
     def _finish_binding(self, config: AttentionConfig, device: DeviceInfo) -> None:
-        """Change what this class needs otherwise than the config says."""
+        """Set what layers of this class need beside or instead of what the config gives."""
 
     def __getstate__(self) -> dict[str, Any]:
         storage, state = self._buffers.get("kv_cache"), dict(self.__dict__)

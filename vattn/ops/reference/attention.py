@@ -192,9 +192,9 @@ def _mask_and_bias(
     held: the positions of its keys.
     """
     causal = is_causal(config, None if args.causal_flags is None else bool(args.causal_flags[request] != 0))
-    of_images = None if args.mm_ranges is None else args.mm_ranges[request]
+    mm_ranges = None if args.mm_ranges is None else args.mm_ranges[request]
     q, k = row_positions(query_len, seq_len, args.query.device), held[None, :]
-    visible = visible_keys(config, q, k, seq_len - query_len, causal, of_images)
+    visible = visible_keys(config, q, k, seq_len - query_len, causal, mm_ranges)
     return visible, score_bias(args, config, q, k, seq_len - query_len, request, causal)
 
 
