@@ -312,3 +312,28 @@ def test_layers_over_one_tensor_compile_to_one_graph_without_copies() -> None:
     called = codes[0].split("def call(")[1].split("def benchmark_")[0].split("def get_args")[0]
     assert "vattn.kv_cache_update" in called
     assert not [word for word in ("clone", "copy_", "as_strided(") if word in called]
+
+
+@pytest.mark.slow
+def test_compiled_functions_write_values_where_they_are_in_caches_of_any_size() -> None:
+    """Inductor loses where values begin in a storage of varying size (pytorch/pytorch#198068)."""
+    config, slots = make_layer().config, torch.arange(3)
+    key, value = torch.randn(2, 3, KV_HEADS, SIZE)
+
+    def write(kv_cache: Tensor) -> None:
+        vattn.update_kv_cache(key, value, kv_cache, slots, config)
+
+    torch._dynamo.reset()
+    compiled = torch.compile(write, fullgraph=True)
+    for blocks in (5, 9, 7, 9):
+        wanted, given = (torch.zeros(2, blocks, BLOCK, KV_HEADS, SIZE) for _ in range(2))
+        write(wanted)
+        compiled(given)
+        assert torch.equal(given, wanted) and given[1].any()
+
+
+def test_ops_refuse_values_over_keys() -> None:
+    config, rows = make_layer().config, torch.randn(3, KV_HEADS, SIZE)
+    keys = torch.zeros(5, BLOCK, KV_HEADS, SIZE)
+    with pytest.raises(StrideError, match="begin at the same byte"):
+        torch.ops.vattn.kv_cache_update(rows, rows, keys, keys, torch.arange(3), None, None, config.encode())

@@ -63,6 +63,8 @@ def _by_backend(name: str, kind: Any, tensor: str, check: Callable[[Any], None])
             args = args._replace(plan=[schedule for schedule in args.plan if schedule.numel()])
         backend, config = _resolve(args.config, getattr(args, tensor).device)
         check(args)
+        if name == "kv_cache_update":
+            checks.refuse_lost_offset(args.key_cache, args.value_cache)
         if not backend.capabilities.reads_any_memory:
             backend, config = _resolve(args.config, getattr(args, tensor).device, _memory_of(args))
         getattr(backend, name)(with_read_dtypes(args), config)
@@ -91,6 +93,7 @@ def rope_kv_cache_update(*arguments: Any) -> None:
             "rotate before kv_cache_update and attention",
         )
     checks.check_rope_kv_cache_update(args, rope, config)
+    checks.refuse_lost_offset(args.key_cache, args.value_cache)
     backend.rope_kv_cache_update(with_read_dtypes(args), rope, config)
 
 

@@ -241,6 +241,10 @@ def _views(kv_cache: KVCache, config: AttentionConfig) -> tuple[Tensor, Tensor |
         )
     if not torch.compiler.is_compiling():
         check_storage(kv_cache, config)
+    else:
+        for size in kv_cache.shape:
+            # Fixed in the graph: Inductor loses an offset of values that varies with a size (pytorch/pytorch#198068).
+            range(size)
     return op_views(kv_cache, config)
 
 

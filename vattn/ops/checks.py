@@ -358,6 +358,23 @@ def _check_storage(
         )
 
 
+def refuse_lost_offset(key_cache: Tensor, value_cache: Tensor | None) -> None:
+    """Refuse keys and values that begin at the same byte, at each call: compiled code can lose where values begin.
+
+    Inductor writes a view of an input at the input's start if the view's offset depends on a size that varies
+    (pytorch/pytorch#198068): values would overwrite keys.
+
+    Raises:
+        StrideError: they do.
+    """
+    if value_cache is not None and key_cache.data_ptr() == value_cache.data_ptr() and key_cache.numel():
+        raise StrideError(
+            "key_cache and value_cache begin at the same byte",
+            "memory of their own; in compiled code Inductor loses the offset of values in a storage of varying size",
+            "pass (layer.key_cache, layer.value_cache) in place of the storage, or compile with dynamic=False",
+        )
+
+
 def overlaps_itself(view: Tensor) -> bool:
     """Return whether elements of a view may share memory, or the last dimension has gaps. Sound, not complete."""
     sizes = sorted((stride, size) for stride, size in zip(view.stride(), view.shape, strict=True) if size > 1)
