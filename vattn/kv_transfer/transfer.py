@@ -159,7 +159,7 @@ class KVTransfer:
                 TransferPoint(
                     entry.name,
                     entry.storage,
-                    *(module.cache_views() if hasattr(module, "cache_views") else (entry.storage, None)),
+                    *_views(module, entry.storage),
                     torch.zeros(1, dtype=torch.int64, device=device),
                     self,
                 )
@@ -392,6 +392,11 @@ class KVTransfer:
         shared = [block for block, count in Counter(b for r in loads for b in r.block_ids).items() if count > 1]
         if shared:
             raise BlockError(f"block {shared[0]} loaded for two requests", "each block once", "load it once, then fork")
+
+
+def _views(module: Any, storage: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Return what a layer passes to ops of its cache."""
+    return module.cache_views() if hasattr(module, "cache_views") else (storage, None)
 
 
 def _fingerprint(

@@ -154,7 +154,7 @@ class LightningIndexer(nn.Module):
         update = IndexerUpdateArgs(key, cache, as_int64(metadata.slot_mapping))
         select = IndexerSelectArgs(
             codes, weights.float() * scale, cache,
-            *map(as_int32, (metadata.query_start_loc, metadata.seq_lens, metadata.block_table)),
+            as_int32(metadata.query_start_loc), as_int32(metadata.seq_lens), as_int32(metadata.block_table),
             self.topk_indices[:tokens],
         )  # fmt: skip
         if not torch.compiler.is_compiling():

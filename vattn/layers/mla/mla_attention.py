@@ -128,7 +128,7 @@ class MLAAttention(BoundLatents):
         topk = listed_positions(self, q.shape[0])
         plan = metadata.plans.get(self._plan_key)
         args = MLAAttentionArgs(
-            q, cache, *map(as_int32, (metadata.query_start_loc, metadata.seq_lens, metadata.block_table)),
+            q, cache, as_int32(metadata.query_start_loc), as_int32(metadata.seq_lens), as_int32(metadata.block_table),
             self.kv_b_weight, None,
             result.output, result.block_scale, None, self.output_scale, self.q_scale, self.k_scale, topk,
             metadata.local_seq_lens, [] if plan is None else [plan], self.workspace, config,
