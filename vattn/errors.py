@@ -57,6 +57,10 @@ class UnknownOptionError(VattnError, TypeError):
     """vattn does not know an option name; it never ignores one."""
 
 
+class ArgumentError(ConfigError, TypeError):
+    """An argument has another type than the function takes."""
+
+
 class UnsupportedRequestError(VattnError, NotImplementedError):
     """No backend, or not the requested one, can run the request. The text has the nearest backend's reasons."""
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from vattn.cache.bindings import count_binding, let_groups_share
 from vattn.cache.groups import CacheGroup, Grouping, KVCacheGroup, common_block_size, group_layers
 from vattn.cache.specs import CrossAttentionSpec, EncoderOnlyAttentionSpec, KVCacheSpec
-from vattn.config.arguments import format_bytes, parse_bytes, read_count
+from vattn.config.arguments import check_switches, format_bytes, parse_bytes, read_count
 from vattn.config.device import DeviceInfo
 from vattn.errors import CacheError, ConfigError, DeviceError, DtypeError
 from vattn.quantization.formats import MODEL_DTYPES
@@ -201,8 +201,10 @@ def allocate_kv_cache(
             "exactly one of them",
             "pass either memory='1GiB' or num_blocks=1024",
         )
+    check_switches(hybrid=hybrid)
+    max_seq_len = read_count("max_seq_len", max_seq_len, 1, "pass the longest request that is usual")
     dtype = _model_dtype(model) if dtype is None else dtype
-    if dtype not in MODEL_DTYPES.values():
+    if not isinstance(dtype, torch.dtype) or dtype not in MODEL_DTYPES.values():
         allowed = ", ".join(map(str, MODEL_DTYPES.values()))
         raise DtypeError(f"model dtype {dtype!r}", allowed, "pass dtype=torch.bfloat16")
     device = _model_device(model) if device is None else _device(device)
@@ -251,7 +253,6 @@ def allocate_kv_cache(
 
 
 def _grouping(modules: dict[str, KVCacheLayer], specs: dict[str, KVCacheSpec], max_seq_len: int) -> Grouping:
-    max_seq_len = read_count("max_seq_len", max_seq_len, 1, "pass the longest request that is usual")
     unaware = [name for name, module in modules.items() if name in specs and not hasattr(module, "kv_cache_group")]
     if unaware:
         raise CacheError(

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
-from vattn.config.arguments import integer, read_count
+from vattn.config.arguments import MOST_INT32, integer, read_count
+from vattn.config.typed import explained
 from vattn.errors import BlockError, ConfigError, OutOfBlocksError
 
 
@@ -46,10 +47,10 @@ class BlockPool:
 
     def __init__(self, num_blocks: int, *, reserved: int = 1) -> None:
         blocks, kept = integer(num_blocks), integer(reserved)
-        if blocks is None or kept is None or kept < 0 or blocks <= kept:
+        if blocks is None or kept is None or kept < 0 or not kept < blocks <= MOST_INT32:
             raise ConfigError(
                 f"a pool of {num_blocks!r:.40} blocks with {reserved!r:.40} reserved",
-                "reserved >= 0 and num_blocks > reserved",
+                f"reserved >= 0 and num_blocks from reserved + 1 to {MOST_INT32}",
                 "allocate a larger KV cache",
             )
         self.num_blocks, self.reserved = num_blocks, reserved = blocks, kept
@@ -103,6 +104,7 @@ class BlockPool:
             self._references[block_id] = 1
         return taken
 
+    @explained
     def fork(self, block_ids: Iterable[int]) -> list[int]:
         """Add one owner to each block, once per mention, and return the same ids.
 
@@ -115,6 +117,7 @@ class BlockPool:
             self._references[block_id] += 1
         return shared
 
+    @explained
     def free(self, block_ids: Iterable[int]) -> None:
         """Take one owner from each block, once per mention; blocks without owners can be allocated again.
 
@@ -132,6 +135,7 @@ class BlockPool:
             else:
                 self._free.append(block_id)
 
+    @explained
     def publish(self, block_id: int, key: str) -> bool:
         """Name the content of a block that is full and will not change, so that `find` and `take` know it.
 
@@ -146,6 +150,8 @@ class BlockPool:
             BlockError: the block is unknown or free, or has another key.
         """
         self._check_owned([block_id])
+        if not isinstance(key, str):
+            raise BlockError(f"key {key!r:.60}", "a text", "pass a key of vattn.kv_transfer.block_keys")
         if self._keys.get(block_id, key) != key:
             raise BlockError(
                 f"block {block_id} has key {self._keys[block_id]!r} and was given {key!r}",
@@ -157,14 +163,17 @@ class BlockPool:
         self._keys[block_id] = key
         return True
 
+    @explained
     def find(self, keys: Sequence[str]) -> int:
         """Return how many of the first keys have a block."""
         return next((count for count, key in enumerate(keys) if key not in self._published), len(keys))
 
+    @explained
     def num_kept_of(self, keys: Sequence[str]) -> int:
         """Return how many of the blocks that `take` would give have no owner: it lowers `num_free` by so many."""
         return sum(self._published[key] in self._kept for key in set(keys[: self.find(keys)]))
 
+    @explained
     def take(self, keys: Sequence[str]) -> list[int]:
         """Become an owner of the blocks of the first keys, as far as there are some, and return them."""
         found = [self._published[key] for key in keys[: self.find(keys)]]
@@ -173,6 +182,7 @@ class BlockPool:
             self._kept.pop(block_id, None)
         return found
 
+    @explained
     def forget(self, block_ids: Iterable[int]) -> None:
         """Drop the keys of owned blocks with wrong content, so that `find` and `take` miss them.
 
@@ -196,6 +206,7 @@ class BlockPool:
         self._forget(block_id)
         return block_id
 
+    @explained
     def writable(self, block_id: int) -> tuple[int, bool]:
         """Return a block that only its caller owns, and whether the old block's bytes must be copied to it.
 
@@ -236,7 +247,7 @@ class BlockPool:
         return f"BlockPool({self.num_used} used, {self.num_free} free, {self.reserved} reserved)"
 
     def _check_known(self, block_id: int) -> None:
-        if not (isinstance(block_id, int) and self.reserved <= block_id < self.num_blocks):
+        if not (type(block_id) is int and self.reserved <= block_id < self.num_blocks):
             raise BlockError(
                 f"block id {block_id!r} is not one that this pool hands out",
                 f"{self.reserved} to {self.num_blocks - 1}",

@@ -13,12 +13,14 @@ from vattn.cache.allocation import KVCacheAllocation
 from vattn.cache.bindings import check_format
 from vattn.cache.layout import CacheGeometry, kv_cache_dtype, op_views, packed_views, shape_of_storage
 from vattn.config.attention import AttentionConfig
+from vattn.config.typed import explained
 from vattn.errors import CacheError, CacheNotBoundError, ConfigError, DeviceError, ShapeError, UnsupportedRequestError
 from vattn.quantization.formats import dtype_name
 
 BlockMapping: TypeAlias = Tensor | Sequence[tuple[int, int]]
 
 
+@explained
 def swap_blocks(source: Tensor, destination: Tensor, block_mapping: BlockMapping, geometry: CacheGeometry) -> None:
     """Copy whole blocks, keys and values, from one storage to another, on the same device or not.
 
@@ -54,6 +56,7 @@ def swap_blocks(source: Tensor, destination: Tensor, block_mapping: BlockMapping
     _copy_pairs(source, destination, pairs)
 
 
+@explained
 def copy_blocks(
     kv_caches: Sequence[Tensor] | Mapping[str, Tensor] | KVCacheAllocation, block_mapping: BlockMapping
 ) -> None:
@@ -86,10 +89,10 @@ def copy_blocks(
 
 def _block_axis(storage: Tensor) -> int:
     """Return the block dimension: plain storages are `[2, blocks, ...]`, those in bytes `[blocks, bytes]`."""
-    if not isinstance(storage, Tensor) or storage.dim() not in (2, 5):
+    if not isinstance(storage, Tensor) or storage.dim() not in (2, 5) or storage.is_meta:
         raise CacheError(
             f"a storage of shape {tuple(getattr(storage, 'shape', ()))} and type {type(storage).__name__}",
-            "2 or 5 dimensions, as vattn.kv_cache_shape makes them",
+            "2 or 5 dimensions, as vattn.kv_cache_shape makes them, and values",
             "pass the raw storage, not a view of its keys or values",
         )
     return 0 if storage.dim() == 2 else 1
@@ -135,6 +138,7 @@ def _copy_pairs(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
     destination.index_copy_(axis, pairs[:, 1].to(destination.device), blocks)
 
 
+@explained
 def move_slots(layers: nn.Module | Iterable[nn.Module], source: Tensor, target: Tensor) -> None:
     """Copy the keys and values of some tokens to other slots, in every layer's cache.
 

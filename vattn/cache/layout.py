@@ -29,7 +29,9 @@ import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack, to_dlpack
 
+from vattn.config.arguments import read_count
 from vattn.config.mla import MLAConfig
+from vattn.config.typed import typed
 from vattn.quantization.formats import KV_FORMATS, PackedPart
 from vattn.quantization.mla_formats import MLA_FORMATS
 
@@ -92,8 +94,10 @@ def block_bytes(config: CacheGeometry) -> int:
     return config.block_size * config.num_kv_heads * token
 
 
+@typed
 def kv_cache_shape(config: CacheGeometry, num_blocks: int) -> tuple[int, ...]:
     """Return the shape of a layer's raw storage for `num_blocks` blocks."""
+    num_blocks = read_count("num_blocks", num_blocks, 0, "count the null block too")
     if is_in_bytes(config):
         return num_blocks, block_bytes(config)
     rows = (config.block_size, config.num_kv_heads * (1 if config.head_pairs == "none" else 2))

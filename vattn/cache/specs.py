@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, TypeVar
 
@@ -12,6 +14,7 @@ import torch
 from vattn.cache.layout import block_bytes, is_in_bytes, kv_cache_dtype, kv_cache_shape
 from vattn.config.arguments import read_count
 from vattn.config.attention import KV_CACHE_LAYOUTS
+from vattn.config.typed import explained, typed
 from vattn.errors import CacheError, ConfigError
 from vattn.quantization.formats import KV_FORMATS
 from vattn.quantization.mla_formats import MLA_PACKED_DTYPES
@@ -20,6 +23,24 @@ PAGE_ALIGNMENT = 16
 """Padded pages are multiples of this many bytes, so that every block starts where kernels may load vectors."""
 
 Spec = TypeVar("Spec", bound="KVCacheSpec")
+
+
+def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Refuse arguments of a method that are neither counts nor `None`."""
+
+    @functools.wraps(function)
+    def call(self: Any, *args: Any, **options: Any) -> Any:
+        for name, value in (*zip(_names(function), args, strict=False), *options.items()):
+            if value is not None:
+                read_count(name, value, 0, f"pass another {name}")
+        return function(self, *args, **options)
+
+    return call
+
+
+@functools.cache
+def _names(function: Callable[..., Any]) -> tuple[str, ...]:
+    return tuple(inspect.signature(function).parameters)[1:]
 
 
 @dataclass(frozen=True)
@@ -51,6 +72,11 @@ class KVCacheSpec:
     layout: str = "NHD"
     page_size_padded: int | None = field(default=None, kw_only=True)
 
+    def __init_subclass__(cls) -> None:
+        for name, check in (("max_blocks", _counted), ("first_block", explained), ("storage_shape", _counted)):
+            if name in vars(cls):
+                setattr(cls, name, check(vars(cls)[name]))
+
     def __post_init__(self) -> None:
         if not self.head_size_v:
             object.__setattr__(self, "head_size_v", self.head_size)
@@ -58,8 +84,8 @@ class KVCacheSpec:
             _check_int(name, getattr(self, name), 1)
         for name, allowed in (("kv_cache_dtype", (*KV_FORMATS, *self.more_formats)), ("layout", KV_CACHE_LAYOUTS)):
             value = getattr(self, name)
-            if value not in allowed:
-                raise ConfigError(f"{name}={value!r}", ", ".join(allowed), "choose one of these names")
+            if not isinstance(value, str) or value not in allowed:
+                raise ConfigError(f"{name}={value!r:.60}", ", ".join(allowed), "choose one of these names")
         fmt = KV_FORMATS.get(self.kv_cache_dtype)
         sizes, rows = (self.head_size, self.head_size_v), self.block_size * self.num_kv_heads
         problems = [] if fmt is None else fmt.head_size_problems(*sizes) or fmt.block_problems(rows, *sizes)
@@ -141,6 +167,7 @@ class KVCacheSpec:
         return self.max_blocks(max_seq_len, max_new_tokens, max_encoder_len) * self.page_size_bytes
 
     @classmethod
+    @typed
     def merge(cls: type[Spec], specs: Sequence[Spec]) -> Spec:
         """Return the one spec that equal specs of a group have.
 
@@ -150,8 +177,9 @@ class KVCacheSpec:
             CacheError: no spec, or specs that differ; the text names the field and its values.
             ConfigError: some layers record a window and others chunks.
         """
-        if not specs:
-            raise CacheError("no spec to merge", "one spec or more", "pass the specs of a group's layers")
+        if not specs or not all(isinstance(spec, KVCacheSpec) for spec in specs):
+            got = f"{specs!r:.60}" if specs else "no spec"
+            raise CacheError(f"{got} to merge", "one spec or more", "pass the specs of a group's layers")
         kinds = sorted({type(spec).__name__ for spec in specs})
         if len(kinds) > 1:
             raise _unequal("type", kinds)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from vattn.calibration.result_files import check_output
 from vattn.calibration.step_runner import NESTING, StepRunner, cached_layers, checked_text
 from vattn.config.files import write_whole
+from vattn.config.typed import typed
 from vattn.errors import ConfigError, MissingPackageError, ScaleError
 from vattn.layers.base.paged_attention import CachedAttention
 from vattn.layers.base.scales import QuantConfig
@@ -53,6 +54,7 @@ class Calibration:
     tokens: int
     inputs: dict[str, float] = field(default_factory=dict)
 
+    @typed
     def input_scale(self, name: str, *, margin: float = 1.0) -> Tensor:
         """Return the fp32 scale `[1]` that an FP8 linear layer quantises its input with.
 
@@ -71,6 +73,7 @@ class Calibration:
             )
         return _scale(f"the input of {name!r}", [self.inputs[name]], FP8_E4M3_MAX, False, margin)
 
+    @typed
     def quant_config(
         self,
         prefix: str,
@@ -110,6 +113,7 @@ class Calibration:
             output_scale=scale("output") if output_format == "fp8_static" else None,
         )
 
+    @typed
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write a JSON file, such as `vattn_scales.json` beside a checkpoint; an old one is replaced at once.
 
@@ -163,17 +167,6 @@ def _scale(what: str, seen: list[float], largest: float, per_head: bool, margin:
             fix += "scales_per_head=False of enable()"
         raise ScaleError(f"{what} showed magnitudes of {seen}", "positive and finite ones", fix)
     return scale
-
-
-def check_switches(**switches: object) -> None:
-    """Refuse what is neither `True` nor `False`: any other value would count as one of them.
-
-    Raises:
-        ConfigError: such a value.
-    """
-    for name, value in switches.items():
-        if not isinstance(value, bool):
-            raise ConfigError(f"{name}={value!r:.60}", "True or False", f"{name}=True switches it on")
 
 
 def as_calibration(source: Any) -> Calibration:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn.calibration.calibrate import Calibration, as_calibration, linears_of, root_of
+from vattn.config.typed import typed
 from vattn.errors import ConfigError, DeviceError, DtypeError, ScaleError, ShapeError
 from vattn.layers.fp8_linear import FP8Linear, LinearFormat, check_sizes, encode_weight, linear_format, weight_scale
 from vattn.quantization.formats import MODEL_DTYPES
@@ -25,6 +26,7 @@ CAPABILITY = (8, 9)
 """Of the first GPUs with FP8 products."""
 
 
+@typed
 def quantise_linears(
     model: nn.Module,
     format: str,

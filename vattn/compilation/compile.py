@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn import errors
+from vattn.config.arguments import check_switches
 from vattn.errors import ConfigError, RecompilationError, UnknownOptionError, VattnError
 from vattn.metadata import forward_context as context
 from vattn.metadata.attention_metadata import AttentionMetadata, mark_once
@@ -77,7 +78,8 @@ def compile(target: Target, *, fullgraph: bool = True, **options: Any) -> Target
         >>> [double(torch.ones(n)).sum().item() for n in (2, 7, 64)]
         [4.0, 14.0, 128.0]
     """
-    if not callable(target):
+    check_switches(fullgraph=fullgraph)
+    if not callable(target) or isinstance(target, type):
         raise ConfigError(f"compile with {type(target).__name__}", "a module or a function", "pass the model")
     _check_options("vattn.compile", options)
     compiled: Any = torch.compile(target, fullgraph=fullgraph, **options)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn.config.arguments import integer
+from vattn.config.typed import explained
 from vattn.errors import ConfigError
 from vattn.layers.attention import Attention
 from vattn.layers.base.cache_binding import BoundCache
@@ -39,6 +40,7 @@ class WarmupReport:
         return text + (f"; left out: {', '.join(self.left_out)}" if self.left_out else "")
 
 
+@explained
 def warmup(
     model: nn.Module,
     builder: AttentionMetadataBuilder,

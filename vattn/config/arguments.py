@@ -10,6 +10,9 @@ from torch import Tensor
 
 from vattn.errors import ConfigError, VattnError
 
+MOST_INT32 = (1 << 31) - 1
+"""The largest block id, length or offset of a step."""
+
 MOST_SECONDS = 1e9
 """About thirty years. Operating systems count no further than a few hundred."""
 
@@ -45,6 +48,17 @@ def read_count(name: str, value: Any, least: int, fix: str, error: type[VattnErr
     if count is None or count < least:
         raise error(f"{name}={value!r:.60}", f"an int, {name} >= {least}", fix)
     return count
+
+
+def check_switches(**switches: object) -> None:
+    """Refuse what is neither `True` nor `False`: any other value would count as one of them.
+
+    Raises:
+        ConfigError: such a value.
+    """
+    for name, value in switches.items():
+        if not isinstance(value, bool):
+            raise ConfigError(f"{name}={value!r:.60}", "True or False", f"{name}=True switches it on")
 
 
 def check_seconds(name: str, value: Any, fix: str) -> None:

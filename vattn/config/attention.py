@@ -17,6 +17,7 @@ from vattn.config.arguments import integer, read_count
 from vattn.config.dcp import DCPShard, check_shard, shard_of
 from vattn.config.device import BLOCK_SIZES
 from vattn.config.encoding import check as _check
+from vattn.config.typed import typed
 from vattn.quantization.formats import (
     KV_FORMATS,
     MODEL_DTYPES,
@@ -349,6 +350,7 @@ def _with_plain_output(config: AttentionConfig) -> AttentionConfig:
     return config.replace(output_format="none", output_arithmetic="divide", output_min_scale=None)
 
 
+@typed
 @dataclass(frozen=True)
 class CacheConfig:
     """Say how the KV caches of a model are stored.
@@ -409,6 +411,7 @@ class CacheConfig:
             )
 
 
+@typed
 def boundary_layers(num_layers: int, keep: int = 2) -> tuple[str, ...]:
     """Return the first and last layers of a model, for `CacheConfig.kv_cache_dtype_skip_layers`.
 

@@ -69,6 +69,8 @@ class Encoded:
         Raises:
             ConfigError: another version, an unknown field or a value out of range.
         """
+        if not isinstance(text, str):
+            raise ConfigError(f"config {text!r:.60}", "a string made by encode()", f"use {cls.__name__}.encode")
         return _parse(cls, text)  # type: ignore[arg-type, no-any-return]
 
 

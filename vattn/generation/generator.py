@@ -15,9 +15,8 @@ from torch import nn
 
 from vattn.cache.allocation import KVCacheAllocation
 from vattn.cache.bindings import CacheBindings, cache_claim, take_cache
-from vattn.calibration.calibrate import check_switches
 from vattn.calibration.eval_mode import EvalMode
-from vattn.config.arguments import read_count
+from vattn.config.arguments import check_switches, read_count
 from vattn.errors import CacheError, ConfigError, MissingPackageError, RequestError, VattnError
 from vattn.generation.cache_blocks import CacheBlocks, longest_that_fits
 from vattn.generation.detokenizer import TextStream

@@ -9,12 +9,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
+import torch
 from torch import Tensor
 
 from vattn.config.arguments import read_count
+from vattn.config.typed import explained, typed
 from vattn.errors import ConfigError
 
 
+@typed
 @dataclass(frozen=True)
 class TransferRequest:
     """Blocks of one request to load or save.
@@ -118,7 +121,10 @@ Salt: TypeAlias = str | bytes | int
 """What tells contents of equal tokens apart: a tenant, an image's hash, an adapter of one request."""
 
 
-def block_keys(tokens: Sequence[int], block_size: int, salt: Salt = "", *, parent: str | None = None) -> list[str]:
+@explained
+def block_keys(
+    tokens: Sequence[int] | Tensor, block_size: int, salt: Salt = "", *, parent: str | None = None
+) -> list[str]:
     """Return a content key for every whole block of a token sequence.
 
     A key depends on the block's tokens and on all tokens before them, so equal keys mean equal prefixes.
@@ -185,6 +191,11 @@ def _parent_digest(parent: str, salt: Salt) -> bytes:
 def _token_ids(tokens: Sequence[int] | Tensor) -> list[int]:
     """Return token ids as ints; floats are refused, since rounding would change the content."""
     try:
-        return list(map(operator.index, tokens.tolist() if isinstance(tokens, Tensor) else tokens))
+        if isinstance(tokens, Tensor) and (tokens.is_meta or tokens.dtype == torch.bool):
+            raise TypeError("no ids")
+        values = tokens.tolist() if isinstance(tokens, Tensor) else tokens
+        if bool in set(map(type, values)):
+            raise TypeError("no ids")
+        return list(map(operator.index, values))
     except TypeError as error:
         raise ConfigError(f"tokens {tokens!r:.60}", "a flat sequence of ints", "pass token ids") from error

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from vattn.config.files import write_files
+from vattn.config.typed import typed
 from vattn.errors import ConfigError, MissingPackageError, TransferError
 from vattn.kv_transfer.connector import TransferRequest, attached_already
 
@@ -74,6 +75,7 @@ class FileConnector:
             )
         return self.folder / self._fingerprint[:32] / f"{key}.safetensors"
 
+    @typed
     def find(self, keys: Sequence[str]) -> int:
         """Return how many of the first keys have a valid file. Reads the files."""
         return sum(1 for _ in takewhile(lambda key: self._read(key) is not None, keys))

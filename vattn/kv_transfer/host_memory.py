@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from vattn.config.arguments import format_bytes, parse_bytes
+from vattn.config.typed import typed
 from vattn.errors import ConfigError, TransferError
 from vattn.kv_transfer.connector import TransferRequest, attached_already
 
@@ -36,6 +37,7 @@ class HostMemoryConnector:
     Blocks are not evicted while a load reads them. The end of a prefix is evicted before its beginning.
     """
 
+    @typed
     def __init__(self, memory: int | str, *, pin_memory: bool | None = None) -> None:
         self.memory = parse_bytes(memory)
         self.pin_memory = torch.cuda.is_available() if pin_memory is None else pin_memory
@@ -82,6 +84,7 @@ class HostMemoryConnector:
         """Blocks held now."""
         return len(self._rows)
 
+    @typed
     def find(self, keys: Sequence[str]) -> int:
         """Return how many of the first keys are held; they count as used."""
         with self._lock:

@@ -18,6 +18,7 @@ from vattn.cache.allocation import KVCacheAllocation, find_layers
 from vattn.cache.model_identity import ModelIdentity
 from vattn.cache.specs import CrossAttentionSpec
 from vattn.config.arguments import check_seconds
+from vattn.config.typed import typed
 from vattn.errors import BlockError, CacheError, ConfigError, TransferError
 from vattn.kv_transfer.connector import KVConnector, TransferRequest
 from vattn.kv_transfer.jobs import Job, LoadJob, SaveJob
@@ -287,6 +288,7 @@ class KVTransfer:
             for save in self._current.saves.values():
                 save.collect(point)
 
+    @typed
     def cancel(self, request_id: str) -> bool:
         """Stop the transfers of a request, also during a step; return whether there were any.
 
@@ -317,6 +319,7 @@ class KVTransfer:
         self._saving = []
         return failed
 
+    @typed
     def offload(self, request_id: str, keys: Sequence[str], block_ids: Sequence[int]) -> None:
         """Save blocks now, without running the model, and wait until they are stored.
 

@@ -11,6 +11,7 @@ import vattn.ops.schemas  # noqa: F401  registers the ops
 from vattn.cache.layout import op_views
 from vattn.config.attention import AttentionConfig
 from vattn.config.rope import RopeConfig
+from vattn.config.typed import explained
 from vattn.errors import ConfigError, MetadataError, ShapeError
 from vattn.metadata.attention_metadata import AttentionMetadata, step_of
 from vattn.ops.checks import check_storage
@@ -37,6 +38,10 @@ class AttentionOutput(NamedTuple):
 
 def new_output(query: Tensor, config: AttentionConfig) -> AttentionOutput:
     """Return uninitialised outputs of `vattn::attention` for this query and config."""
+    if query.dim() != 3:
+        raise ShapeError(
+            f"query has shape {tuple(query.shape)}", "[T, num_heads, head_size]", "reshape it, requests packed"
+        )
     output, block_scale = OUTPUT_FORMATS[config.output_format].allocate(
         query, config.head_size_v, MODEL_DTYPES[config.dtype]
     )
@@ -44,6 +49,7 @@ def new_output(query: Tensor, config: AttentionConfig) -> AttentionOutput:
     return AttentionOutput(output, lse, block_scale)
 
 
+@explained
 def update_kv_cache(
     key: Tensor,
     value: Tensor,
@@ -74,6 +80,7 @@ def update_kv_cache(
     torch.ops.vattn.kv_cache_update(key, value, *cache, slot_mapping, k_scale, v_scale, config.encode())
 
 
+@explained
 def rope_update_kv_cache(
     query: Tensor,
     key: Tensor,
@@ -156,6 +163,7 @@ def rope_update_kv_cache(
     return query_out
 
 
+@explained
 def paged_attention(
     query: Tensor,
     kv_cache: KVCache,
@@ -276,6 +284,7 @@ def _keys_of(metadata: AttentionMetadata, config: AttentionConfig) -> tuple[Tens
     return metadata.encoder_seq_lens, metadata.cross_block_table
 
 
+@explained
 def merge_attn_states(
     prefix_output: Tensor, prefix_lse: Tensor, suffix_output: Tensor, suffix_lse: Tensor
 ) -> tuple[Tensor, Tensor]:

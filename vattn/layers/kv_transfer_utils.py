@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from vattn.config.typed import typed
 from vattn.errors import ConfigError, SignatureError
 from vattn.ops import kv_transfer_points
 
@@ -30,6 +31,7 @@ def save_kv_layer(key_cache: Tensor, value_cache: Tensor | None, token: Tensor, 
     torch.ops.vattn.kv_transfer_save(key_cache, value_cache, kv_cache, token)
 
 
+@typed
 def maybe_transfer_kv_layer(function: Function) -> Function:
     """Decorate a function that reads the KV cache of a layer, so that a connector loads before it and saves after it.
 
@@ -51,7 +53,10 @@ def maybe_transfer_kv_layer(function: Function) -> Function:
         >>> attend(1, "layers.0"), attend(1, layer_name="layers.0")
         (2, 2)
     """
-    parameters = inspect.signature(function).parameters
+    try:
+        parameters = inspect.signature(function).parameters
+    except ValueError as error:
+        raise SignatureError(f"{function!r:.60}: {error}", "a Python function", "wrap it in one") from error
     layer_name = parameters.get("layer_name")
     if layer_name is None or layer_name.kind in (layer_name.VAR_POSITIONAL, layer_name.VAR_KEYWORD):
         raise SignatureError(

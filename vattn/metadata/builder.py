@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from vattn.cache.bindings import CacheBindings, cache_kind
-from vattn.config.arguments import read_count
+from vattn.config.arguments import MOST_INT32, read_count
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
+from vattn.config.typed import explained
 from vattn.distributed.group import ContextParallel
 from vattn.errors import ConfigError, DeviceError, MetadataError
 from vattn.metadata.advance import DecodeRun, advanced, write_advance
@@ -294,6 +295,7 @@ class AttentionMetadataBuilder:
         self._built = metadata, step
         return metadata
 
+    @explained
     def build_from_tensors(
         self,
         query_start_loc: Tensor,
@@ -469,4 +471,7 @@ class AttentionMetadataBuilder:
 
 
 def _capacity(name: str, size: Any, least: int = 1) -> int:
-    return read_count(name, size, least, f"give the builder the largest {name} of any step")
+    count = read_count(name, size, least, f"give the builder the largest {name} of any step")
+    if count > MOST_INT32:
+        raise ConfigError(f"{name}={count}", f"up to {MOST_INT32}: steps count in int32", f"give a smaller {name}")
+    return count

@@ -318,7 +318,7 @@ def read_table(
     Raises:
         MetadataError: no tables of integers, or a row with fewer blocks than its request needs.
     """
-    if not hasattr(tables, "__len__"):
+    if not hasattr(tables, "__len__") or getattr(tables, "ndim", 1) == 0:
         raise MetadataError(
             f"{name}={tables!r:.60}", "one list of block ids per request", f"pass {name}=[[...], [...]]"
         )

@@ -13,6 +13,7 @@ from vattn.backends import selector
 from vattn.cache.bindings import cached_blocks
 from vattn.config.attention import AttentionConfig, CacheConfig
 from vattn.config.mla import MLAConfig
+from vattn.config.typed import typed
 from vattn.distributed.group import ContextParallel
 from vattn.errors import CacheNotBoundError, ConfigError
 from vattn.metadata.attention_metadata import AttentionMetadata, host_plan_key, sink_plan_key, with_sinks
@@ -146,6 +147,7 @@ def find_layers(
     return found
 
 
+@typed
 def plan_key(config: AttentionConfig | MLAConfig, device: torch.device | str) -> str:
     """Return the key in `AttentionMetadata.plans` of the schedule that layers of a config share.
 

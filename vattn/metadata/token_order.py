@@ -8,6 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from vattn.config.arguments import read_count
+from vattn.config.typed import typed
 from vattn.errors import UnknownOptionError
 from vattn.metadata.inputs import Lengths, check_count, read_integers
 
@@ -24,6 +26,7 @@ class TokenOrder(NamedTuple):
     tokens: Tensor
 
 
+@typed
 def token_order(query_lens: Lengths, seq_lens: Lengths, first: str, decode_threshold: int = 1) -> TokenOrder:
     """Return the order that puts prefills, or decodes, first; requests of a kind keep their order.
 
@@ -46,6 +49,7 @@ def token_order(query_lens: Lengths, seq_lens: Lengths, first: str, decode_thres
         raise UnknownOptionError(f"first={first!r}", "'prefill', 'decode'", "take one of these")
     queries, lengths = read_integers("query_lens", query_lens).tolist(), read_integers("seq_lens", seq_lens).tolist()
     check_count("seq_lens", len(lengths), len(queries))
+    decode_threshold = read_count("decode_threshold", decode_threshold, 0, "pass the longest decode, 1 as a rule")
     decodes = [is_decode(q, s, decode_threshold) for q, s in zip(queries, lengths, strict=True)]
     requests = sorted(range(len(queries)), key=lambda row: decodes[row] == (first == "prefill"))
     starts = [0, *accumulate(queries)]

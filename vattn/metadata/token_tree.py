@@ -14,6 +14,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from vattn.config.arguments import read_count
+from vattn.config.typed import typed
 from vattn.errors import ConfigError
 
 Path = tuple[int, ...]
@@ -74,11 +76,13 @@ class TokenTree:
         return TokenTree(paths)
 
     @staticmethod
+    @typed
     def chain(length: int) -> TokenTree:
         """Return a tree without branches: its mask is causal."""
         return TokenTree(tuple((0,) * depth for depth in range(1, length + 1)))
 
     @staticmethod
+    @typed
     def merge(branches: Sequence[Sequence[int]], max_nodes: int | None = None) -> tuple[TokenTree, list[int]]:
         """Return the tree of some continuations, equal beginnings once, and the token of every node in its order.
 
@@ -141,9 +145,10 @@ class TokenTree:
         """Whether the tree has no branches, so that its mask is the causal one."""
         return self.depth == len(self.paths)
 
+    @typed
     def num_nodes(self, depth: int) -> int:
         """Return how many nodes are at this depth or above it, the root not counted."""
-        return sum(len(path) <= depth for path in self.paths)
+        return sum(len(path) <= read_count("depth", depth, 0, "count from the root, 0") for path in self.paths)
 
     def bias(self) -> Tensor:
         """Return fp32 `[size, size]` on the CPU: 0 where the row sees the column, -inf elsewhere."""
@@ -152,13 +157,15 @@ class TokenTree:
             seen[row] |= seen[parent]
         return torch.full(seen.shape, -torch.inf, device="cpu").masked_fill_(seen, 0)
 
+    @typed
     def branch(self, row: int) -> list[int]:
         """Return the rows from the root to a row, both included."""
-        rows = [row]
+        rows = [read_count("row", row, 0, "count from the root, 0")]
         while rows[-1]:
             rows.append(self.parents[rows[-1]])
         return rows[::-1]
 
+    @typed
     def accepted(self, drafts: Sequence[int], chosen: Sequence[int]) -> list[int]:
         """Return the rows of the drafts that are what the model itself chose, from the root's child on.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from vattn.config.typed import typed
 from vattn.errors import ConfigError, UnknownOptionError
 from vattn.quantization.formats import OUTPUT_FORMATS
 
@@ -102,6 +103,7 @@ def disable() -> None:
         setattr(config, SLOT, before)
 
 
+@typed
 def options(
     base: dict[str, Any] | None = None,
     *,

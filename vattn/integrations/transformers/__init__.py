@@ -16,8 +16,9 @@ import torch
 from torch import nn
 
 from vattn.cache.allocation import check_skip_layers
-from vattn.calibration.calibrate import Calibration, as_calibration, check_switches
+from vattn.calibration.calibrate import Calibration, as_calibration
 from vattn.calibration.fp8_saving import own_config
+from vattn.config.arguments import check_switches
 from vattn.config.attention import CacheConfig
 from vattn.errors import ConfigError, ScaleError
 from vattn.integrations.transformers import linears

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vattn.calibration.calibrate import check_switches
 from vattn.calibration.fp8_saving import own_config
+from vattn.config.arguments import check_switches
 from vattn.config.attention import CacheConfig
 from vattn.errors import UnsupportedRequestError
 from vattn.integrations.transformers import (

@@ -88,6 +88,8 @@ def check_configs(layer: str, cache_config: object, quant_config: object, *, exa
 
 def alibi_kind(slopes: object, sqrt: bool | None) -> str:
     """Return the config's name of what `alibi_slopes` and `use_alibi_sqrt` mean."""
+    if sqrt is not None and not isinstance(sqrt, bool):
+        raise ConfigError(f"use_alibi_sqrt={sqrt!r:.60}", "True, False or None", "use_alibi_sqrt=True switches it on")
     if slopes is None:
         if sqrt:
             raise ConfigError("use_alibi_sqrt without alibi_slopes", "slopes with it", "pass alibi_slopes")

@@ -74,9 +74,11 @@ class OwnBuffers(nn.Module):
         self.num_heads, self.head_size = num_heads, head_size
         self.num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         self.head_size_v = head_size if head_size_v is None else head_size_v
-        self.prefix, self.attn_backend = prefix, attn_backend or "auto"
+        self.prefix, self.attn_backend = prefix, "auto" if attn_backend is None else attn_backend
         if not isinstance(prefix, str):
             raise ConfigError(f"prefix={prefix!r}", "a string", "name the layer, such as 'model.layers.3.attn'")
+        if not isinstance(self.attn_backend, str):
+            raise ConfigError(f"attn_backend={attn_backend!r:.60}", "a backend's name", "attn_backend='TRITON_ATTN'")
         if self.attn_backend != "auto":
             selector.get_backend(self.attn_backend)
 

@@ -62,9 +62,18 @@ def check_inputs(layer: Any, inputs: dict[str, Any], slots: Tensor, block_size: 
     query = next(iter(inputs))
     check_tokens(layer, query, inputs[query], slots.shape[0], fix)
     check_block_size(layer, block_size, layer.config.block_size)
-    device = layer._buffers["kv_cache"].device
+    cache = layer._buffers["kv_cache"]
+    device, dispatch = cache.device, type(cache).__torch_dispatch__
     for name, tensor in inputs.items():
-        if tensor is not None and tensor.device != device:
+        if tensor is None:
+            continue
+        if type(tensor).__torch_dispatch__ is not dispatch:
+            raise DtypeError(
+                f"{name} is a {type(tensor).__name__} in {called(layer)}",
+                "a plain tensor, as the layer's KV cache",
+                "pass the local part of a distributed tensor, and values of a quantised one",
+            )
+        if tensor.device != device:
             fix = (
                 "pass a tensor with values" if tensor.is_meta else f"move {name} there, or allocate the cache elsewhere"
             )

@@ -14,6 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from vattn.config.typed import typed
 from vattn.errors import ConfigError, ScaleError
 from vattn.quantization.formats import OUTPUT_FORMATS, QUERY_FORMATS
 
@@ -25,6 +26,7 @@ HEADROOM = 2.0
 exceed the first ones, and in a floating-point format a factor of two costs no precision until values go subnormal."""
 
 
+@typed
 @dataclass(frozen=True, eq=False)
 class QuantConfig:
     """Say what one attention layer quantises and with which scales.

@@ -7,10 +7,12 @@ import itertools
 import torch
 from torch import Tensor
 
-from vattn.config.arguments import read_count
+from vattn.config.arguments import MOST_INT32, read_count
+from vattn.config.typed import typed
 from vattn.errors import MetadataError, ShapeError
 
 
+@typed
 def check_cu_seqlens(
     cu_seqlens: Tensor, num_tokens: int, max_seqlen: int | Tensor | None = None, *, padded: bool = False
 ) -> None:
@@ -50,6 +52,10 @@ def check_cu_seqlens(
             f"at most {num_tokens}" if padded else f"{num_tokens}",
             "pass padded=True if the rows after it are padding" if offsets[-1] < num_tokens else "check the lengths",
         )
+    if isinstance(max_seqlen, Tensor) and (max_seqlen.numel() != 1 or max_seqlen.is_meta):
+        raise MetadataError(
+            f"max_seqlen of shape {tuple(max_seqlen.shape)}", "an int, or a tensor of one", "pass the longest length"
+        )
     if max_seqlen is not None and max(lengths) > int(max_seqlen):
         raise MetadataError(
             f"a sequence of {max(lengths)} tokens with max_seqlen={int(max_seqlen)}",
@@ -58,6 +64,7 @@ def check_cu_seqlens(
         )
 
 
+@typed
 def pad_cu_seqlens(cu_seqlens: Tensor, num_sequences: int) -> Tensor:
     """Return offsets of `num_sequences` sequences: the last one repeated, which adds empty sequences. No sync.
 
@@ -74,11 +81,11 @@ def pad_cu_seqlens(cu_seqlens: Tensor, num_sequences: int) -> Tensor:
     num_sequences = read_count("num_sequences", num_sequences, 0, "pass the padded number", ShapeError)
     if not isinstance(cu_seqlens, Tensor):
         raise ShapeError(f"cu_seqlens={cu_seqlens!r:.60}", "an int32 tensor [sequences + 1]", "pass the offsets")
-    missing = num_sequences + 1 - cu_seqlens.shape[0]
-    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1 or missing < 0:
+    rows = cu_seqlens.shape[0] if cu_seqlens.dim() == 1 and cu_seqlens.dtype in (torch.int32, torch.int64) else 0
+    if not 1 <= rows <= num_sequences + 1 <= MOST_INT32:
         raise ShapeError(
-            f"cu_seqlens of shape {tuple(cu_seqlens.shape)} for {num_sequences} sequences",
-            f"[1] to [{num_sequences + 1}]",
+            f"cu_seqlens of shape {tuple(cu_seqlens.shape)} and {cu_seqlens.dtype} for {num_sequences} sequences",
+            f"[1] to [{num_sequences + 1}], int32",
             "choose a larger bucket",
         )
-    return torch.cat([cu_seqlens, cu_seqlens[-1:].expand(missing)])
+    return torch.cat([cu_seqlens, cu_seqlens[-1:].expand(num_sequences + 1 - rows)])

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vattn.cache.allocation import skip_names
 from vattn.config.attention import AttentionType, CacheConfig, check_window
+from vattn.config.typed import explained
 from vattn.errors import MetadataError, ScaleError, UnsupportedRequestError
 from vattn.layers.base.arguments import (
     alibi_kind,
@@ -72,6 +73,7 @@ class EncoderOnlyAttention(VarlenAttention):
         torch.Size([14, 64])
     """
 
+    @explained
     def __init__(
         self,
         num_heads: int,
@@ -146,6 +148,7 @@ class EncoderOnlyAttention(VarlenAttention):
             self.register_buffer(name, scale)
         return cache_dtype
 
+    @explained
     def forward(
         self,
         query: Tensor,

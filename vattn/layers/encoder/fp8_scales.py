@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn.config.files import write_whole
+from vattn.config.typed import typed
 from vattn.errors import ConfigError, ScaleError
 from vattn.quantization.codecs import MIN_ABSMAX
 from vattn.quantization.formats import FP8_E4M3_MAX
@@ -153,6 +154,7 @@ def record_amax(history: Tensor, steps: Tensor, amax: Tensor) -> tuple[Tensor, T
     return query, key, value
 
 
+@typed
 def save_encoder_scales(model: nn.Module, path: str | os.PathLike[str], *, margin: float = 1.0) -> None:
     """Save the scales of every FP8 encoder layer of a model as a file for `EncoderFP8Config(scale_path=...)`.
 
