@@ -68,16 +68,16 @@ def test_registration_is_found_and_may_be_repeated() -> None:
 
 
 def reasons(**changed: Any) -> list[str]:
-    asked = {
+    request = {
         "head_size": 128, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "block_size": None, "use_mla": False,
         "has_sink": False, "use_sparse": False, "use_mm_prefix": False, "use_per_head_quant_scales": False,
         "device_capability": DeviceCapability(9, 0), "attn_type": "decoder",
     }  # fmt: skip
-    return VattnBackend.validate_configuration(**{**asked, **changed})
+    return VattnBackend.validate_configuration(**{**request, **changed})
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "requested",
     [
         {},
         {"head_size": 80, "dtype": torch.float32},
@@ -88,12 +88,12 @@ def reasons(**changed: Any) -> list[str]:
         {"block_size": 528, "device_capability": DeviceCapability(8, 0)},
     ],
 )
-def test_what_is_supported_has_no_reasons(asked: dict[str, Any]) -> None:
-    assert reasons(**asked) == []
+def test_what_is_supported_has_no_reasons(requested: dict[str, Any]) -> None:
+    assert reasons(**requested) == []
 
 
 @pytest.mark.parametrize(
-    ("asked", "named"),
+    ("requested", "named"),
     [
         ({"head_size": 100}, "head_size"),
         ({"head_size": 1024}, "head_size"),
@@ -110,14 +110,18 @@ def test_what_is_supported_has_no_reasons(asked: dict[str, Any]) -> None:
         ({"device_capability": DeviceCapability(7, 5)}, "sm_75"),
     ],
 )
-def test_what_is_not_supported_is_refused_when_the_engine_starts(asked: dict[str, Any], named: str) -> None:
-    assert any(named in reason for reason in reasons(**asked))
+def test_what_is_not_supported_is_refused_when_the_engine_starts(requested: dict[str, Any], named: str) -> None:
+    assert any(named in reason for reason in reasons(**requested))
 
 
 def test_an_untested_release_is_refused_by_name_until_a_switch_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine_versions, "version", lambda name: "0.99.1+cu130")
     (reason,) = reasons()
-    assert "0.99.1" in reason and "VATTN_ALLOW_UNTESTED" in reason and all(known in reason for known in plugin.TESTED)
+    assert (
+        "0.99.1" in reason
+        and "VATTN_ALLOW_UNTESTED" in reason
+        and all(known in reason for known in plugin.TESTED_VERSIONS)
+    )
     monkeypatch.setenv("VATTN_ALLOW_UNTESTED", "1")
     assert reasons() == []
 

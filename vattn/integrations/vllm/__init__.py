@@ -7,14 +7,14 @@ from __future__ import annotations
 
 NAME = "VATTN"
 
-TESTED = ("0.26.0", "0.32.0", "0.33.0")
-"""Releases of vLLM that the plugin was tested with."""
+TESTED_VERSIONS = ("0.26.0", "0.32.0", "0.33.0")
+"""Releases of vLLM that the tests run with."""
 
 BACKEND = "vattn.integrations.vllm.backend.VattnBackend"
 
 
 def register() -> None:
-    """Tell vLLM of the backend: as `VATTN`, or as `CUSTOM` in releases that know no other names.
+    """Register the backend with vLLM: as `VATTN`, or as `CUSTOM` in releases that take no other names.
 
     vLLM calls this in every process, some more than once.
     """

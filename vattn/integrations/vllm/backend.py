@@ -1,4 +1,4 @@
-"""What the plugin can do, in the terms of every release of vLLM that it supports."""
+"""What the plugin can do, as every release of vLLM that it supports reads it."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from typing import Any, ClassVar
 
 import torch
 
+from vattn.backends.selector import explain
 from vattn.config.device import DeviceInfo
 from vattn.errors import UnsupportedRequestError, VattnError
 from vattn.integrations.engine_versions import check_version
-from vattn.integrations.vllm import NAME, TESTED
-from vattn.integrations.vllm.request import config_of, refusal
+from vattn.integrations.vllm import NAME, TESTED_VERSIONS
+from vattn.integrations.vllm.request import config_of
 
 try:
     from vllm.v1.attention.backend import AttentionBackend
@@ -20,7 +21,7 @@ try:
     from vattn.integrations.vllm.impl import VattnImpl
 except ImportError as error:
     # vLLM swallows the text of an ImportError.
-    check_version("vllm", TESTED)
+    check_version("vllm", TESTED_VERSIONS)
     raise UnsupportedRequestError(str(error)) from error
 
 BLOCK_SIZES = (16, 32, 64, 128, 256)
@@ -39,7 +40,7 @@ class VattnBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
-        """Return the name that vLLM's registry has: releases before 0.27 know no `VATTN`."""
+        """Return the name that vLLM's registry has: releases before 0.27 have no `VATTN`."""
         return NAME if NAME in AttentionBackendEnum.__members__ else "CUSTOM"
 
     @staticmethod
@@ -79,7 +80,7 @@ class VattnBackend(AttentionBackend):
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """Return that a row's result may be asked not to depend on the batch."""
+        """Return that rows can be computed independently of the batch."""
         return True
 
     @classmethod
@@ -100,14 +101,15 @@ class VattnBackend(AttentionBackend):
         use_mm_prefix: bool,
         device_capability: Any,
     ) -> str | None:
-        """Return why vattn refuses, or `None`. Numbers of heads are not known here; the metadata builder asks again."""
+        """Return why vattn refuses, or `None`. The metadata builder checks again, with the numbers of heads."""
         try:
-            check_version("vllm", TESTED)
+            check_version("vllm", TESTED_VERSIONS)
             config = config_of(1, 1, head_size, head_size, 1.0, dtype, kv_cache_dtype or "auto", "cuda", sinks=has_sink)
         except VattnError as error:
             return str(error)
         device = DeviceInfo("cuda", (device_capability.major, device_capability.minor), "GPU")
-        return refusal(config, device)
+        explanation = explain(config, device)
+        return None if explanation.chosen else explanation.problem()
 
     @classmethod
     def supported_kv_cache_layouts(cls) -> Any:
@@ -116,7 +118,7 @@ class VattnBackend(AttentionBackend):
 
         return tuple(KVCacheLayout)
 
-    # vLLM 0.26 asks for the cache's shape and order instead.
+    # vLLM 0.26 calls these for the cache's shape and order instead.
 
     @classmethod
     def get_required_kv_cache_layout(cls) -> Any:

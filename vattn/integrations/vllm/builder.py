@@ -14,7 +14,6 @@ from vattn.backends.base import Backend
 from vattn.config.attention import AttentionConfig
 from vattn.errors import UnsupportedRequestError
 from vattn.integrations.vllm.impl import VattnImpl
-from vattn.integrations.vllm.request import refusal
 from vattn.integrations.vllm.warm_up import warm_up
 from vattn.metadata.plans import plan_key
 
@@ -59,13 +58,12 @@ class VattnMetadataBuilder(AttentionMetadataBuilder[VattnMetadata]):
         attention = vllm_config.compilation_config.static_forward_context
         layers = {name: attention[name] for name in layer_names if isinstance(attention[name].impl, VattnImpl)}
         self._configs: dict[str, AttentionConfig] = {}
+        self._backends: dict[str, Backend] = {}
         for name, layer in layers.items():
             config = layer.impl.config(layer, kv_cache_spec.block_size, "HND", device)
-            refused = refusal(config, device)
-            if refused is not None:
-                raise UnsupportedRequestError(f"layer {name!r}: {refused}", "", "use another --attention-backend")
-            self._configs.setdefault(plan_key(config, device), config)
-        self._backends = {key: selector.choose(config, device) for key, config in self._configs.items()}
+            backend = selector.choose(config, device, layer=name)
+            key = plan_key(config, device)
+            self._configs[key], self._backends[key] = config, backend
         scheduler = vllm_config.scheduler_config
         self._buffers: dict[str, Tensor] = {}
         for key, backend in self._backends.items():

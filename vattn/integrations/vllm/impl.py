@@ -26,7 +26,7 @@ class VattnImpl(AttentionImpl):
 
     Attributes:
         supports_dcp: releases before 0.27 count on context parallelism unless it says no.
-        writes_fp8: whether vLLM asked for outputs in FP8, and may pass an `output_scale`.
+        writes_fp8: whether vLLM requested outputs in FP8, and may pass an `output_scale`.
     """
 
     supports_dcp: bool = False
@@ -119,7 +119,9 @@ class VattnImpl(AttentionImpl):
             # The run that measures memory.
             return output.fill_(0)
         if output_block_scale is not None:
-            raise UnsupportedRequestError("an output with block scales", "FP8 outputs with one static scale", "")
+            raise UnsupportedRequestError(
+                "an output with block scales", "FP8 outputs with one static scale", "leave fuse_attn_quant out"
+            )
         if kv_cache is not self._bound:
             self._bind(layer, kv_cache)
         num_tokens, rows = attn_metadata.num_actual_tokens, output

@@ -1,12 +1,10 @@
-"""What vLLM asks of an attention layer, as a config of vattn."""
+"""What vLLM requests of an attention layer, as a config of vattn."""
 
 from __future__ import annotations
 
 import torch
 
-from vattn.backends.selector import explain
 from vattn.config.attention import AttentionConfig
-from vattn.config.device import DeviceInfo
 from vattn.quantization.formats import KV_FORMATS, dtype_name, resolve_kv_cache_dtype
 
 
@@ -57,9 +55,3 @@ def config_of(
         # Other backends on a GPU may plan on the host, which vLLM's graphs do not allow.
         backend="TRITON_ATTN" if device == "cuda" else "auto",
     )
-
-
-def refusal(config: AttentionConfig, device: torch.device | DeviceInfo) -> str | None:
-    """Return why vattn does not run a config on a device, or `None`."""
-    explanation = explain(config, device)
-    return None if explanation.chosen else explanation.problem()
