@@ -12,6 +12,7 @@ import vattn
 pytest.importorskip("transformers")
 
 from tests.generation.generator_support import PROMPTS, check_empty, one_by_one, run_to_end
+from tests.generation.test_generators_at_once import at_once
 from tests.integrations.hf_families import make_model
 from vattn import errors
 from vattn.integrations.transformers import enable
@@ -35,6 +36,19 @@ def test_captured_generator_gives_the_same_tokens(dtype: torch.dtype) -> None:
 
     disable(packed)
     assert_near(done, alone * 2, model, 1e-3 if dtype == torch.float32 else 0.1)
+
+
+def test_two_captured_generators_in_two_threads() -> None:
+    """One captures while the other runs; the graphs of each hold its own steps."""
+    models = [make_model("llama", head_dim=64).cuda() for _ in range(2)]
+    alone = [one_by_one(models[0], prompt, 16) for prompt in PROMPTS]
+    generators = [
+        vattn.Generator(enable(model, num_blocks=64), max_num_reqs=4, token_budget=32, max_seq_len=128, compile="none")
+        for model in models
+    ]
+    sampling = vattn.Sampling(16, stop_token_ids=())
+    found = at_once(lambda index: outputs(generators[index].generate(PROMPTS * 2, sampling)))
+    assert found == [alone * 2] * 2
 
 
 def test_samples_repeat_and_failures_stay_alone() -> None:

@@ -14,6 +14,7 @@ PACKED = [
     "int4_per_token_head",
     "turboquant_k8v4",
     "turboquant_4bit_nc",
+    "turboquant_4bit_nc_signed",
     "nvfp4",
 ]
 """KV formats that the fast decode path for packed formats runs."""

@@ -265,7 +265,7 @@ def bad_calls() -> dict[str, tuple[type[VattnError], dict[str, Any]]]:
         "a scale of a plain weight": (ScaleError, {"kv_b_scale": torch.ones(1)}),
         "cache of another row": (ShapeError, {"kv_cache": torch.zeros(9, 8, 30)}),
         "cache of another format": (DtypeError, {"kv_cache": args.kv_cache.to(torch.uint8)}),
-        "lengths of another dtype": (DtypeError, {"seq_lens": args.seq_lens.long()}),
+        "lengths of another dtype": (DtypeError, {"seq_lens": args.seq_lens.float()}),
         "tables of other requests": (ShapeError, {"block_table": args.block_table[:1]}),
         "output of another width": (ShapeError, {"output": torch.zeros(4, 3, 11)}),
         "lse unasked": (ConfigError, {"lse": torch.zeros(4, 3)}),
