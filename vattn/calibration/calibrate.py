@@ -17,8 +17,9 @@ from torch import Tensor, nn
 
 from vattn.calibration.result_files import check_output
 from vattn.calibration.step_runner import NESTING, StepRunner, cached_layers, checked_text
+from vattn.config.arguments import check_switches
 from vattn.config.files import write_whole
-from vattn.config.typed import typed
+from vattn.config.typed import explained, typed
 from vattn.errors import ConfigError, MissingPackageError, ScaleError
 from vattn.layers.base.paged_attention import CachedAttention
 from vattn.layers.base.scales import QuantConfig
@@ -54,7 +55,7 @@ class Calibration:
     tokens: int
     inputs: dict[str, float] = field(default_factory=dict)
 
-    @typed
+    @explained
     def input_scale(self, name: str, *, margin: float = 1.0) -> Tensor:
         """Return the fp32 scale `[1]` that an FP8 linear layer quantises its input with.
 
@@ -73,7 +74,7 @@ class Calibration:
             )
         return _scale(f"the input of {name!r}", [self.inputs[name]], FP8_E4M3_MAX, False, margin)
 
-    @typed
+    @explained
     def quant_config(
         self,
         prefix: str,
@@ -97,6 +98,7 @@ class Calibration:
             ConfigError: an unknown format.
             ScaleError: a layer that was not seen, or that showed nothing but zeros; a margin that is not above 0.
         """
+        check_switches(per_head=per_head)
         if prefix not in self.layers:
             raise ScaleError(f"no calibration of layer {prefix!r}", ", ".join(self.layers), "calibrate this model")
         fmt = KV_FORMATS[resolve_kv_cache_dtype(cache_dtype, torch.bfloat16)]
