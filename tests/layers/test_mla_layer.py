@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import vattn
 from tests.support import relative_l2, unchanged
@@ -157,6 +159,55 @@ def test_calculated_scales() -> None:
         with pytest.raises(ScaleError, match="calculate_kv_scales=True"):
             make_layer(blocks=0, **wrong)
     assert make_layer(quant_config=vattn.QuantConfig("unit", "unit")).k_scale is None
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the bytes of tensors that ops return, as long as they live."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.most = 0
+        self.seen: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for each in found if isinstance(found, (tuple, list)) else [found]:
+            storage = each.untyped_storage() if isinstance(each, Tensor) else None
+            if storage is not None and storage._cdata not in self.seen:
+                self.seen.add(storage._cdata)
+                self.now += storage.nbytes()
+                self.most = max(self.most, self.now)
+                weakref.finalize(each, self.free, storage._cdata, storage.nbytes())
+        return found
+
+    def free(self, address: int, count: int) -> None:
+        self.now -= count
+        self.seen.discard(address)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "keys", "workspace"), [(512, 4096, 64), (1, 4096, 64), (64, 1024, 128), (700, 700, 256)]
+)
+def test_scratch_is_what_a_step_takes(tokens: int, keys: int, workspace: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At least, and no more than four times as much."""
+    heads, latent = 16, 128
+    proj = nn.Linear(latent, heads * (32 + 32), bias=False)
+    layer = vattn.MLAAttention(heads, 0.1, 32, 16, 32, None, latent, proj, workspace_tokens=workspace)
+    vattn.allocate_kv_cache(layer, num_blocks=keys // 16 + 2, dtype=torch.float32)
+    builder = vattn.AttentionMetadataBuilder(2, max(2, tokens), keys, layers=layer)
+    step = builder.build([tokens], [keys], [list(range(1, -(-keys // 16) + 1))])
+    backend, counted = type(mla_backends()["TORCH_MLA"]), LiveBytes()
+    attend = backend.mla_attention
+
+    def counting(*args: Any) -> None:
+        with counted:
+            attend(*args)
+
+    monkeypatch.setattr(backend, "mla_attention", counting)
+    with torch.no_grad():
+        layer(torch.randn(tokens, heads, 48), torch.randn(tokens, latent), torch.randn(tokens, 1, 16), metadata=step)
+    said = layer.scratch_bytes(tokens)
+    assert counted.most <= said <= 4 * counted.most
 
 
 class FP8Linear(nn.Module):
@@ -568,7 +619,7 @@ def test_scratch_is_told_and_claimed_by_profiling_calls(monkeypatch: pytest.Monk
     layers = [vattn.MLAAttention(N, SCALE, P, R, V, None, L, proj, workspace_tokens=room) for room in (None, 64, 128)]
     per_token = L + R + N * (P + R + V)
     told = [layer.scratch_bytes(10, torch.float32) for layer in layers]
-    assert told == [4 * (room * per_token + 10 * N * V) for room in (4096, 64, 128)]
+    assert told[1] < told[2] < told[0] and told[0] >= 4 * 4096 * per_token
     claimed = []
     empty = Tensor.new_empty
 

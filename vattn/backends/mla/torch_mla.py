@@ -96,10 +96,23 @@ class TorchMLABackend(MLABackend):
         write_results(args, out, lse, config)
 
     def scratch_bytes(self, config: MLAConfig, num_tokens: int, workspace_tokens: int | None) -> int:
-        """Return the bytes of one chunk of keys and values, in fp32, and of the result before it is quantised."""
+        """Return the bytes of weights, queries, a chunk of keys with its scores, and results, all fp32 while they last.
+
+        A bound, with the copies that are there at once; for the largest chunk, though a request may have fewer keys.
+        """
         tokens = max(DEFAULT_WORKSPACE_TOKENS, config.block_size) if workspace_tokens is None else workspace_tokens
-        result = num_tokens * config.num_heads * config.v_head_dim * MODEL_DTYPES[config.dtype].itemsize
-        return 4 * tokens * elements_per_token(config) + result
+        rows, latent = num_tokens * config.num_heads, config.kv_lora_rank
+        scores = min(max(_SCORES_PER_CHUNK, tokens * config.num_heads), rows * tokens)
+        absorbed = num_tokens <= config.decode_threshold
+        wide = max(latent, config.v_head_dim) if absorbed else config.v_head_dim
+        elements = (
+            config.num_heads * (config.qk_nope_head_dim + config.v_head_dim) * latent
+            + rows * config.qk_head_dim
+            + 3 * tokens * (config.head_size if absorbed else elements_per_token(config))
+            + 4 * scores
+            + 9 * rows * wide
+        )
+        return 4 * elements + rows * config.v_head_dim * MODEL_DTYPES[config.dtype].itemsize
 
     def mla_kv_cache_update(self, args: MLACacheUpdateArgs, config: MLAConfig) -> None:
         """Run `vattn::mla_kv_cache_update`, without a sync. Of two tokens with one slot either may win."""
