@@ -141,8 +141,8 @@ def test_positions_out_of_range_are_not_seen(backend: str) -> None:
     assert args.topk_indices is not None
     expected, _ = run_mla(args, config)
     expected = expected.clone()
-    wild = torch.cat((args.topk_indices, torch.tensor([[5, 10**9, -7], [5, 2**31 - 1, -(2**31)]]).int()), 1)
-    got, _ = run_mla(args._replace(topk_indices=wild), config)
+    corrupt = torch.cat((args.topk_indices, torch.tensor([[5, 10**9, -7], [5, 2**31 - 1, -(2**31)]]).int()), 1)
+    got, _ = run_mla(args._replace(topk_indices=corrupt), config)
     assert torch.equal(got, expected)
 
 

@@ -32,13 +32,13 @@ from vattn.metadata.cascade import read_shared_prefix
 from vattn.metadata.cross_attention import read_cross_step
 from vattn.metadata.dcp import builder_facts, check_dcp_step, step_facts, telling_others
 from vattn.metadata.derived import DerivedTensors
-from vattn.metadata.device_step import read_device_step
 from vattn.metadata.fast_prefill import read_num_logits
 from vattn.metadata.inputs import Lengths, Masks, Tables, padded_size, read_per_token, read_step
 from vattn.metadata.lineage import Lineage
 from vattn.metadata.plans import StepPlans, all_layers, block_size_of, device_of, find_layers
 from vattn.metadata.staging import Staging, StepBuffers
 from vattn.metadata.step import Limits, Step
+from vattn.metadata.tensor_step import read_tensor_step
 
 
 class AttentionMetadataBuilder:
@@ -352,7 +352,7 @@ class AttentionMetadataBuilder:
         """
         self._refuse_tensors()
         self._lineage.check_caches()
-        step = read_device_step(
+        step = read_tensor_step(
             self._limits, self._buffers.seq_lens.device, query_start_loc, seq_lens, block_table, slot_mapping,
             positions, causal, max_query_len, max_seq_len, copy,
         )  # fmt: skip

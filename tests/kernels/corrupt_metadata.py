@@ -1,4 +1,4 @@
-"""Metadata with any values, tensors between guard bytes, and what kernels must do with both."""
+"""Corrupt metadata, tensors between guard bytes, and what kernels must do with both."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from vattn.ops.reference.attention import ranges
 from vattn.quantization.formats import MODEL_DTYPES
 
 GUARD_BYTES = 1 << 13
-WILD = ("query_start_loc", "seq_lens", "block_table", "kv_start_loc", "causal_flags", "tree_id", "mm_ranges",
+METADATA = ("query_start_loc", "seq_lens", "block_table", "kv_start_loc", "causal_flags", "tree_id", "mm_ranges",
         "local_seq_lens", "topk_indices", "slot_mapping")  # fmt: skip
 WRITTEN = {"output", "output_block_scale", "lse", "query_out"}
 EXTREMES = (-(2**31), -(2**31) + 1, -(2**30), -7, -1, 0, 1, 2**30, 2**31 - 2, 2**31 - 1)
 
 
-def wild(tensor: Tensor, share: float, most: int, rng: torch.Generator) -> Tensor:
+def corrupted(tensor: Tensor, share: float, most: int, rng: torch.Generator) -> Tensor:
     """Return integers of which about `share` are replaced: by values up to a little more than `most`, or extremes."""
     near = torch.randint(-2, most + 3, tensor.shape, generator=rng)
     far = torch.tensor(EXTREMES)[torch.randint(len(EXTREMES), tensor.shape, generator=rng)]
@@ -35,14 +35,14 @@ def wild(tensor: Tensor, share: float, most: int, rng: torch.Generator) -> Tenso
     return torch.where(chosen, values, tensor.cpu().long()).to(tensor.dtype).to(tensor.device)
 
 
-def with_wild_metadata(args: Any, seed: int, most: int) -> Any:
+def with_corrupt_metadata(args: Any, seed: int, most: int) -> Any:
     """Return an op's arguments with some values of some of its metadata replaced."""
     rng = torch.Generator().manual_seed(seed)
     changed = {}
-    for name in WILD:
+    for name in METADATA:
         tensor = getattr(args, name, None)
         if tensor is not None and torch.rand(1, generator=rng) < 0.5:
-            changed[name] = wild(tensor, 0.4, most, rng)
+            changed[name] = corrupted(tensor, 0.4, most, rng)
     return args._replace(**changed)
 
 

@@ -1,4 +1,4 @@
-"""Steps from device tensors: those of `build` for the same step, in the same buffers; refusals change nothing."""
+"""Steps from tensors: those of `build` for the same step, in the same buffers; refusals change nothing."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Metadata with any values on a GPU: every kernel keeps to its tensors, writes every row, and is right where it can be.
+"""Corrupt metadata on a GPU: every kernel keeps to its tensors, writes every row, and is right where it can be.
 
-The interpreter runs the same for plain Triton in `test_wild_metadata`.
+The interpreter runs the same for plain Triton in `test_corrupt_metadata`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import vattn.ops.schemas  # noqa: F401  registers the ops
-from tests.kernels.wild import check_attention, with_full_cache, with_wild_metadata
+from tests.kernels.corrupt_metadata import check_attention, with_corrupt_metadata, with_full_cache
 from tests.layers.mla_support import deepseek, random_mla_batch
 from tests.support import make_config, moved, random_packed_batch, random_paged_batch
 from vattn.backends import selector
@@ -27,7 +27,7 @@ from vattn.quantization.codecs import dequantise_output
 
 pytestmark = pytest.mark.gpu(capability=(9, 0))
 
-SEEDS = int(os.environ.get("VATTN_WILD_SEEDS", "12"))
+SEEDS = int(os.environ.get("VATTN_CORRUPT_SEEDS", "12"))
 SAMPLE = [
     "paged_attention[decode]", "paged_attention[prefill]", "paged_attention[general splits]",
     "latent_attention[decode]",
@@ -103,7 +103,7 @@ def test_paged_attention(name: str) -> None:
         return reference.paged_attention(moved(args, "cpu"), config)
 
     for seed in range(SEEDS):
-        args = with_wild_metadata(given, seed, sum(query_lens) + 20)
+        args = with_corrupt_metadata(given, seed, sum(query_lens) + 20)
         planned = with_plan(args, given, config, seed % 3)
         check_attention(planned, call, expected, None if seed % 3 == 2 else limit)
 
@@ -118,7 +118,7 @@ def test_varlen_attention(size: int) -> None:
         return output_of(args, config)
 
     for seed in range(SEEDS):
-        args = with_wild_metadata(batch.args, seed, 190)
+        args = with_corrupt_metadata(batch.args, seed, 190)
         check_attention(args, call, lambda args: reference.packed_attention(moved(args, "cpu"), config), 1.5e-2)
 
 
@@ -154,7 +154,7 @@ def test_latent_attention(name: str) -> None:
         return mla_reference.attend_latents(moved(args, "cpu"), config)
 
     for seed in range(SEEDS):
-        step = with_wild_metadata(args, seed, sum(query_lens) + 20)
+        step = with_corrupt_metadata(args, seed, sum(query_lens) + 20)
         limit = None if seed % 3 == 2 else 2e-2
         check_attention(with_plan(step, args, config, seed % 3), call, expected, limit, 2e-2)
 
@@ -167,7 +167,7 @@ def test_memcheck_of_a_sample() -> None:
     tests = [f"{__file__}::test_{name}" for name in SAMPLE]
     check = [tool, "--tool", "memcheck", "--report-api-errors", "no"]
     command = [*check, sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
-    environment = {**os.environ, "VATTN_WILD_SEEDS": "3", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    environment = {**os.environ, "VATTN_CORRUPT_SEEDS": "3", "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     try:
         done = subprocess.run(
             [*command, *tests], env=environment, capture_output=True, text=True, timeout=240, check=False

@@ -1,4 +1,4 @@
-"""Steps from tensors on the device: checked by shape, copied into a builder's buffers, and never read by the host."""
+"""Steps from tensors: checked by shape, copied into a builder's buffers or left as they are, never read by the host."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from vattn.ops.index_dtypes import INDEX_DTYPES
 from vattn.quantization.formats import dtype_name
 
 
-class DeviceStep(NamedTuple):
+class TensorStep(NamedTuple):
     """Tensors of one step as the caller has them, with sizes that go together."""
 
     query_start_loc: Tensor
@@ -75,7 +75,7 @@ class DeviceStep(NamedTuple):
             _copy(self.causal, to.causal, 1)
 
 
-def read_device_step(
+def read_tensor_step(
     limits: Limits,
     device: torch.device,
     query_start_loc: Tensor,
@@ -87,7 +87,7 @@ def read_device_step(
     max_query_len: int | None,
     max_seq_len: int | None,
     copy: bool,
-) -> DeviceStep:
+) -> TensorStep:
     """Return a step of tensors that go together and fit a builder; their values stay unread.
 
     Args:
@@ -129,16 +129,8 @@ def read_device_step(
             f"at least {needed} columns",
             "pass the whole table, or a smaller max_seq_len",
         )
-    return DeviceStep(
-        query_start_loc,
-        seq_lens,
-        block_table,
-        slot_mapping,
-        positions,
-        causal,
-        max_query_len,
-        max_seq_len,
-    )
+    tensors = query_start_loc, seq_lens, block_table, slot_mapping, positions
+    return TensorStep(*tensors, causal, max_query_len, max_seq_len)
 
 
 def _copy(values: Tensor, to: Tensor, padding: int) -> None:

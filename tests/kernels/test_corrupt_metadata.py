@@ -1,4 +1,4 @@
-"""Metadata with any values on a CPU: the reference, the torch backends, and Triton's kernels in the interpreter."""
+"""Corrupt metadata on a CPU: the reference, the torch backends, and Triton's kernels in the interpreter."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import vattn.ops.schemas  # noqa: F401  registers the ops
+from tests.kernels.corrupt_metadata import Guarded, check_attention, corrupted, with_corrupt_metadata, with_full_cache
 from tests.kernels.decode_support import interpret
-from tests.kernels.wild import Guarded, check_attention, wild, with_full_cache, with_wild_metadata
 from tests.layers.mla_support import make_mla_config, random_mla_batch
 from tests.support import make_config, random_packed_batch, random_paged_batch
 from vattn.cache.layout import kv_cache_dtype as kv_cache_dtype_of
@@ -61,7 +61,7 @@ def test_paged_attention(backend: str, feature: str, seed: int) -> None:
         return output_of(args, config)
 
     limit = 5e-2 if config.output_format != "none" else 2e-2 if config.kv_cache_dtype != config.dtype else 1e-5
-    args = with_wild_metadata(with_full_cache(batch.args), seed, 40)
+    args = with_corrupt_metadata(with_full_cache(batch.args), seed, 40)
     check_attention(args, call, lambda args: reference.paged_attention(args, config), limit)
 
 
@@ -76,7 +76,7 @@ def test_varlen_attention(backend: str, seed: int) -> None:
         torch.ops.vattn.varlen_attention(*args)
         return output_of(args, config)
 
-    args = with_wild_metadata(batch.args, seed, 70)
+    args = with_corrupt_metadata(batch.args, seed, 70)
     check_attention(args, call, lambda args: reference.packed_attention(args, config), 1e-5)
 
 
@@ -93,7 +93,7 @@ def test_latent_attention(backend: str, lens: tuple[list[int], list[int]], spars
         torch.ops.vattn.mla_attention(*args)
         return output_of(args, config)
 
-    args = with_wild_metadata(with_full_cache(args), seed, 40)
+    args = with_corrupt_metadata(with_full_cache(args), seed, 40)
     check_attention(args, call, lambda args: mla_reference.attend_latents(args, config), 1e-5)
 
 
@@ -110,7 +110,7 @@ def test_decodes_by_a_schedule(seed: int) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         interpret(patch, decode_fast, triton_kernel)
-        args = with_wild_metadata(batch.args, seed, 40)
+        args = with_corrupt_metadata(batch.args, seed, 40)
         check_attention(args, call, lambda args: reference.paged_attention(args, config), 2e-3)
 
 
@@ -119,8 +119,8 @@ def test_decodes_by_a_schedule(seed: int) -> None:
 def test_row_tiles_cover_every_row_once(seed: int, tokens: int, least: int) -> None:
     """Requests of fewer rows than `least` aside."""
     rng = torch.Generator().manual_seed(seed)
-    starts = wild(torch.tensor([0, 3, 3, 11, 20, 40]).int().clamp(max=tokens), 0.4, tokens, rng)
-    lengths = wild(torch.tensor([5, 0, 30, 9, 20]).int(), 0.4, 60, rng)
+    starts = corrupted(torch.tensor([0, 3, 3, 11, 20, 40]).int().clamp(max=tokens), 0.4, tokens, rng)
+    lengths = corrupted(torch.tensor([5, 0, 30, 9, 20]).int(), 0.4, 60, rng)
     tiles = max_row_tiles(tokens, 5, 8)
     schedule = torch.full((1 + 2 * tiles, 8), -99, dtype=torch.int32)
     prefill_plan_kernel[(1,)](
