@@ -26,12 +26,12 @@ Spec = TypeVar("Spec", bound="KVCacheSpec")
 
 
 def _counted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse arguments of a method that are neither counts nor `None`."""
+    """Refuse arguments of a method that count nothing; only an encoder length may be `None`."""
 
     @functools.wraps(function)
     def call(self: Any, *args: Any, **options: Any) -> Any:
         for name, value in (*zip(_names(function), args, strict=False), *options.items()):
-            if value is not None:
+            if value is not None or name != "max_encoder_len":
                 read_count(name, value, 0, f"pass another {name}")
         return function(self, *args, **options)
 
@@ -139,6 +139,7 @@ class KVCacheSpec:
         """Dtype of the raw storage."""
         return kv_cache_dtype(self)
 
+    @_counted
     def storage_shape(self, num_blocks: int) -> tuple[int, ...]:
         """Return the shape of the raw storage for that many blocks."""
         return (num_blocks, self.page_size_bytes) if self.in_bytes else kv_cache_shape(self, num_blocks)

@@ -39,7 +39,7 @@ def typed(function: T) -> T:
         vattn.errors.ArgumentError: double(count='3'). Allowed: int. Try: pass another count.
     """
     if inspect.isclass(function):
-        function.__init__ = _checked(function.__init__, function.__name__)
+        setattr(function, "__init__", _checked(function.__init__, function.__name__))  # noqa: B010
         return function
     return cast(T, _checked(function, function.__qualname__.removesuffix(".__init__")))
 
