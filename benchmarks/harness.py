@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import importlib.util
 import json
 import os
 import subprocess
@@ -52,6 +53,20 @@ def add_row(result: dict[str, Any], row: dict[str, Any], path: Path | None, show
     print(json.dumps(row) if shown is None else shown, flush=True)
     if path:
         write_result(path, result)
+
+
+def load_example(name: str) -> Any:
+    """Import an example by the name of its file; each call makes a module of its own."""
+    folder = ROOT / "examples"
+    spec = importlib.util.spec_from_file_location(f"example_{name[:2]}", folder / name)
+    assert spec is not None and spec.loader is not None
+    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(folder))  # `demo` lies beside the examples.
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(folder))
+    return module
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

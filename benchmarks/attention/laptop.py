@@ -97,7 +97,7 @@ class Paged(vattn.Attention):
 
 
 class Block(nn.Module):
-    """Attention with rotated queries and keys, and a gated MLP, each behind a norm."""
+    """Attention with rotated queries and keys, and a gated MLP, each after a norm."""
 
     def __init__(self, attention: nn.Module) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ class Block(nn.Module):
         self.gate_up, self.down = nn.Linear(WIDTH, 2 * INNER, bias=False), nn.Linear(INNER, WIDTH, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor, position: Tensor) -> Tensor:
-        """Return the hidden states behind the block."""
+        """Return the hidden states after the block."""
         query, key, value = self.qkv(F.rms_norm(x, (WIDTH,))).view(3, 1, MODEL_HEADS, -1)
         query, key = (rows * cos + torch.cat((-rows.chunk(2, -1)[1], rows.chunk(2, -1)[0]), -1) * sin
                       for rows in (query, key))  # fmt: skip

@@ -8,8 +8,6 @@ seconds of this process, so that other programs count little; compiling is not i
 
 from __future__ import annotations
 
-import importlib.util
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,21 +16,11 @@ import torch
 import transformers
 
 import vattn
-from benchmarks.harness import ROOT, add_row, machine, parser_of, table
+from benchmarks.harness import add_row, load_example, machine, parser_of, table
 from vattn.cli.generate import DEMO_MODEL
 from vattn.integrations.transformers import enable
 
 REQUESTS, NEW = 16, 48
-
-
-def load(name: str) -> Any:
-    """Import an example."""
-    sys.path.insert(0, str(ROOT / "examples"))
-    spec = importlib.util.spec_from_file_location(f"example_{name[:2]}", ROOT / "examples" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    sys.modules[spec.name] = module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def seconds(run: Callable[[], list[list[int]]], expected: list[list[int]], repeats: int) -> float:
@@ -54,7 +42,7 @@ def main() -> None:
     args = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
-    engine, loop = load("04_engine"), load("19_single_request")
+    engine, loop = load_example("04_engine.py"), load_example("19_single_request.py")
     text = (DEMO_MODEL / "heldout.txt").read_text()
     prompts = [[0, *text[600 * i : 600 * i + 20 + 12 * i].encode()] for i in range(REQUESTS)]
     plain = transformers.LlamaForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32).eval()

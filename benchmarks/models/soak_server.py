@@ -11,7 +11,6 @@ that a call cannot get, a block that two tenants hold, blocks, threads or files 
 from __future__ import annotations
 
 import collections
-import importlib.util
 import json
 import os
 import random
@@ -29,7 +28,7 @@ import torch
 import transformers
 import uvicorn
 
-from benchmarks.harness import ROOT, parser_of
+from benchmarks.harness import load_example, parser_of
 from benchmarks.models.soak import adapted, another_adapter, shared_blocks, switch_to
 from vattn.cli.generate import DEMO_MODEL, load_model
 
@@ -55,10 +54,7 @@ class Traffic:
         self.adapter: str | None = None
         model, _ = load_model(folder, "cpu", None)
         self.alone, self.layers = model, [adapted(model)]
-        spec = importlib.util.spec_from_file_location("http_server", ROOT / "examples" / "15_http_server.py")
-        assert spec is not None and spec.loader is not None
-        sys.modules["http_server"] = example = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(example)
+        example = load_example("15_http_server.py")
         example.load_model = self.load
         self.app = example.create_app(folder, example.Limits(CLIENTS, running=3, body_bytes=20_000, seconds=60))
         self.server = uvicorn.Server(uvicorn.Config(self.app, port=0, log_level="critical"))

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import importlib.util
 import random
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks.harness import load_example
+
 FOLDER = Path(__file__).parents[2] / "examples"
 ENGINE, LOOP = "04_engine.py", "19_single_request.py"
 COMMON = "import unittest\n\n\nclass TestStack(unittest.TestCase):\n    def test_"
-
-
-def load(name: str) -> Any:
-    """Import an example, which finds `demo` beside it."""
-    spec = importlib.util.spec_from_file_location(f"example_{name[:2]}", FOLDER / name)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    sys.path.insert(0, str(FOLDER))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.remove(str(FOLDER))
-    return module
 
 
 def ids(text: str) -> list[int]:
@@ -36,7 +22,7 @@ def ids(text: str) -> list[int]:
 
 @pytest.fixture(scope="module")
 def engine() -> Any:
-    return load(ENGINE)
+    return load_example(ENGINE)
 
 
 @pytest.fixture(scope="module")
@@ -153,7 +139,7 @@ def test_compiled_layers_give_the_same_tokens(engine: Any, plain: Any) -> None:
 
 @pytest.fixture(scope="module")
 def loop() -> Any:
-    return load(LOOP)
+    return load_example(LOOP)
 
 
 def test_one_request_after_another(loop: Any, model: Any, plain: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import re
@@ -22,6 +21,7 @@ from typing import Any
 import pytest
 
 import vattn
+from benchmarks.harness import load_example
 from vattn.cli.generate import ByteTokenizer
 
 pytest.importorskip("fastapi")
@@ -35,18 +35,9 @@ NAME = "15_http_server.py"
 CLIENTS, RUNNING, BODY = 6, 2, 50_000
 
 
-def load_example() -> Any:
-    spec = importlib.util.spec_from_file_location("http_server", ROOT / "examples" / NAME)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["http_server"] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def server() -> Iterator[SimpleNamespace]:
-    example = load_example()
+    example = load_example(NAME)
     limits = example.Limits(clients=CLIENTS, running=RUNNING, prompts=4, body_bytes=BODY, seconds=60.0)
     app = example.create_app(example.DEMO_MODEL, limits)
     running = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning"))
@@ -314,7 +305,7 @@ def test_time_ends_a_body_that_does_not_come(server: Any, monkeypatch: pytest.Mo
 
 
 def test_a_client_that_reads_nothing_does_not_stay() -> None:
-    example, messages, ended = load_example(), [{"type": "http.request", "body": b"{}"}], []
+    example, messages, ended = load_example(NAME), [{"type": "http.request", "body": b"{}"}], []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
         assert (await receive())["body"] == b"{}"
