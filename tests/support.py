@@ -54,6 +54,22 @@ def capture(call: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
     return graph, result
 
 
+def record_calls(monkeypatch: pytest.MonkeyPatch, functions: dict[str, tuple[Any, str]]) -> list[str]:
+    """Return a list that gets a name at each call of a function, given as its module and attribute."""
+    ran: list[str] = []
+
+    def recorded(name: str, inner: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **options: Any) -> Any:
+            ran.append(name)
+            return inner(*args, **options)
+
+        return run
+
+    for name, (module, attribute) in functions.items():
+        monkeypatch.setattr(module, attribute, recorded(name, getattr(module, attribute)))
+    return ran
+
+
 def relative_l2(got: Tensor, expected: Tensor) -> float:
     """Return `|got - expected| / |expected|` in float64; equal infinities agree, NaN anywhere gives NaN."""
     got, expected = got.detach().double().cpu(), expected.detach().double().cpu()

@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.conformance.cases import batch_of_row, make_cache_update
 from tests.conformance.compare import call, compare, on_cpu
 from tests.conformance.rows import Row
-from tests.support import make_config
+from tests.support import make_config, record_calls
 from vattn.backends import hopper_routes
 from vattn.kernels.hopper.decode import cluster_launch
 from vattn.kernels.triton.attention import launch as general_launch
@@ -75,23 +75,14 @@ def placed(key: Tensor, value: Tensor, order: str, padding: int = 0) -> tuple[Te
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the kernels that ran, in order."""
-    ran: list[str] = []
-
-    def watch(name: str, module: Any, function: str) -> None:
-        inner = getattr(module, function)
-
-        def run(*args: Any, **options: Any) -> None:
-            ran.append(name)
-            inner(*args, **options)
-
-        monkeypatch.setattr(module, function, run)
-
-    watch("clusters", cluster_launch, "decode")
-    watch("decode", hopper_routes.decode, "decode")
-    watch("mixed", hopper_routes.mixed_launch, "attend")
-    watch("prefill", hopper_routes.prefill, "prefill")
-    watch("general", general_launch, "paged_attention")
-    return ran
+    functions = {
+        "clusters": (cluster_launch, "decode"),
+        "decode": (hopper_routes.decode, "decode"),
+        "mixed": (hopper_routes.mixed_launch, "attend"),
+        "prefill": (hopper_routes.prefill, "prefill"),
+        "general": (general_launch, "paged_attention"),
+    }
+    return record_calls(monkeypatch, functions)
 
 
 @pytest.mark.parametrize(("layer", "step"), CASES)

@@ -9,6 +9,7 @@ import torch
 
 from tests.layers.mla_support import deepseek, error_of, random_mla_batch, run_mla
 from tests.layers.test_engine_latents import apart
+from tests.support import record_calls
 from vattn.kernels import mla_route
 
 pytestmark = pytest.mark.gpu(capability=(9, 0))
@@ -31,21 +32,8 @@ QUERIES, LENGTHS = [1] * 6, [1, 64, 65, 1000, 300, 511]
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Names of the decode kernels that ran, in order."""
-    ran: list[str] = []
-
-    def watch(name: str, module: Any) -> None:
-        inner = module.attend_latents
-
-        def run(*args: Any, **options: Any) -> Any:
-            ran.append(name)
-            return inner(*args, **options)
-
-        monkeypatch.setattr(module, "attend_latents", run)
-
-    watch("hopper", mla_route.hopper)
-    watch("hopper, sparse", mla_route.hopper_sparse)
-    watch("general", mla_route)
-    return ran
+    modules = {"hopper": mla_route.hopper, "hopper, sparse": mla_route.hopper_sparse, "general": mla_route}
+    return record_calls(monkeypatch, {name: (module, "attend_latents") for name, module in modules.items()})
 
 
 @pytest.mark.parametrize("layer", list(LAYERS))
