@@ -24,7 +24,8 @@ def typed(function: T) -> T:
     """Check the arguments of a function, or of a class when an instance is made, before it runs.
 
     Ints are of any integer type and never bools, floats are numbers other than NaN, sequences are no texts, tensors are
-    strided and have values of their own. What an annotation says less about passes. Compiled code is not checked.
+    strided and of no class that changes their ops. What an annotation says less about passes. Compiled code is not
+    checked.
 
     Raises:
         ArgumentError: at the call, an argument of another type.

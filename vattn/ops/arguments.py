@@ -132,9 +132,9 @@ class VarlenAttentionArgs(NamedTuple):
     value: Tensor
     """`[Tk, K, V]`."""
     query_start_loc: Tensor
-    """int32 `[B + 1]`."""
+    """int32 or int64 `[B + 1]`."""
     kv_start_loc: Tensor
-    """int32 `[B + 1]`; key i of a request sits at position i, query row i at `kv_len - query_len + i`."""
+    """int32 or int64 `[B + 1]`; key i of a request sits at position i, query row i at `kv_len - query_len + i`."""
     output: Tensor
     output_block_scale: Tensor | None
     lse: Tensor | None
@@ -154,12 +154,14 @@ class VarlenAttentionArgs(NamedTuple):
 
 
 class PlanArgs(NamedTuple):
-    """`vattn::plan`: turn this step's lengths into a schedule on the device."""
+    """`vattn::plan`: make a schedule of this step's lengths on the device."""
 
     query_start_loc: Tensor
+    """int32 or int64 `[B + 1]`."""
     seq_lens: Tensor
+    """int32 or int64 `[B]`."""
     schedule: Tensor
-    """int32, shape by `Backend.plan_shapes`; mutated."""
+    """int32, shape by `Backend.plan_shape`; mutated."""
     config: str
 
 

@@ -37,7 +37,7 @@ class IndexerUpdateArgs(NamedTuple):
     index_cache: Tensor
     """uint8 `[num_blocks, block_size, D + 4]`: e4m3 codes, then their fp32 scale; mutated."""
     slot_mapping: Tensor
-    """int64 `[T]`, as for the layer's own cache."""
+    """int64 or int32 `[T]`, as for the layer's own cache."""
 
 
 class IndexerSelectArgs(NamedTuple):

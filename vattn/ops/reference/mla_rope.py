@@ -41,7 +41,7 @@ class MLARopeUpdateArgs(NamedTuple):
     kv_cache: Tensor
     """This layer's storage; mutated."""
     slot_mapping: Tensor
-    """int64 `[T]`; as for `mla_kv_cache_update`."""
+    """int64 or int32 `[T]`; as for `mla_kv_cache_update`."""
     norm_weight: Tensor | None
     """fp32 or model dtype `[L]`, if the rope config has a norm."""
     k_scale: Tensor | None
