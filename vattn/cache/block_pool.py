@@ -10,7 +10,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 
 from vattn.config.arguments import MOST_INT32, integer, read_count
-from vattn.config.typed import explained
+from vattn.config.typed import typed_on_error
 from vattn.errors import BlockError, ConfigError, OutOfBlocksError
 
 
@@ -104,7 +104,7 @@ class BlockPool:
             self._references[block_id] = 1
         return taken
 
-    @explained
+    @typed_on_error
     def fork(self, block_ids: Iterable[int]) -> list[int]:
         """Add one owner to each block, once per mention, and return the same ids.
 
@@ -117,7 +117,7 @@ class BlockPool:
             self._references[block_id] += 1
         return shared
 
-    @explained
+    @typed_on_error
     def free(self, block_ids: Iterable[int]) -> None:
         """Take one owner from each block, once per mention; blocks without owners can be allocated again.
 
@@ -135,7 +135,7 @@ class BlockPool:
             else:
                 self._free.append(block_id)
 
-    @explained
+    @typed_on_error
     def publish(self, block_id: int, key: str) -> bool:
         """Name the content of a block that is full and will not change, so that `find` and `take` know it.
 
@@ -163,17 +163,17 @@ class BlockPool:
         self._keys[block_id] = key
         return True
 
-    @explained
+    @typed_on_error
     def find(self, keys: Sequence[str]) -> int:
         """Return how many of the first keys have a block."""
         return next((count for count, key in enumerate(keys) if key not in self._published), len(keys))
 
-    @explained
+    @typed_on_error
     def num_kept_of(self, keys: Sequence[str]) -> int:
         """Return how many of the blocks that `take` would give have no owner: it lowers `num_free` by so many."""
         return sum(self._published[key] in self._kept for key in set(keys[: self.find(keys)]))
 
-    @explained
+    @typed_on_error
     def take(self, keys: Sequence[str]) -> list[int]:
         """Become an owner of the blocks of the first keys, as far as there are some, and return them."""
         found = [self._published[key] for key in keys[: self.find(keys)]]
@@ -182,7 +182,7 @@ class BlockPool:
             self._kept.pop(block_id, None)
         return found
 
-    @explained
+    @typed_on_error
     def forget(self, block_ids: Iterable[int]) -> None:
         """Drop the keys of owned blocks with wrong content, so that `find` and `take` miss them.
 
@@ -206,7 +206,7 @@ class BlockPool:
         self._forget(block_id)
         return block_id
 
-    @explained
+    @typed_on_error
     def writable(self, block_id: int) -> tuple[int, bool]:
         """Return a block that only its caller owns, and whether the old block's bytes must be copied to it.
 

@@ -13,14 +13,14 @@ from vattn.cache.allocation import KVCacheAllocation
 from vattn.cache.bindings import check_format
 from vattn.cache.layout import CacheGeometry, kv_cache_dtype, op_views, packed_views, shape_of_storage
 from vattn.config.attention import AttentionConfig
-from vattn.config.typed import explained
+from vattn.config.typed import typed_on_error
 from vattn.errors import CacheError, CacheNotBoundError, ConfigError, DeviceError, ShapeError, UnsupportedRequestError
 from vattn.quantization.formats import dtype_name
 
 BlockMapping: TypeAlias = Tensor | Sequence[tuple[int, int]]
 
 
-@explained
+@typed_on_error
 def swap_blocks(source: Tensor, destination: Tensor, block_mapping: BlockMapping, geometry: CacheGeometry) -> None:
     """Copy whole blocks, keys and values, from one storage to another, on the same device or not.
 
@@ -56,7 +56,7 @@ def swap_blocks(source: Tensor, destination: Tensor, block_mapping: BlockMapping
     _copy_pairs(source, destination, pairs)
 
 
-@explained
+@typed_on_error
 def copy_blocks(
     kv_caches: Sequence[Tensor] | Mapping[str, Tensor] | KVCacheAllocation, block_mapping: BlockMapping
 ) -> None:
@@ -138,7 +138,7 @@ def _copy_pairs(source: Tensor, destination: Tensor, pairs: Tensor) -> None:
     destination.index_copy_(axis, pairs[:, 1].to(destination.device), blocks)
 
 
-@explained
+@typed_on_error
 def move_slots(layers: nn.Module | Iterable[nn.Module], source: Tensor, target: Tensor) -> None:
     """Copy the keys and values of some tokens to other slots, in every layer's cache.
 

@@ -14,7 +14,7 @@ import torch
 from vattn.cache.layout import block_bytes, is_in_bytes, kv_cache_dtype, kv_cache_shape
 from vattn.config.arguments import read_count
 from vattn.config.attention import KV_CACHE_LAYOUTS
-from vattn.config.typed import explained, typed
+from vattn.config.typed import typed, typed_on_error
 from vattn.errors import CacheError, ConfigError
 from vattn.quantization.formats import KV_FORMATS
 from vattn.quantization.mla_formats import MLA_PACKED_DTYPES
@@ -73,7 +73,7 @@ class KVCacheSpec:
     page_size_padded: int | None = field(default=None, kw_only=True)
 
     def __init_subclass__(cls) -> None:
-        for name, check in (("max_blocks", _counted), ("first_block", explained), ("storage_shape", _counted)):
+        for name, check in (("max_blocks", _counted), ("first_block", typed_on_error), ("storage_shape", _counted)):
             if name in vars(cls):
                 setattr(cls, name, check(vars(cls)[name]))
 

@@ -19,7 +19,7 @@ from vattn.calibration.result_files import check_output
 from vattn.calibration.step_runner import NESTING, StepRunner, cached_layers, checked_text
 from vattn.config.arguments import check_switches
 from vattn.config.files import write_whole
-from vattn.config.typed import explained, typed
+from vattn.config.typed import typed, typed_on_error
 from vattn.errors import ConfigError, MissingPackageError, ScaleError
 from vattn.layers.base.paged_attention import CachedAttention
 from vattn.layers.base.scales import QuantConfig
@@ -55,7 +55,7 @@ class Calibration:
     tokens: int
     inputs: dict[str, float] = field(default_factory=dict)
 
-    @explained
+    @typed_on_error
     def input_scale(self, name: str, *, margin: float = 1.0) -> Tensor:
         """Return the fp32 scale `[1]` that an FP8 linear layer quantises its input with.
 
@@ -74,7 +74,7 @@ class Calibration:
             )
         return _scale(f"the input of {name!r}", [self.inputs[name]], FP8_E4M3_MAX, False, margin)
 
-    @explained
+    @typed_on_error
     def quant_config(
         self,
         prefix: str,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn.config.arguments import integer
-from vattn.config.typed import explained
+from vattn.config.typed import typed_on_error
 from vattn.errors import ConfigError
 from vattn.layers.attention import Attention
 from vattn.layers.base.cache_binding import BoundCache
@@ -40,7 +40,7 @@ class WarmupReport:
         return text + (f"; left out: {', '.join(self.left_out)}" if self.left_out else "")
 
 
-@explained
+@typed_on_error
 def warmup(
     model: nn.Module,
     builder: AttentionMetadataBuilder,

@@ -45,7 +45,7 @@ def typed(function: T) -> T:
     return cast(T, _checked(function, function.__qualname__.removesuffix(".__init__")))
 
 
-def explained(function: T) -> T:
+def typed_on_error(function: T) -> T:
     """Check the arguments as `typed` does, but only where the function has failed: right calls cost nothing.
 
     For functions that steps call. Their own checks must leave no wrong argument unnoticed.
@@ -116,7 +116,7 @@ def _rule(hint: Any) -> Allows:
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     simple: dict[Any, Allows] = {int: _is_int, float: _is_float, None: _is_none, types.NoneType: _is_none}
     if hint is Tensor:
-        return _is_plain
+        return is_plain
     if origin in (typing.Union, types.UnionType):
         rules = [_rule(each) for each in inner]
         return _anything if _anything in rules else lambda value: any(rule(value) for rule in rules)
@@ -168,7 +168,7 @@ def _is_none(value: Any) -> bool:
     return value is None
 
 
-def _is_plain(value: Any) -> bool:
+def is_plain(value: Any) -> bool:
     """Return whether ops take a tensor: strided, and of no subclass that intercepts them."""
     if not isinstance(value, Tensor):
         return False

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vattn.config.arguments import read_count
-from vattn.config.typed import explained, typed
+from vattn.config.typed import typed, typed_on_error
 from vattn.errors import ConfigError
 
 
@@ -121,7 +121,7 @@ Salt: TypeAlias = str | bytes | int
 """What tells contents of equal tokens apart: a tenant, an image's hash, an adapter of one request."""
 
 
-@explained
+@typed_on_error
 def block_keys(
     tokens: Sequence[int] | Tensor, block_size: int, salt: Salt = "", *, parent: str | None = None
 ) -> list[str]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vattn.cache.specs import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vattn.config.attention import AttentionType, CacheConfig, check_window
-from vattn.config.typed import explained
+from vattn.config.typed import typed_on_error
 from vattn.distributed.group import ContextParallel
 from vattn.layers.base.arguments import alibi_kind, check_configs, check_type
 from vattn.layers.base.paged_attention import CachedAttention
@@ -70,7 +70,7 @@ class Attention(CachedAttention):
 
     takes_context_parallel = True
 
-    @explained
+    @typed_on_error
     def __init__(
         self,
         num_heads: int,

@@ -10,7 +10,7 @@ from torch import Tensor
 from vattn.cache.specs import CrossAttentionSpec, KVCacheSpec
 from vattn.config.attention import AttentionConfig, AttentionType, CacheConfig
 from vattn.config.device import DeviceInfo
-from vattn.config.typed import explained
+from vattn.config.typed import typed_on_error
 from vattn.errors import ConfigError, MetadataError, ShapeError
 from vattn.layers.base.arguments import check_configs, check_type
 from vattn.layers.base.paged_attention import CachedAttention
@@ -62,7 +62,7 @@ class CrossAttention(CachedAttention):
 
     writes_tokens = False
 
-    @explained
+    @typed_on_error
     def __init__(
         self,
         num_heads: int,

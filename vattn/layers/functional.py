@@ -11,7 +11,7 @@ import vattn.ops.schemas  # noqa: F401  registers the ops
 from vattn.cache.layout import op_views
 from vattn.config.attention import AttentionConfig
 from vattn.config.rope import RopeConfig
-from vattn.config.typed import explained
+from vattn.config.typed import typed_on_error
 from vattn.errors import ConfigError, MetadataError, ShapeError
 from vattn.metadata.attention_metadata import AttentionMetadata, step_of
 from vattn.ops.checks import check_storage
@@ -49,7 +49,7 @@ def new_output(query: Tensor, config: AttentionConfig) -> AttentionOutput:
     return AttentionOutput(output, lse, block_scale)
 
 
-@explained
+@typed_on_error
 def update_kv_cache(
     key: Tensor,
     value: Tensor,
@@ -80,7 +80,7 @@ def update_kv_cache(
     torch.ops.vattn.kv_cache_update(key, value, *cache, slot_mapping, k_scale, v_scale, config.encode())
 
 
-@explained
+@typed_on_error
 def rope_update_kv_cache(
     query: Tensor,
     key: Tensor,
@@ -163,7 +163,7 @@ def rope_update_kv_cache(
     return query_out
 
 
-@explained
+@typed_on_error
 def paged_attention(
     query: Tensor,
     kv_cache: KVCache,
@@ -284,7 +284,7 @@ def _keys_of(metadata: AttentionMetadata, config: AttentionConfig) -> tuple[Tens
     return metadata.encoder_seq_lens, metadata.cross_block_table
 
 
-@explained
+@typed_on_error
 def merge_attn_states(
     prefix_output: Tensor, prefix_lse: Tensor, suffix_output: Tensor, suffix_lse: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -16,7 +16,7 @@ from vattn.cache.bindings import CacheBindings, cache_kind
 from vattn.config.arguments import MOST_INT32, read_count
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
-from vattn.config.typed import explained
+from vattn.config.typed import typed_on_error
 from vattn.distributed.group import ContextParallel
 from vattn.errors import ConfigError, DeviceError, MetadataError
 from vattn.metadata.advance import DecodeRun, advanced, write_advance
@@ -295,7 +295,7 @@ class AttentionMetadataBuilder:
         self._built = metadata, step
         return metadata
 
-    @explained
+    @typed_on_error
     def build_from_tensors(
         self,
         query_start_loc: Tensor,

@@ -11,7 +11,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from vattn.config.typed import explained
+from vattn.config.typed import typed_on_error
 from vattn.errors import MetadataError, ShapeError
 from vattn.metadata import forward_context as context
 from vattn.metadata.attention_metadata import AttentionMetadata, step_of
@@ -78,7 +78,7 @@ def write_logits_indices(query_start_loc: Tensor, logits_start_loc: Tensor, indi
     indices.copy_(torch.where(real, rows, 0))
 
 
-@explained
+@typed_on_error
 def fast_prefill(metadata: AttentionMetadata, logits_indices: Tensor) -> AttentionMetadata:
     """Return a step's metadata with the rows that its sharing layers keep, from indices on the device; no sync.
 

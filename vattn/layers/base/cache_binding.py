@@ -20,7 +20,7 @@ from vattn.cache.memory import CacheMemory
 from vattn.cache.specs import KVCacheSpec
 from vattn.config.attention import AttentionConfig, CacheConfig
 from vattn.config.device import DeviceInfo
-from vattn.config.typed import explained
+from vattn.config.typed import typed_on_error
 from vattn.distributed.group import ContextParallel
 from vattn.errors import CacheError, ConfigError
 from vattn.layers.base.arguments import (
@@ -237,7 +237,7 @@ class BoundCache(CacheScales):
                 "share the cache of an equal layer",
             )
 
-    @explained
+    @typed_on_error
     def bind_kv_cache(
         self,
         key_cache: Tensor,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vattn.cache.allocation import skip_names
 from vattn.config.attention import AttentionType, CacheConfig, check_window
-from vattn.config.typed import explained
+from vattn.config.typed import typed_on_error
 from vattn.errors import MetadataError, ScaleError, UnsupportedRequestError
 from vattn.layers.base.arguments import (
     alibi_kind,
@@ -73,7 +73,7 @@ class EncoderOnlyAttention(VarlenAttention):
         torch.Size([14, 64])
     """
 
-    @explained
+    @typed_on_error
     def __init__(
         self,
         num_heads: int,
@@ -148,7 +148,7 @@ class EncoderOnlyAttention(VarlenAttention):
             self.register_buffer(name, scale)
         return cache_dtype
 
-    @explained
+    @typed_on_error
     def forward(
         self,
         query: Tensor,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vattn.config.attention import AttentionType
-from vattn.config.typed import explained
+from vattn.config.typed import typed_on_error
 from vattn.errors import ConfigError, DtypeError, MetadataError, ShapeError
 from vattn.layers.base.scales import make_scale
 from vattn.layers.base.step import not_strided
@@ -66,7 +66,7 @@ class MMEncoderAttention(VarlenAttention):
     amax_steps: Tensor | None
     alibi_slopes = sinks = output_scale = None
 
-    @explained
+    @typed_on_error
     def __init__(
         self,
         num_heads: int,
@@ -118,7 +118,7 @@ class MMEncoderAttention(VarlenAttention):
             self.amax_history.zero_()
             self.amax_steps.zero_()
 
-    @explained
+    @typed_on_error
     def forward(
         self,
         query: Tensor,

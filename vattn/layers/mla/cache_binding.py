@@ -14,7 +14,7 @@ from vattn.cache.memory import CacheMemory
 from vattn.cache.specs import KVCacheSpec, MLAAttentionSpec
 from vattn.config.attention import CacheConfig
 from vattn.config.mla import DECODE_THRESHOLD, MLAConfig
-from vattn.config.typed import explained
+from vattn.config.typed import typed_on_error
 from vattn.distributed.group import ContextParallel
 from vattn.errors import CacheError, ConfigError, ScaleError, UnsupportedRequestError
 from vattn.layers.base.arguments import check_configs
@@ -53,7 +53,7 @@ class BoundLatents(OwnBuffers):
     scales_ready: Tensor | None
     """int32 `[1]`: whether `k_scale` is calculated; `None` where it is given."""
 
-    @explained
+    @typed_on_error
     def __init__(
         self,
         num_heads: int,
