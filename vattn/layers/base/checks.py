@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vattn.config.typed import is_plain
 from vattn.errors import (
     CacheError,
     CacheNotBoundError,
@@ -132,10 +133,10 @@ def check_storage_kind(layer: Any, storage: object, dtype: object) -> None:
     Raises:
         CacheError: no tensor. DtypeError: no dtype that models have.
     """
-    if not isinstance(storage, Tensor) or isinstance(storage, nn.Parameter):
+    if not is_plain(storage) or isinstance(storage, nn.Parameter):
         raise CacheError(
             f"a KV cache storage of type {type(storage).__name__} for {called(layer)}",
-            "a tensor",
+            "a strided tensor of no class that changes its ops",
             "use vattn.allocate_kv_cache(model, num_blocks=...)",
         )
     if dtype not in MODEL_DTYPES.values():
