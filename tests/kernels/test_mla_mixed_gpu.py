@@ -52,6 +52,17 @@ def test_every_request_by_the_kernel_for_its_length(name: str, heads: int, way: 
     error_of(args if way == "bare" else planned(args, config), config, sum(queries))
 
 
+@pytest.mark.parametrize("way", ["bare", "planned"])
+@pytest.mark.parametrize("name", list(STEPS))
+def test_steps_of_heads_that_hopper_expands(name: str, way: str) -> None:
+    """Rows of padding and of prompts come from the plan's row tiles, also where a request has few rows on average."""
+    queries, lengths = STEPS[name]
+    config = deepseek(num_heads=16, qk_nope_head_dim=128, v_head_dim=128, block_size=64)
+    args = random_mla_batch(config, queries, lengths, padding_tokens=3, padding_reqs=1, device="cuda")
+    args.output.fill_(torch.nan)
+    error_of(args if way == "bare" else planned(args, config), config, sum(queries))
+
+
 @pytest.mark.parametrize("cache", ["bfloat16", "fp8_e4m3"])
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 128])
 def test_drafts_of_uneven_lengths_are_cut(heads: int, cache: str) -> None:

@@ -53,6 +53,25 @@ def test_small_workspaces_lay_their_own_line() -> None:
     assert (results[0] - results[1]).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("queries", [[1, 30, 2, 1], [1, 1, 90, 1]])
+def test_row_tiles_are_written_for_every_step_that_reads_them(
+    queries: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of few rows a request have prompts and padding too."""
+    monkeypatch.setattr(mla_route.hopper_prefill, "plans", lambda *of: True)
+    config = deepseek(num_heads=16, qk_nope_head_dim=128, v_head_dim=128)
+    tokens, device = sum(queries) + 2, torch.device("cpu")
+    room = mla_route.hopper_prefill.planned_room(config, tokens, 4, device) + mla_plan.step_room(4)
+    plan = torch.full((mla_plan.MIXED, room // mla_plan.MIXED), -7, dtype=torch.int32)
+    starts = torch.tensor([0, *queries]).cumsum(0).int()
+    args = PlanArgs(starts, torch.tensor([600, 640, 64, 5]).int(), plan, config.encode())
+    mla_route.write_tiles(args, tokens, config)
+    count, *records = mla_plan.tiles_in(plan, 4, room - mla_plan.step_room(4)).view(-1, 8)
+    found = {(int(record[1]), int(record[2])) for record in records[: int(count[0])]}
+    prompts = [(int(start), rows) for start, rows in zip(starts, queries, strict=False) if rows > 42]
+    assert found == {*prompts, (tokens - 2, 2)}
+
+
 def test_plans_of_other_sizes_are_refused() -> None:
     config = make_mla_config(backend="TRITON_MLA")
     starts, lens = torch.tensor([0, 30, 31]).int(), torch.tensor([30, 5]).int()

@@ -154,6 +154,10 @@ def test_maps_of_caches_without_gaps_have_a_dimension_less() -> None:
         assert boxes.block_shape == [1] * (len(place) - 2) + [64, 64]
         cache.as_strided(boxes.shape, boxes.strides)[place] = 1
         assert cache[3, 7, 1, 5] == 1 and pool.sum() == 1
+    pool = torch.zeros(5, 64, 256, dtype=torch.bfloat16)
+    one_head = pool.as_strided((5, 64, 1, 128), (64 * 256, 256, 64 * 256, 1))
+    boxes = prefill_launch.cache_boxes(one_head, config, TileConfig(), prefill_launch.map_of(one_head, one_head))
+    assert boxes.strides == [64 * 256, 256, 1]
     tokens, heads = torch.zeros(5, 64, 2, 128), torch.zeros(5, 2, 64, 128).transpose(1, 2)
     assert prefill_launch.map_of(tokens, heads) == prefill_launch.map_of(heads, tokens) == "any"
 

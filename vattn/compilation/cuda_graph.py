@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +30,19 @@ from vattn.metadata.inputs import Lengths, Tables, read_integers
 logger = logging.getLogger("vattn")
 
 _capturing = threading.Lock()
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Keep Python from collecting garbage: a graph that dies while another is captured ends the capture."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()
+
 
 MakeInputs = Callable[[AttentionMetadata], Sequence[Tensor]]
 
@@ -280,7 +295,10 @@ class CUDAGraphRunner:
         # Other threads may allocate and synchronize meanwhile, but not begin a capture, which empties torch's cache.
         with _capturing:
             torch.cuda.synchronize(self.builder.device)
-            with torch.cuda.graph(entry.graph, pool=self._pool, capture_error_mode="thread_local"):
+            with (
+                _without_collection(),
+                torch.cuda.graph(entry.graph, pool=self._pool, capture_error_mode="thread_local"),
+            ):
                 entry.output = self._run(entry, metadata)
         start_early(entry.graph.raw_cuda_graph())
         entry.graph.instantiate()

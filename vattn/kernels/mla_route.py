@@ -221,6 +221,6 @@ def write_tiles(args: PlanArgs, num_tokens: int, config: MLAConfig) -> None:
         return
     num_reqs = args.seq_lens.shape[0]
     room = hopper_prefill.planned_room(config, num_tokens, num_reqs, args.seq_lens.device)
-    if room and has_prompts(config, num_tokens, num_reqs):
+    if room:
         tiles = tiles_in(args.schedule, num_reqs, room)
         hopper_prefill.write_tiles(args.query_start_loc, args.seq_lens, tiles, num_tokens, longest_absorbed(config))

@@ -445,6 +445,7 @@ def cache_boxes(cache: Tensor, config: AttentionConfig, tiles: TileConfig, kind:
     if kind == "tokens":
         shape, strides = [blocks, block_size, heads * width], [by_block, by_token, 1]
     elif kind == "heads":
-        shape, strides = [blocks * heads, block_size, width], [by_head, by_token, 1]
+        # The stride of a single head may be anything.
+        shape, strides = [blocks * heads, block_size, width], [by_head if heads > 1 else by_block, by_token, 1]
     box = [1] * (len(shape) - 2) + [box_tokens(config, tiles), min(width, 128 // cache.itemsize)]
     return TensorDescriptor(cache, shape, strides, box, panels(cache.itemsize, width, len(shape)))
