@@ -4,7 +4,7 @@
 
 Requests arrive at random and end in every way: at their length, at stop strings, cancelled in any state, refused, with
 logits that are not finite, with logits processors that raise, in steps in which the model raises. They are of several
-tenants, each with a cache salt, and now and then the model gets another adapter (given peft). Small models take turns:
+tenants, each with a cache salt, and now and then the model gets another adapter (given peft). Small models alternate:
 without and with groups in the cache, without and with guesses, on CUDA with graphs (whose replays cannot raise).
 Greedy requests that end at their length must have the tokens of one-by-one generation; where the two best logits
 nearly tie, products of other shapes may part them. Wrong: another token, a request that ends in a way it cannot, a
@@ -208,7 +208,7 @@ def _raises(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
 
 
 def main() -> int:
-    """Run for as long as asked; returns 1 if anything was wrong."""
+    """Run for the minutes requested; return 1 if anything was wrong."""
     parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=0)

@@ -2,7 +2,7 @@
 
     nice -n 10 python -m benchmarks.models.soak_server --minutes 10
 
-In rounds of some seconds, more clients than the server takes ask for greedy texts, streamed and not, with API keys of
+In rounds of some seconds, more clients than the server takes request greedy texts, streamed and not, with API keys of
 several tenants; some leave in the middle, some make mistakes, and now and then a step of the model raises. Between
 rounds the model gets another adapter (given peft). Wrong: a text that one-by-one generation does not give, an answer
 that a call cannot get, a block that two tenants hold, blocks, threads or files that stay, memory that grows.
@@ -166,7 +166,7 @@ class Traffic:
 
 
 def main() -> int:
-    """Run for as long as asked; returns 1 if anything was wrong."""
+    """Run for the minutes requested; return 1 if anything was wrong."""
     parser = parser_of(__doc__)
     parser.add_argument("--minutes", type=float, default=10)
     parser.add_argument("--seed", type=int, default=0)

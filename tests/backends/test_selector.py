@@ -364,7 +364,7 @@ MISSED: dict[str, tuple[dict[str, Any], str | None, str | None]] = {
 
 
 @pytest.mark.parametrize("case", MISSED)
-def test_steps_that_miss_hoppers_kernels_are_told(case: str) -> None:
+def test_steps_that_miss_hoppers_kernels_are_named(case: str) -> None:
     changes, decodes, prompts = MISSED[case]
     base = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": "bfloat16", "block_size": 16}
     config = make_config(**{**base, "backend": "TRITON_ATTN", **changes})

@@ -4,8 +4,8 @@
 many greedy tokens are equal, of how many, and the largest difference of a logit.
 
 Real: SGLang's loader, model, model runner, pools, allocator, batches and sampler, driven as its own `one_batch`
-benchmark drives them. One thing is changed: rotary embedding would ask for a kernel of another package on a machine
-without a GPU, so it is told of the CPU and computes with its own native code. No server, scheduler or CUDA graph runs.
+benchmark drives them. One thing is changed: rotary embedding would call a kernel of another package on a machine
+without a GPU, so it gets the CPU's flag and computes with its own native code. No server, scheduler or CUDA graph runs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Steps of as many rows as requests whose rows are not dealt out evenly: CUDA graphs of engines run them too."""
+"""Steps of as many rows as requests, but not one row for each: CUDA graphs of engines run them too."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FP8 = {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"}
     ],
     ids=["few", "sixteen", "a prompt among decodes", "two a request"],
 )
-def test_rows_are_right_however_they_are_dealt_out(layer: dict[str, Any], step: tuple[tuple[int, int], ...]) -> None:
+def test_rows_are_right_however_requests_share_them(layer: dict[str, Any], step: tuple[tuple[int, int], ...]) -> None:
     batch = batch_of_row(Row({**BASE, **layer}, step, padding=(0, 0)), "TRITON_ATTN", device="cuda", seed=5)
     for _ in range(2):
         batch.args.output.fill_(float("nan"))

@@ -64,7 +64,7 @@ def test_answers(arguments, status, text, capsys) -> None:
     assert text in printed.out + printed.err
 
 
-def test_strides_that_hoppers_kernels_do_not_read_are_told(capsys) -> None:
+def test_strides_that_hoppers_kernels_do_not_read_are_named(capsys) -> None:
     latent = make_mla_config(
         num_heads=16, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128, kv_lora_rank=512, dtype="bfloat16",
         kv_cache_dtype="bfloat16", block_size=64, backend="auto",

@@ -100,7 +100,7 @@ def test_wrong_calls(
 def problems(family: str, name: str, counts: Counter[str]) -> Iterator[str]:
     function, arguments = FAMILIES[family]()[name]
     for argument, mistake, make, wrong in wrong_calls(name, function, arguments):
-        # Calls change what they get: each starts anew.
+        # Calls change what they get: each gets new ones.
         function, arguments = FAMILIES[family]()[name]
         kind, error = outcome(function, {**arguments, argument: make()})
         counts[kind] += 1

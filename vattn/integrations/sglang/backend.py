@@ -24,7 +24,7 @@ class VattnBackend(AttentionBackend):
     """Attention of decoder layers for prompts, decodes and both in one batch.
 
     One step's lengths, block tables and schedules are copied on the stream into buffers at fixed addresses, so that a
-    captured decode step reads them anew at each replay. The cache stays SGLang's: each call writes and reads views of
+    captured decode step reads them at each replay. The cache stays SGLang's: each call writes and reads views of
     the layer's key and value buffers.
 
     Args:

@@ -42,8 +42,7 @@ TUNINGS: dict[str, Tuning] = {
     "turboquant_k3v4_nc": Tuning(1, 3, 8, slots=2),
     "turboquant_3bit_nc": Tuning(1, 3, 8, slots=2),
 }
-"""How the kernel is cut by format, signed or not: what was fastest on an H200. `slots`: tiles of a step, 2, or 0 for
-one."""
+"""Tile configs by format, signed or not: what was fastest on an H200. `slots`: tiles of a step, 2, or 0 for one."""
 
 MANY_TUNINGS: dict[str, Tuning] = {
     "int4_per_token_head": Tuning(2, 3, 8, slots=2, max_registers=128),

@@ -201,7 +201,7 @@ def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, config: ML
     """Fill the schedule of a step on the device; where other kernels attend a whole step, there is none to fill.
 
     Args:
-        rows: of the step, where its plan need not tell them.
+        rows: of the step, where they do not follow from its plan.
 
     Returns:
         Tokens of the step, where its plan has room for row tiles and so tells them; else 0.
@@ -293,7 +293,7 @@ def _launch(
     schedule = planned(absorbed, args, config)
     rows, groups = rows_per_program(config, tokens), groups_of_rows(config, tokens)
     ctas = _ctas(config, tokens, device)
-    # Only plans with row tiles tell how many rows there are, and so how many parts offsets out of range may have.
+    # Only plans with row tiles have the number of rows, and so that of the parts that offsets out of range may have.
     slots = _max_items(busy if plans(config, device) else scheduled, ctas)
     partial, stats = partial_results(slots, rows, groups, device)
     common: dict[str, Any] = {

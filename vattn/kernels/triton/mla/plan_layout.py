@@ -1,9 +1,9 @@
 """Layout of a plan of latent attention: work done once on the device for all layers that plan alike.
 
 A plan is an int32 tensor; its first dimension is MIXED in steps with prompts. It ends with offsets and lengths of the
-requests as `bounded_step` returns them; in front of these is room for row tiles where Hopper's kernel attends prompts,
-and in front of that the decode schedule of Hopper's kernels. Shapes follow from shapes, so a step tells from them how
-it was planned. Lines of keys are no part of it: their ends follow from block tables.
+requests as `bounded_step` returns them; before these is room for row tiles where Hopper's kernel attends prompts,
+and before that the decode schedule of Hopper's kernels. The shape of a plan follows from the step's, so a step
+finds its parts without reading it. Lines of keys are no part of it: their ends follow from block tables.
 """
 
 from __future__ import annotations
