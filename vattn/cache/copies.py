@@ -13,7 +13,7 @@ from vattn.cache.allocation import KVCacheAllocation
 from vattn.cache.bindings import check_format
 from vattn.cache.layout import CacheGeometry, kv_cache_dtype, op_views, packed_views, shape_of_storage
 from vattn.config.attention import AttentionConfig
-from vattn.config.typed import typed_on_error
+from vattn.config.typed import is_plain, typed_on_error
 from vattn.errors import CacheError, CacheNotBoundError, ConfigError, DeviceError, ShapeError, UnsupportedRequestError
 from vattn.quantization.formats import dtype_name
 
@@ -89,7 +89,7 @@ def copy_blocks(
 
 def _block_axis(storage: Tensor) -> int:
     """Return the block dimension: plain storages are `[2, blocks, ...]`, those in bytes `[blocks, bytes]`."""
-    if not isinstance(storage, Tensor) or storage.dim() not in (2, 5) or storage.is_meta:
+    if not is_plain(storage) or storage.dim() not in (2, 5) or storage.is_meta:
         raise CacheError(
             f"a storage of shape {tuple(getattr(storage, 'shape', ()))} and type {type(storage).__name__}",
             "2 or 5 dimensions, as vattn.kv_cache_shape makes them, and values",
