@@ -19,6 +19,7 @@ from tests.conformance.compare import compare_cache_update, refusal, run_and_com
 from tests.conformance.requests import PAIRS, SMALL, Request, Size, draw_request, simpler
 from vattn.config.attention import AttentionConfig
 from vattn.config.features import requested_features
+from vattn.quantization.formats import KV_FORMATS
 
 
 def fuzz_seed() -> int:
@@ -37,6 +38,12 @@ def check_request(request: Request, device: str) -> bool:
     Raises:
         Mismatch: a result differs from the reference, or a refusal does not give its reasons.
     """
+    config = request.config
+    rows = config.block_size * config.num_kv_heads
+    if rows and KV_FORMATS[config.kv_cache_dtype].block_problems(rows, config.head_size, config.head_size_v):
+        # There is no such cache to make a batch with.
+        assert refusal(config, device), "accepted, though blocks cannot hold the format"
+        return False
     accepted = run_and_compare(request.batch(device))
     if request.config.block_size and accepted:
         compare_cache_update(request.cache_update(device), request.config)

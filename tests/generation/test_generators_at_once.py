@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 
@@ -44,6 +45,9 @@ def test_generators_in_two_threads(families: tuple[str, str]) -> None:
     models = [make_model(family) for family in families]
     expected = [[one_by_one(model, prompt, 12) for prompt in PROMPTS] for model in models]
     packed = at_once(lambda index: enable(models[index]))
+    compiled: list[Any] = []
+    torch.compile(lambda x: x + 1, backend=lambda graph, inputs: compiled.append(graph) or graph)(torch.ones(2))
+    assert compiled  # Torch compiles again afterwards.
     for index, one in enumerate(packed):
         one.allocate(num_blocks=64, hybrid=families[index] == "gemma2")
     generators = [make_generator(one) for one in packed]

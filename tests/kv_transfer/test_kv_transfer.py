@@ -661,6 +661,7 @@ def test_the_decorator_takes_the_name_by_position_or_keyword():
         attend(layer_name="layers.0")
 
 
+@pytest.mark.slow
 def test_the_decorator_orders_readers_of_the_storage_and_of_the_layers_own_tensors():
     setup = Setup(HostMemoryConnector("1MiB"))
     layer = setup.model.layers[0]

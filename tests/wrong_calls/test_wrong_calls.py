@@ -82,7 +82,7 @@ def outcome(function: Any, arguments: dict[str, Any]) -> tuple[str, str]:
     return "right", ""
 
 
-@pytest.mark.sample(2)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_wrong_calls(
     family: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import numbers
+import re
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -84,8 +85,11 @@ def _check(function: Callable[..., Any], name: str, args: tuple[Any, ...], optio
         return  # The call says it.
     for argument, value in given.items():
         if argument in rules and not rules[argument](value):
-            hint = str(function.__annotations__[argument]).replace("torch.", "").replace(" | None", " or None")
-            raise ArgumentError(f"{name}({argument}={_show(value)})", hint, f"pass another {argument}")
+            hint = typing.get_type_hints(function)[argument]
+            # An alias says nothing to a user.
+            allowed = str(hint if isinstance(hint, types.UnionType) else function.__annotations__[argument])
+            allowed = re.sub(r"\b(torch|collections\.abc|typing)\.", "", allowed).replace(" | None", " or None")
+            raise ArgumentError(f"{name}({argument}={_show(value)})", allowed, f"pass another {argument}")
 
 
 def _show(value: Any) -> str:

@@ -167,9 +167,14 @@ class AttentionMetadata:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are present by name; schedules as `plans.<key>`."""
-        found = {name: getattr(self, name) for name in TENSOR_FIELDS}
-        found.update({f"plans.{key}": plan for key, plan in self.plans.items()})
-        return {name: value for name, value in found.items() if isinstance(value, Tensor)}
+        found = {}
+        for name in TENSOR_FIELDS:
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                found[name] = value
+        for key, plan in self.plans.items():
+            found[f"plans.{key}"] = plan
+        return found
 
     def capture_key(self) -> CaptureKey:
         """Return what a CUDA graph captured with this metadata bakes in. Host work only, no sync."""

@@ -105,7 +105,7 @@ def disable() -> None:
 
 @typed
 def options(
-    base: dict[str, Any] | None = None,
+    base: Any = None,
     *,
     mode: str | None = None,
     strict: bool = False,
@@ -115,7 +115,7 @@ def options(
     """Return options for `torch.compile(model, options=...)` with the passes in them.
 
     Args:
-        base: your own Inductor options; a pass among them keeps running.
+        base: a dict of your own Inductor options; a pass among them keeps running.
         mode: a mode of `torch.compile`, which refuses `mode` and `options` together.
         strict, output_formats, rope: as in `enable`.
 

@@ -65,7 +65,7 @@ class TorchSDPABackend(Backend):
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
         refuse_capture(args.query, "TORCH_SDPA", "it reads lengths on the host", "pass attn_backend='TRITON_ATTN'")
         keys, values = stored_views(args.key_cache, args.value_cache, config)
-        if args.query.device.type == "cpu" and config.output_format == "none" and keys.scales is None:
+        if args.query.device.type == "cpu" and config.output_format == "none" and args.value_cache is not None:
             with _without_autocast("cpu"):
                 if _is_plain(config) and attend_decodes(args, config, keys.codes, values.codes):
                     return

@@ -30,8 +30,8 @@ from vattn.layers.fp8_linear import exact_inputs
 PROBE = "vattn_probe"
 TOKENS = 3
 
-_one_at_a_time = threading.Lock()
-"""Held while `PROBE` is registered: transformers has one registry for the process."""
+_one_at_a_time = threading.RLock()
+"""Held while `PROBE` is registered, and in `uncompiled`: both are there once for the process."""
 
 FULL = 2**17
 """How many tokens the cache says that it holds in a run that must not be different for it."""
@@ -319,6 +319,13 @@ class _Notes:
 
 
 @contextmanager
+def uncompiled() -> Iterator[None]:
+    """Run code as it is written, also what is compiled; other threads' code too, for torch has one stance for all."""
+    with _one_at_a_time, torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextmanager
 def _taking_notes(model: Any) -> Iterator[_Notes]:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -358,7 +365,7 @@ def _run(model: Any, cache: Any, ids: list[int], positions: list[int] | None) ->
         inputs["logits_to_keep"] = torch.arange(len(ids), device=device)
     try:
         # Layers that were compiled while the model was on vattn before must run our notes as they are written.
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        with torch.no_grad(), uncompiled():
             return model(**inputs, past_key_values=cache, use_cache=False).logits[0].float()
     except VattnError:
         raise

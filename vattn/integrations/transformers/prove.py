@@ -22,7 +22,7 @@ from vattn.backends.selector import get_backend
 from vattn.errors import UnsupportedRequestError, VattnError
 from vattn.integrations.transformers.attention_interface import NAME
 from vattn.integrations.transformers.available import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
-from vattn.integrations.transformers.observe import ordinary_tokens, set_attention
+from vattn.integrations.transformers.observe import ordinary_tokens, set_attention, uncompiled
 from vattn.integrations.transformers.packed_model import PackedModel
 from vattn.layers.fp8_linear import exact_inputs
 from vattn.metadata.builder import AttentionMetadataBuilder
@@ -181,7 +181,7 @@ class Proof:
 def _alone(model: Any) -> Iterator[None]:
     """Run a model as it is written, without gradients and without scales over all tokens of a step."""
     try:
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"), exact_inputs(model):
+        with torch.no_grad(), uncompiled(), exact_inputs(model):
             yield
     except VattnError:
         raise

@@ -68,7 +68,8 @@ def check_inputs(layer: Any, inputs: dict[str, Any], slots: Tensor, block_size: 
     for name, tensor in inputs.items():
         if tensor is None:
             continue
-        if type(tensor).__torch_dispatch__ is not dispatch:
+        # Under a mode, as while fx traces, all tensors are of its kind.
+        if type(tensor).__torch_dispatch__ is not dispatch and not torch._C._len_torch_dispatch_stack():
             raise DtypeError(
                 f"{name} is a {type(tensor).__name__} in {called(layer)}",
                 "a plain tensor, as the layer's KV cache",

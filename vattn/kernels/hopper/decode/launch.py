@@ -216,14 +216,13 @@ def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
 def has_boxes(args: AttentionArgs) -> bool:
     """Return whether tensor maps can hold the keys and values: there are some, and each row starts at 16 bytes."""
     assert args.value_cache is not None
-    return args.block_table.shape[1] > 0 and all(map(_is_aligned, (args.key_cache, args.value_cache)))
-
-
-def _is_aligned(cache: Tensor) -> bool:
-    start, (first, second, third, _) = cache.data_ptr(), cache.stride()
-    if (start | cache.itemsize * (first | second | third)) % 16:
-        first, second, third, _ = map_dimensions(cache)[1]
-    return (start | cache.itemsize * (first | second | third)) % 16 == 0 and cache.numel() > 0
+    for cache in (args.key_cache, args.value_cache):
+        start, (first, second, third, _) = cache.data_ptr(), cache.stride()
+        if (start | cache.itemsize * (first | second | third)) % 16:
+            first, second, third, _ = map_dimensions(cache)[1]
+        if (start | cache.itemsize * (first | second | third)) % 16 or not cache.numel():
+            return False
+    return args.block_table.shape[1] > 0
 
 
 def map_dimensions(cache: Tensor) -> tuple[list[int], list[int]]:
@@ -449,7 +448,9 @@ def launch(
     key, value = key_value_views(args.key_cache, args.value_cache, config)
     boxes = {"key_boxes": _boxes(key, tuning), "value_boxes": _boxes(value, tuning), "num_blocks": key.shape[0]}
     options = {"num_warps": warps, "launch_pdl": bool(tuning.overlap), "maxnreg": tuning.max_registers}
-    arguments, constants = separate_constants(common)
+    arguments, constants = dict[str, Any](), dict[str, Any]()
+    for name, value in common.items():
+        (constants if name.isupper() else arguments)[name] = value
     launch_again(
         kernel, (grid,), boxes | partial | lengths | arguments | step_arguments(args, config),
         options | constants | decode_constants(config, tuning, tokens),
@@ -479,7 +480,9 @@ def launch_reduction(
     num_reqs = args.seq_lens.shape[0]
     parts, splits, warps = choose_reduction(config, num_reqs)
     most *= devices.multiprocessors(args.query.device)
-    arguments, constants = separate_constants(common)
+    arguments, constants = dict[str, Any](), dict[str, Any]()
+    for name, value in common.items():
+        (constants if name.isupper() else arguments)[name] = value
     sizes_of = {"max_items": sizes.max_items, "num_tokens": args.query.shape[0]}
     own = {"TOKENS": tokens, "COLUMNS": config.head_size // parts, "SPLITS": splits, "OVERLAP": overlap}
     launch_again(
@@ -513,12 +516,6 @@ def common_arguments(args: AttentionArgs, config: AttentionConfig, output: Tenso
     }  # fmt: skip
 
 
-def separate_constants(common: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return what differs from launch to launch, and what kernels are compiled for, which has capital letters."""
-    constants = {name: value for name, value in common.items() if name.isupper()}
-    return {name: value for name, value in common.items() if name not in constants}, constants
-
-
 def step_arguments(args: AttentionArgs, config: AttentionConfig) -> dict[str, Any]:
     """Return what a main kernel takes of a query, the block tables and scales, and what it multiplies scores by."""
     shrink = FP16_QUERY_SHRINK.value if config.kv_cache_dtype in QUANTISED_CACHES else 1.0
@@ -544,14 +541,14 @@ def _boxes(cache: Tensor, tuning: Tuning) -> Any:
     """
     if cache.itemsize == 1:
         cache = cache.view(torch.int16)
-    shape, strides = map_dimensions(cache)
-    signature = (cache.dtype, cache.data_ptr() % 16, *shape, *strides, tuning.heads, tuning.slots > 0)
+    signature = (cache.dtype, cache.data_ptr() % 16, cache.shape, cache.stride(), tuning.heads, tuning.slots > 0)
     boxes: Any
     if signature in _maps:
         kind, fields = _maps[signature]
         boxes = object.__new__(kind)
         vars(boxes).update(fields, base=cache)
         return boxes
+    shape, strides = map_dimensions(cache)
     box = [1, tuning.heads, TILE_TOKENS.value, cache.shape[3]]
     if not tuning.slots:
         boxes = TensorDescriptor(cache, shape, strides, box)
