@@ -17,6 +17,7 @@ from vattn.config import device
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
 from vattn.kernels.hopper import availability
+from vattn.kernels.triton.common import launching
 from vattn.kernels.triton.common.tiles import Limits
 from vattn.ops.arguments import AttentionArgs
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
@@ -77,6 +78,8 @@ def record(
 
     with (
         mock.patch.object(triton.runtime.jit.JITFunction, "run", run),
+        # Each launch is recorded: none repeats an earlier one.
+        mock.patch.object(launching, "JITFunction", ()),
         mock.patch.object(device, "multiprocessors", lambda _: processors),
     ):
         call()

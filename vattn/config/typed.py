@@ -119,6 +119,8 @@ def _rule(hint: Any) -> Allows:
     """Return whether a value fits an annotation, as a function."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     simple: dict[Any, Allows] = {int: _is_int, float: _is_float, None: _is_none, types.NoneType: _is_none}
+    if hint is Any:
+        return _anything
     if hint is Tensor:
         return is_plain
     if origin in (typing.Union, types.UnionType):
