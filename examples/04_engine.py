@@ -4,7 +4,7 @@ Prompts are computed in chunks beside requests that decode, requests with equal 
 run out the youngest request gives its own back and starts again later. On a GPU, layers are compiled and decode steps
 replayed as CUDA graphs. `vattn.Generator` does all of this with less host time, and more.
 
-python examples/04_engine.py [folder of a Llama checkpoint whose tokens are bytes]
+python examples/04_engine.py [folder of a Llama checkpoint with bytes as tokens]
 """
 
 import hashlib

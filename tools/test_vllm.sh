@@ -2,7 +2,7 @@
 # usage: test_vllm.sh VERSION
 #
 # Run the tests of vattn's plugin against a release of vLLM, in an environment of its own. The release is built from
-# PyPI's source without kernels (two minutes at most), over the packages of $VENV, whose torch need not be the one that
+# PyPI's source without kernels (two minutes at most), over the packages of $VENV. Its torch need not be the one that
 # vLLM asks for: the tests use vLLM's interfaces alone.
 #
 #   VENV     environment with vattn and its test packages    (.venv)

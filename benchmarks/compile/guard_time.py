@@ -112,9 +112,9 @@ def main() -> None:
             if not guards.check(names) or row["graphs"] != 1 or row["copies"]:
                 raise AssertionError(f"guards that fail, more than one graph, or copies: {row}")
         times: list[list[float]] = [[] for _ in steps]
-        for turn in range(options.rounds):
+        for repeat in range(options.rounds):
             for place in range(len(steps)):
-                index = (turn + place) % len(steps)
+                index = (repeat + place) % len(steps)
                 times[index].append(sample(*steps[index][:2]))
     medians = [statistics.median(found) for found in times]
     result: dict[str, Any] = {**machine("cpu"), "rows": []}

@@ -5,7 +5,7 @@
 Requests arrive at random and end in every way: at their length, at stop strings, cancelled in any state, refused, with
 logits that are not finite, with logits processors that raise, in steps in which the model raises. They are of several
 tenants, each with a cache salt, and now and then the model gets another adapter (given peft). Small models alternate:
-without and with groups in the cache, without and with guesses, on CUDA with graphs (whose replays cannot raise).
+without and with groups in the cache, without and with guesses, on CUDA with graphs, where replays cannot raise.
 Greedy requests that end at their length must have the tokens of one-by-one generation; where the two best logits
 nearly tie, products of other shapes may part them. Wrong: another token, a request that ends in a way it cannot, a
 block that two tenants hold, a block or row that is lost, memory that grows.

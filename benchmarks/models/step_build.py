@@ -130,12 +130,12 @@ def _import_without_layers(folder: Path) -> None:
 def measure(calls: dict[str, Call], rounds: int) -> dict[str, list[float]]:
     """Return microseconds of each call in each round."""
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds):
+    for repeat in range(rounds):
         for name, call in calls.items():
             begin = time.thread_time()
             seconds = call()
             taken = seconds if isinstance(seconds, float) else time.thread_time() - begin
-            if turn >= WARM_UP:
+            if repeat >= WARM_UP:
                 times[name].append(taken * 1e6)
     return times
 

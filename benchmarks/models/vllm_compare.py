@@ -1,7 +1,7 @@
 """Read what `vllm_engine` wrote: `make DIR` makes models of random weights, `tokens DIR FILE...` compares with fp32.
 
 A token counts as equal if transformers in fp32, given the engine's tokens before it, gives it the highest logit: an
-engine all of whose tokens are equal gives what transformers' greedy search does. Otherwise `gap` is how far below the
+engine that gives equal tokens alone does what transformers' greedy search does. Otherwise `gap` is how far below the
 highest its logit is, on average over all tokens.
 """
 

@@ -49,7 +49,7 @@ def test_offsets_of_keys(tmp_path: Path) -> None:
     """Where keys share an offset along a row of the Hadamard matrix, only signs keep a codebook's error."""
     from tests.integrations.hf_families import make_model
 
-    # With such a base RoPE turns few columns.
+    # With such a base RoPE rotates few columns.
     rope = {"rope_type": "default", "rope_theta": 1e30}
     model = make_model("llama", attention_bias=True, head_dim=64, rope_parameters=rope, vocab_size=256)
     for layer in model.model.layers:

@@ -24,7 +24,7 @@ LENGTHS, CUT, NEW = (40, 17, 90, 33), 12, 16
 
 
 def make_model(kind: str) -> Any:
-    """Return a model of random weights whose window is shorter than its prompts, if it has one."""
+    """Return a model of random weights; its window, if it has one, is shorter than the prompts."""
     import transformers
 
     sizes = {

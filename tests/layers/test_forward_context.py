@@ -92,9 +92,9 @@ def test_a_thread_without_a_step_is_refused_while_another_has_one(compiled):
 
 
 def test_forward_context_of_two_tasks_is_refused():
-    async def run(step, turns):
+    async def run(step, pauses):
         with vattn.forward_context(step):
-            for _ in range(turns):
+            for _ in range(pauses):
                 await asyncio.sleep(0)
             assert context.current_step() is step
 

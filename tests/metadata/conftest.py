@@ -11,7 +11,7 @@ from vattn.backends.torch_sdpa.backend import TorchSDPABackend
 
 
 class Planned(TorchSDPABackend):
-    """A backend whose schedule is the step's lengths, row by row."""
+    """A backend with the step's lengths as its schedule, row by row."""
 
     name = "PLANNED"
 

@@ -388,7 +388,7 @@ def quantised(model: Any, format: Any, skip: Any) -> Any:
 
 
 def refused_model(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a call right whose model, file or backend is refused: other arguments are looked at first, or never."""
+    """Make a call that is right but for a refused model, file or backend: others are checked first, or never."""
 
     def call(**arguments: Any) -> Any:
         return function(**arguments)

@@ -94,7 +94,7 @@ def _attend_short(
 
 
 def _bounded(args: MLAAttentionArgs) -> MLAAttentionArgs:
-    """Return arguments whose offsets are in order and whose lengths fit int32, whatever they were."""
+    """Return arguments with offsets in order and lengths that fit int32."""
     starts, lengths = bounded_step(args.query_start_loc, args.seq_lens, args.query.shape[0])
     return args._replace(query_start_loc=starts, seq_lens=lengths)
 

@@ -137,21 +137,10 @@ class VattnBackend(AttentionBackend):
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Tensor:
-        """Store and attend one new token of each request; return `[T, num_heads * head_size_v]`."""
-        return self._attend(q, k, v, layer, save_kv_cache, **kwargs)
-
-    def forward_extend(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> Tensor:
         """Store and attend the new tokens of each request; return `[T, num_heads * head_size_v]`."""
         return self._attend(q, k, v, layer, save_kv_cache, **kwargs)
+
+    forward_extend = forward_decode
 
     def _attend(
         self,

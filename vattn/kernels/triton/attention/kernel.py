@@ -2,7 +2,7 @@
 
 One program computes a tile of query rows of one KV head; rows are (token, head of the group) pairs. Request b starts at
 tile `query_start_loc[b] // BLOCK_Q + b + 1`, so shapes bound the grid and each program finds its request by counting.
-Rows of no request are two more, one before the others and one after them, whose tiles write zeros; if offsets are out
+Rows of no request are two more, one before the others and one after them, with tiles of zeros; if offsets are out
 of order, these are all rows. With splits each program attends a part of the keys and writes a normalised partial;
 `reduce.py` merges them.
 """
