@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ import torch
 from tests.backends import fake_flashinfer
 from tests.support import relative_l2
 from vattn.__main__ import main
-from vattn.cli.bench import attention, peers, report, shapes
+from vattn.cli.bench import attention, peers, picture, random_steps, report, shapes
 from vattn.cli.bench.cell import Cell
 from vattn.cli.bench.peers import ON_CPU, NotThisCellError, Peer
+from vattn.cli.bench.published import PUBLISHED
 from vattn.errors import ConfigError, UnknownOptionError
 
 CPU = attention.Settings(replays=1, device="cpu")
@@ -71,10 +74,10 @@ def test_cells_count_what_is_visible() -> None:
 
 def test_wide_blocks_are_the_same_keys() -> None:
     cell = Cell(shapes.LAYERS["llama3-8b-tp8"], shapes.Work("y", ((1, 100), (1, 130))), "bf16", 16, 3, "cpu")
-    for request, (_, keys) in enumerate(cell.work.requests):
+    for (request, (_, keys)), tokens in itertools.product(enumerate(cell.work.requests), (64, 128)):
         narrow = cell.kv_cache[0][cell.table[request].long()].flatten(0, 1)[:keys]
-        wide = cell.wide_cache()[0][cell.wide_table[request].long()].flatten(0, 1)[:keys]
-        assert torch.equal(narrow, wide)
+        key, _, table = cell.wide(tokens)
+        assert key.shape[1] == tokens and torch.equal(narrow, key[table[request].long()].flatten(0, 1)[:keys])
 
 
 def test_contiguous_copies_are_the_same_attention() -> None:
@@ -151,7 +154,7 @@ def test_the_command_on_a_machine_without_a_gpu(tmp_path: Path, capsys, monkeypa
     assert "| llama3-8b | prefill 1x8k (tiny) | bf16 |" in files["md"].read_text()
     pytest.importorskip("matplotlib")
     result["ceilings"] = CEILINGS
-    result["rows"][0].update(peer_over_own=1.2)
+    result["rows"][0].update(peer_over_own=1.2, best_peer=ON_CPU.name)
     files["json"].write_text(json.dumps(result))
     assert main(["bench", "attention", "--from", str(files["json"]), "--plot", str(files["png"])]) == 0
     assert files["png"].read_bytes()[:4] == b"\x89PNG"
@@ -214,6 +217,68 @@ def test_a_run_goes_on_where_another_stopped(tmp_path: Path, capsys, monkeypatch
     assert "another GPU" in capsys.readouterr().err
 
 
+def test_a_draw_is_a_third_of_each_kind_half_of_each_cache_and_the_same_for_a_seed() -> None:
+    rows = random_steps.draw(120, 7)
+    assert rows == random_steps.draw(120, 7) != random_steps.draw(120, 8)
+    assert rows[:30] == random_steps.draw(30, 7)
+    counts = Counter((work.name.split()[0], cache) for _, work, cache in rows)
+    assert counts == {(kind, cache): 20 for kind in ("decode", "prefill", "mixed") for cache in ("bf16", "fp8")}
+    assert len({(layer.name, work.name, cache) for layer, work, cache in rows}) == 120
+    assert len({(layer.heads, layer.kv_heads, layer.head_size) for layer, _, _ in rows}) > 30
+    for layer, work, cache in rows:
+        assert all(0 < new <= keys for new, keys in work.requests)
+        stored = sum(keys for _, keys in work.requests) * 2 * layer.kv_heads * layer.head_size
+        pairs = sum(new * keys for new, keys in work.requests)
+        assert stored * (1 if cache == "fp8" else 2) <= random_steps.MOST_CACHE_BYTES
+        assert 4 * pairs * layer.heads * layer.head_size <= random_steps.MOST_OPERATIONS
+    drafts = [work for _, work, _ in rows if work.name.startswith("mixed") and len({q for q, _ in work.requests}) == 1]
+    assert drafts and max(work.requests[0][0] for work in drafts) <= 8
+    assert any(new < keys for _, work, _ in rows if work.name.startswith("prefill") for new, keys in work.requests)
+
+
+def test_published_layers_are_at_least_60_and_valid() -> None:
+    shapes_of = {str(layer) for layer in PUBLISHED}
+    assert len(shapes_of) >= 60 and len({layer.name for layer in PUBLISHED}) == len(PUBLISHED)
+    for layer in PUBLISHED:
+        assert layer.heads % layer.kv_heads == 0 and layer.head_size % 8 == 0
+
+
+def test_a_summary_counts_rows_with_a_peer_and_lists_the_others() -> None:
+    def row(ratio: float | None, work: str, cache: str = "bf16") -> dict[str, Any]:
+        found = {"model": "m", "work": work, "cache": cache}
+        return found if ratio is None else {**found, "peer_over_own": ratio, "best_peer": "FA3"}
+
+    rows = [row(0.5, "decode #0: 1 x 1"), row(2.0, "prefill #1: 2 x 9"), row(None, "mixed #2: 3 x 5", "fp8")]
+    rows += [row(4.0, "decode #3: 1 x 1"), *(row(1.0, f"prefill #{n}: 1 x 1", "fp8") for n in range(4, 12))]
+    lines = report.summary({"rows": rows})
+    assert lines[0].startswith("all: 11 rows, peer / vattn 1.134 (geometric mean), 1 below 0.97 (9%)")
+    assert lines[1].startswith("decode, bf16: 2 rows, peer / vattn 1.414")
+    worst = lines.index("the worst 10:")
+    assert lines[worst + 1] == "  0.500 m, decode #0: 1 x 1, bf16 (FA3)" and len(lines) == worst + 13
+    assert lines[-2:] == ["not counted, 1 without a peer:", "  m, mixed #2: 3 x 5, fp8"]
+    assert report.summary({"rows": rows[2:3]}) == []
+
+
+def test_random_rows_run_and_their_picture_has_a_panel_for_each_kind(tmp_path: Path, capsys) -> None:
+    path = tmp_path / "o.json"
+    options = ["--device", "cpu", "--random", "6", "--seed", "3", "--json", str(path)]
+    assert main(["bench", "attention", *options]) == 0
+    result = report.read_result(path)
+    assert [report.kind_of(row) for row in result["rows"]] == ["decode", "prefill", "mixed"] * 2
+    pytest.importorskip("matplotlib")
+    for row in result["rows"]:
+        row.update(peer_over_own=1.2, best_peer="FA3")
+    many = {**result, "ceilings": CEILINGS, "rows": [row for _ in range(24) for row in result["rows"]]}
+    figure = picture.draw(many)
+    figure.draw_without_rendering()
+    panels = {axes.get_title(): axes for axes in figure.axes[1:]}
+    assert set(panels) == {f"{kind}: 48 rows" for kind in ("decode", "prefill", "mixed")} and figure.axes[0].get_title()
+    for axes in panels.values():
+        boxes = [label.get_window_extent() for label in axes.get_yticklabels()]
+        assert all(above.y0 >= below.y1 for above, below in itertools.pairwise(boxes)), "labels overlap"
+        assert min(box.x0 for box in boxes) >= 0 and max(box.x1 for box in boxes) <= axes.get_window_extent().x0
+
+
 def test_mistakes_are_named(tmp_path: Path, capsys) -> None:
     torn = tmp_path / "torn.json"
     torn.write_text('{"format": 1, "rows": [')
@@ -227,6 +292,9 @@ def test_mistakes_are_named(tmp_path: Path, capsys) -> None:
         (["attention", "--device", "cpu", "--json", str(tmp_path / "none" / "o.json")], "a folder that exists"),
         (["attention", "--device", "cpu", "--markdown", str(tmp_path)], "a folder that exists"),
         (["attention", "--device", "cpu", "--seconds", "-3"], "--seconds -3"),
+        (["attention", "--device", "cpu", "--random", "0"], "--random 0. Allowed: 1 or more"),
+        (["attention", "--device", "cpu", "--random", "3", "--cache", "fp8"], "--random with --models"),
+        (["attention", "--device", "cpu", "--seed", "3"], "--seed 3 without --random"),
     ):
         assert main(["bench", *arguments]) == 2
         assert text in capsys.readouterr().err
@@ -264,7 +332,7 @@ def test_a_torn_result_and_a_missing_matplotlib_are_refused(tmp_path: Path, monk
             report.read_result(other)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     with pytest.raises(ImportError, match=r"pip install 'vattn\[bench\]"):
-        report.plot({}, tmp_path / "out.png")
+        picture.plot({}, tmp_path / "out.png")
 
 
 def test_a_flashinfer_wrapper_is_planned_for_the_cell(monkeypatch) -> None:

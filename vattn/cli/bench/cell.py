@@ -11,6 +11,9 @@ from torch import Tensor
 from vattn.cli.bench.shapes import LayerShape, Work
 from vattn.config.attention import AttentionConfig
 
+WIDEST = 128
+"""Tokens that lie together in a cell's cache, if its blocks are no larger."""
+
 
 class Cell:
     """One step of one layer on random values, its blocks scattered over the cache.
@@ -38,14 +41,13 @@ class Cell:
         self.layer, self.work, self.cache, self.block_size, self.device = layer, work, cache, block_size, device
         self.fp8, self.scale = cache == "fp8", float(layer.head_size**-0.5)
         rng = torch.Generator(device).manual_seed(seed)
-        # Blocks of 64 tokens lie together, for kernels that read no smaller ones.
-        self._grain = max(1, 64 // block_size)
-        counts = [-(-keys // (block_size * self._grain)) for _, keys in work.requests]
+        # So many tokens lie together, for kernels that read no smaller blocks or are faster with wide ones.
+        grain = max(1, WIDEST // block_size)
+        counts = [-(-keys // (block_size * grain)) for _, keys in work.requests]
         order = torch.randperm(sum(counts), device=device, generator=rng).to(torch.int32).split(counts)
-        self.wide_table = torch.nn.utils.rnn.pad_sequence(list(order), batch_first=True).contiguous()
-        inner = torch.arange(self._grain, dtype=torch.int32, device=device)
-        self.table = (self.wide_table.unsqueeze(2) * self._grain + inner).flatten(1).contiguous()
-        shape = (2, sum(counts) * self._grain, block_size, layer.kv_heads, layer.head_size)
+        self._widest = torch.nn.utils.rnn.pad_sequence(list(order), batch_first=True).contiguous()
+        self.table = self._split(grain)
+        shape = (2, sum(counts) * grain, block_size, layer.kv_heads, layer.head_size)
         self.kv_cache = torch.empty(shape, device=device, dtype=torch.float8_e4m3fn if self.fp8 else torch.bfloat16)
         for part in self.kv_cache.view(2, -1, layer.kv_heads * layer.head_size):
             for rows in part.split(1 << 18):
@@ -58,9 +60,16 @@ class Cell:
         self.sinks = torch.randn(layer.heads, device=device, generator=rng) if layer.sinks else None
         self.one = torch.ones(1, device=device) if self.fp8 else None
 
-    def wide_cache(self) -> Tensor:
-        """Return the same memory as blocks of 64 tokens, which `wide_table` names."""
-        return self.kv_cache.view(2, -1, self.block_size * self._grain, *self.kv_cache.shape[3:])
+    def _split(self, parts: int) -> Tensor:
+        """Return the table of blocks that are so many parts of the widest ones."""
+        inner = torch.arange(parts, dtype=torch.int32, device=self.device)
+        return (self._widest.unsqueeze(2) * parts + inner).flatten(1).contiguous()
+
+    def wide(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return keys and values of the same memory as blocks of so many tokens, up to `WIDEST`, and their table."""
+        size = max(tokens, self.block_size)
+        key, value = self.kv_cache.view(2, -1, size, *self.kv_cache.shape[3:])
+        return key, value, self._split(max(WIDEST, self.block_size) // size)
 
     @cached_property
     def contiguous(self) -> tuple[Tensor, Tensor, Tensor]:

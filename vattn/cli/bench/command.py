@@ -9,13 +9,16 @@ import platform
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vattn.calibration.result_files import check_output, check_picture
 from vattn.cli.doctor import aligned, version_of
 from vattn.config.device import BLOCK_SIZES
 from vattn.config.files import write_whole
 from vattn.errors import ConfigError, DeviceError
+
+if TYPE_CHECKING:
+    from vattn.cli.bench.shapes import LayerShape, Work
 
 PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn-4", "flash-attn")
 
@@ -36,6 +39,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="ROWS",
         help="rows as MODEL/WORK/CACHE, each the beginning of a name or empty, by semicolons; run in this order",
     )
+    parser.add_argument(
+        "--random", type=int, metavar="N", help="N random steps of layers of published models instead of named rows"
+    )
+    parser.add_argument("--seed", type=int, metavar="S", help="of --random (default: 0)")
     parser.add_argument(
         "--resume", action="store_true", help="keep the rows that the file of --json has, and run those that it lacks"
     )
@@ -69,10 +76,13 @@ def main(options: argparse.Namespace) -> int:
         check_picture(options.plot, f"--plot {options.plot}", "--plot out.png")
     result = report.read_result(options.source) if options.source else _measure(options)
     report.print_table(result)
+    print(*report.summary(result), sep="\n")
     if options.markdown:
         write_whole(options.markdown, report.markdown(result))
     if options.plot:
-        report.plot(result, options.plot)
+        from vattn.cli.bench import picture
+
+        picture.plot(result, options.plot)
     return 1 if report.failures(result["rows"]) else 0
 
 
@@ -122,13 +132,11 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.resume and options.json is None:
         raise ConfigError("--resume without --json", "--json FILE", "name the file to go on with")
     forbid_builds(options.build_peers or cpu)
-    only = _names(options.only, ";")
-    names = _names(options.models), _names(options.work, ";")
-    # --only may name rows beyond the default ones.
-    cells = shapes.every_cell() if only and not any(names) else shapes.choose_cells(*names)
-    rows = shapes.choose_rows(cells, ("bf16", "fp8") if options.cache == "both" else (options.cache,), only)
+    rows = _rows(options)
     # Refused on a CPU too, where no peer runs.
     others = peers.choose_peers(_names(options.peers))
+    if options.random is not None:
+        others = [peer for peer in others if peer.paged]
     chosen = [peers.ON_CPU] if cpu else [*peers.OWN, peers.STREAM, *others]
     states = {peer.name: peer.problem() or "found" for peer in chosen}
     settings = attention.Settings(options.block_size, options.replays, device=options.device)
@@ -164,6 +172,27 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
             print(f"stopped after {options.seconds} s: {count} of {len(rows)} rows", file=sys.stderr)
             break
     return result
+
+
+def _rows(options: argparse.Namespace) -> list[tuple[LayerShape, Work, str]]:
+    """Return what is measured: named rows, or drawn ones."""
+    from vattn.cli.bench import random_steps, shapes
+
+    only = _names(options.only, ";")
+    names = _names(options.models), _names(options.work, ";")
+    if options.random is None:
+        if options.seed is not None:
+            raise ConfigError(f"--seed {options.seed} without --random", "--random N --seed S", "give both or neither")
+        # --only may name rows beyond the default ones.
+        cells = shapes.every_cell() if only and not any(names) else shapes.choose_cells(*names)
+        return shapes.choose_rows(cells, ("bf16", "fp8") if options.cache == "both" else (options.cache,), only)
+    if options.random < 1:
+        raise ConfigError(f"--random {options.random}", "1 or more", "leave it out to measure named rows")
+    if only or any(names) or options.cache != "both":
+        raise ConfigError(
+            "--random with --models, --work, --only or --cache", "--random N --seed S", "name rows or draw them"
+        )
+    return random_steps.draw(options.random, options.seed or 0)
 
 
 def forbid_builds(allowed: bool) -> None:

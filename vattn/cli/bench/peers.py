@@ -18,7 +18,7 @@ from torch import Tensor
 
 import vattn.ops.schemas  # noqa: F401  registers the ops
 from vattn.backends import selector
-from vattn.cli.bench.cell import Cell
+from vattn.cli.bench.cell import WIDEST, Cell
 from vattn.config.device import DeviceInfo
 from vattn.errors import UnknownOptionError
 from vattn.ops.arguments import AttentionArgs, HostPlanArgs
@@ -42,6 +42,7 @@ class Peer:
         make: returns a step of a cell; what happens once a step of a model (schedules, plans) is done in it.
         limit: largest relative error that counts as right, on a bf16 and on an FP8 cache. Kernels that round query and
             weights to e4m3 get what that costs.
+        paged: whether it reads a cache of blocks; others get a copy of keys and values without blocks.
         attends: whether it computes attention; what does not is a ceiling, which nothing is compared with.
     """
 
@@ -50,8 +51,12 @@ class Peer:
     problem: Callable[[], str | None]
     make: Callable[[Cell], Call]
     limit: tuple[float, float] = (1.6e-2, 1.6e-2)
+    paged: bool = True
     attends: bool = True
 
+
+FEW_ROWS, MOST_SPLIT_ROWS = 16, 512
+"""Of a request: up to which FA3 loads alike from blocks of any size, and up to which it may split its keys."""
 
 ROUNDED = (1.6e-2, 6.3e-2)
 """Limits of kernels that multiply in e4m3."""
@@ -143,28 +148,32 @@ def _fa3_problem() -> str | None:
     return f"no FlashAttention-3 library (its path in {LIBRARY_VARIABLE}, or --fa3 PATH)"
 
 
-def _fa3(cell: Cell) -> Call:
+def _fa3(cell: Cell, wide: bool = False) -> Call:
     from vattn.backends.flash_attn.libraries import NAMESPACE
 
     ops = getattr(torch.ops, NAMESPACE)
     layer, work = cell.layer, cell.work
     num_reqs, output = len(work.requests), torch.empty_like(cell.query)
     max_q, max_k = (max(lengths) for lengths in zip(*work.requests, strict=True))
+    if wide and max_q <= FEW_ROWS:
+        raise NotThisCellError("few rows, which it loads alike from blocks of any size")
+    key, value, table = cell.wide(WIDEST) if wide else (*cell.kv_cache, cell.table)
     left, right = (-1, -1) if layer.window is None else (layer.window - 1, 0)
     query = cell.query.to(torch.float8_e4m3fn) if cell.fp8 else cell.query
     descale = torch.ones(num_reqs, layer.kv_heads, device="cuda") if cell.fp8 else None
     sinks = None if cell.sinks is None else cell.sinks.bfloat16()
-    splits = 0 if max_q <= 16 else 1
+    # Its own choice, but for prompts, where that would be none.
+    splits = 0 if max_q <= MOST_SPLIT_ROWS else 1
     schedule = ops.get_scheduler_metadata(
         num_reqs, max_q, max_k, layer.heads, layer.kv_heads, layer.head_size, layer.head_size, query.dtype,
-        cell.seq_lens, cell.starts, None, None, None, None, cell.block_size, 0, True, left, right,
+        cell.seq_lens, cell.starts, None, None, None, None, key.shape[1], 0, True, left, right,
         layer.soft_cap is not None, splits, None, 0,
     )  # fmt: skip
 
     def step() -> Tensor:
         ops.fwd(
-            query, *cell.kv_cache, None, None, None, output, cell.starts, None, None, None, cell.seq_lens, max_q,
-            max_k, cell.table, None, None, None, None, None, descale, descale, descale, cell.scale, True, left, right,
+            query, key, value, None, None, None, output, cell.starts, None, None, None, cell.seq_lens, max_q,
+            max_k, table, None, None, None, None, None, descale, descale, descale, cell.scale, True, left, right,
             layer.soft_cap or 0.0, True, schedule, splits, None, 0, sinks, 1, 0, None,
         )  # fmt: skip
         return output
@@ -233,12 +242,12 @@ def _xqa(cell: Cell) -> Call:
         raise NotThisCellError("the kernel is not built")
     workspace = torch.zeros(160 << 20, dtype=torch.uint8, device=cell.device)
     output, lengths = torch.empty_like(cell.query), cell.seq_lens.view(torch.uint32)
-    key, value = cell.wide_cache()
+    key, value, table = cell.wide(64)
     longest = max(keys for _, keys in cell.work.requests)
 
     def step() -> Tensor:
         result: Tensor = xqa_batch_decode_with_kv_cache(
-            cell.query, (key, value), workspace, cell.wide_table, lengths, longest, bmm1_scale=cell.scale,
+            cell.query, (key, value), workspace, table, lengths, longest, bmm1_scale=cell.scale,
             bmm2_scale=1.0, window_left=-1 if layer.window is None else layer.window - 1, out=output,
             sinks=cell.sinks, kv_layout="NHD",
         )  # fmt: skip
@@ -343,6 +352,7 @@ OWN: tuple[Peer, ...] = (
 
 PEERS: tuple[Peer, ...] = (
     Peer("FA3", "fa3", _fa3_problem, _fa3, ROUNDED),
+    Peer("FA3, wide blocks", "fa3", _fa3_problem, partial(_fa3, wide=True), ROUNDED),
     Peer("FlashInfer fa2", "flashinfer", _flashinfer_problem, partial(_flashinfer, family="fa2")),
     Peer("FlashInfer fa3", "flashinfer", _flashinfer_problem, partial(_flashinfer, family="fa3")),
     Peer(
@@ -353,11 +363,11 @@ PEERS: tuple[Peer, ...] = (
         ROUNDED,
     ),
     Peer("XQA", "xqa", _flashinfer_problem, _xqa, ROUNDED),
-    Peer("SDPA flash (contiguous)", "sdpa", _cuda_problem, partial(_sdpa, kind="FLASH_ATTENTION")),
-    Peer("SDPA cuDNN (contiguous)", "cudnn", _cuda_problem, partial(_sdpa, kind="CUDNN_ATTENTION")),
-    Peer("FlexAttention (contiguous)", "flex", _triton_problem, _flex),
+    Peer("SDPA flash (contiguous)", "sdpa", _cuda_problem, partial(_sdpa, kind="FLASH_ATTENTION"), paged=False),
+    Peer("SDPA cuDNN (contiguous)", "cudnn", _cuda_problem, partial(_sdpa, kind="CUDNN_ATTENTION"), paged=False),
+    Peer("FlexAttention (contiguous)", "flex", _triton_problem, _flex, paged=False),
 )
-"""What vattn's kernels are compared with. Contiguous ones read a copy of keys and values without blocks."""
+"""What vattn's kernels are compared with."""
 
 BESIDE: tuple[Peer, ...] = (
     Peer("vattn FLASHINFER", "flashinfer", _flashinfer_problem, partial(_vattn, backend="FLASHINFER")),

@@ -1,19 +1,25 @@
-"""What a benchmark found, for people: a table in the terminal, Markdown, and a roofline plot."""
+"""What a benchmark found, for people: a table in the terminal, Markdown, and a summary; `picture` draws it."""
 
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from vattn.calibration.result_files import figures, write_picture
 from vattn.cli.doctor import aligned
 from vattn.config.files import write_whole
 from vattn.errors import ConfigError
 
 FORMAT = 1
 """Version of the JSON; rises when a key changes its meaning."""
+
+WORST = 10
+"""Rows that a summary names."""
+
+EQUAL = 0.97
+"""Ratio from which two kernels count as equally fast: GPUs measure no closer."""
 
 COLUMNS = (
     "model", "work", "cache", "vattn us", "best peer", "peer us", "peer / vattn", "stream / vattn", "of HBM", "of GEMM",
@@ -106,8 +112,48 @@ def markdown(result: dict[str, Any]) -> str:
         "|---" * len(COLUMNS) + "|",
     ]
     lines += ["| " + " | ".join(cells_of(row)) + " |" for row in result["rows"]]
+    if lines_below := summary(result):
+        lines += ["", "```", *lines_below, "```"]
     notes = [note for row in result["rows"] for note in notes_of(row)]
     return "\n".join(lines + ([""] + [f"- {note}" for note in notes] if notes else [])) + "\n"
+
+
+def summary(result: dict[str, Any]) -> list[str]:
+    """Return lines about all rows: means by kind of step and cache, the share that peers win, the worst ten.
+
+    Rows without a peer are listed and not counted.
+    """
+    rated = [row for row in result["rows"] if "peer_over_own" in row]
+    if not rated:
+        return []
+    lines = [f"{name}: {_rates(rows)}" for name, rows in _classes(rated).items()]
+    worst = sorted(rated, key=lambda row: row["peer_over_own"])[:WORST]
+    lines.append(f"the worst {len(worst)}:")
+    lines += [f"  {row['peer_over_own']:.3f} {', '.join(name_of(row))} ({row['best_peer']})" for row in worst]
+    lonely = [row for row in result["rows"] if "peer_over_own" not in row]
+    if lonely:
+        lines.append(f"not counted, {len(lonely)} without a peer:")
+        lines += [f"  {', '.join(name_of(row))}" for row in lonely]
+    return lines
+
+
+def kind_of(row: dict[str, Any]) -> str:
+    """Return the kind of a row's step: the first word of its name."""
+    return str(row["work"]).split()[0].rstrip(",")
+
+
+def _classes(rows: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
+    found = {"all": list(rows)}
+    for row in rows:
+        found.setdefault(f"{kind_of(row)}, {row['cache']}", []).append(row)
+    return found
+
+
+def _rates(rows: Sequence[dict[str, Any]]) -> str:
+    ratios = [row["peer_over_own"] for row in rows]
+    low = sum(ratio < EQUAL for ratio in ratios)
+    mean = statistics.geometric_mean(ratios)
+    return f"{len(rows)} rows, peer / vattn {mean:.3f} (geometric mean), {low} below {EQUAL} ({low / len(rows):.0%})"
 
 
 def name_of(row: dict[str, Any]) -> tuple[str, str, str]:
@@ -159,50 +205,6 @@ def read_result(path: Path) -> dict[str, Any]:
             f"{path}", f"results of format {FORMAT}", "run `python -m vattn bench attention --json` again"
         )
     return result  # type: ignore[no-any-return]
-
-
-def plot(result: dict[str, Any], path: Path) -> None:
-    """Draw a roofline: what every kernel reached over how much it computes per byte."""
-    figure = figures()(figsize=(16, 7), layout="tight")
-    axes = figure.subplots(1, 2, width_ratios=(3, 2))
-    _roofline(axes[0], result)
-    _ratios(axes[1], result)
-    figure.suptitle(f"vattn bench attention: {result['device']}, {result['date']}")
-    write_picture(figure, path, dpi=110)
-
-
-def _roofline(axes: Any, result: dict[str, Any]) -> None:
-    points: dict[str, list[tuple[float, float]]] = {}
-    for row in result["rows"]:
-        for name, entry in row.get("kernels", {}).items():
-            if "us" in entry:
-                place = row["flops"] / row["bytes"], row["flops"] / entry["us"] / 1e6
-                points.setdefault(name, []).append(place)
-    reach = [x for places in points.values() for x, _ in places] or [1.0]
-    left, right = min(reach) / 2, max(reach) * 2
-    hbm = result["ceilings"].get("hbm_tb_s")
-    for name, style in (("bf16_tflops", "-"), ("fp8_tflops", "--")):
-        top = result["ceilings"].get(name)
-        if isinstance(hbm, float) and isinstance(top, float):
-            corner = top / hbm
-            axes.plot([left, corner, max(right, corner)], [left * hbm, top, top], "k" + style, lw=1, label=name)
-    for (name, places), marker in zip(points.items(), "os^vD<>Pph*X" * 3, strict=False):
-        size = 60 if name.startswith("vattn") else 25
-        axes.scatter(*zip(*places, strict=True), s=size, marker=marker, alpha=0.7, label=name)
-    axes.set(xscale="log", yscale="log", xlabel="operations per byte moved", ylabel="TFLOP/s")
-    axes.grid(True, which="both", alpha=0.2)
-    axes.legend(fontsize=8)
-
-
-def _ratios(axes: Any, result: dict[str, Any]) -> None:
-    rows = [row for row in result["rows"] if "peer_over_own" in row]
-    names = [f"{row['model']} {row['work']} {row['cache']}" for row in rows]
-    values = [row["peer_over_own"] for row in rows]
-    axes.barh(names, values, color=["tab:green" if value >= 1 else "tab:orange" for value in values])
-    axes.axvline(1, color="k", lw=1)
-    axes.invert_yaxis()
-    axes.tick_params(axis="y", labelsize=6)
-    axes.set_xlabel("time of the best peer / time of vattn")
 
 
 def failures(rows: Sequence[dict[str, Any]]) -> int:
