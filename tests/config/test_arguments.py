@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import vattn
+from tests.support import relative_l2
 from vattn.backends.differential_flash_attn import DifferentialFlashAttentionBackend
 from vattn.backends.flash_attn.backend import FlashAttentionBackend
 from vattn.errors import ConfigError, MetadataError, ScaleError, UnknownOptionError, VattnError
@@ -110,6 +112,21 @@ def attend(step: Any, config: Any = PLAIN) -> vattn.AttentionOutput:
     return vattn.paged_attention(torch.randn(2, 2, 16), cache, step, config)
 
 
+FP8 = vattn.CacheConfig(cache_dtype="fp8")
+
+
+def keys(k_scale: Any) -> vattn.QuantConfig:
+    return vattn.QuantConfig(k_scale=k_scale, v_scale="unit")
+
+
+def latents(rope: int) -> object:
+    sizes = {"qk_nope_head_dim": 16, "qk_rope_head_dim": rope, "v_head_dim": 16, "kv_lora_rank": 128}
+    packed = vattn.CacheConfig(cache_dtype="fp8_ds_mla")
+    return vattn.MLAAttention(
+        2, 0.25, **sizes, q_lora_rank=None, kv_b_proj=nn.Linear(128, 64, bias=False), cache_config=packed
+    )
+
+
 NO_SUCH_THINGS: dict[str, Callable[[], object]] = {
     "a config of a call": lambda: attend(build(), None),
     "a config of an update": lambda: vattn.update_kv_cache(ROWS, ROWS, ROWS, ROWS, None),
@@ -173,6 +190,27 @@ NO_SUCH_THINGS: dict[str, Callable[[], object]] = {
     "block tables": lambda: vattn.FlashAttentionMetadataBuilder(4, 8, 64).build([3], [3], [1]),
     "sampled tokens": lambda: flash_step().advance_step(INPUT, [1, 2], 16, 2, 2),
     "a model's input": lambda: flash_step().advance_step(None, SAMPLED, 16, 2, 2),
+    "lengths below 0": lambda: vattn.token_order([1, 3], [-9, 3], first="decode"),
+    "new tokens below 0": lambda: vattn.token_order([-1, 3], [9, 3], first="decode"),
+    "lengths shorter than queries": lambda: vattn.token_order([5], [3], first="decode"),
+    "no slope": lambda: vattn.Attention(2, 16, 0.25, alibi_slopes=[0.5, math.nan]),
+    "a slope without end": lambda: vattn.EncoderOnlyAttention(2, 16, 0.25, alibi_slopes=torch.tensor([0.5, math.inf])),
+    "flags as slopes": lambda: vattn.Attention(2, 16, 0.25, alibi_slopes=[True, False]),
+    "no sink": lambda: vattn.Attention(2, 16, 0.25, sinks=torch.tensor([0.5, math.nan])),
+    "a sink that takes all": lambda: vattn.EncoderOnlyAttention(2, 16, 0.25, sinks=[0.5, math.inf]),
+    "flags as sinks": lambda: vattn.Attention(2, 16, 0.25, sinks=torch.ones(2, dtype=torch.bool)),
+    "no vector": lambda: vattn.DifferentialAttention(
+        2, 16, 0.25, **{f"lambda_{name}": [math.nan] * 16 for name in ("q1", "k1", "q2", "k2")}, lambda_init=0.5
+    ),
+    "a flag as a scale": lambda: vattn.Attention(2, 16, 0.25, cache_config=FP8, quant_config=keys(torch.tensor(True))),
+    "flags as scales": lambda: vattn.Attention(2, 16, 0.25, cache_config=FP8, quant_config=keys(numpy.ones(2, bool))),
+    "a flag as an output scale": lambda: vattn.Attention(
+        2, 16, 0.25, quant_config=vattn.QuantConfig(output_format="fp8_static", output_scale=torch.tensor(True))
+    ),
+    "a schedule on a CPU": lambda: torch.ops.vattn.plan(
+        torch.tensor([0, 1]), torch.tensor([3]), torch.zeros(8).int(), PLAIN.replace(block_size=16).encode()
+    ),
+    "odd rows of latents": lambda: latents(7),
     "metadata of a draft": lambda: vattn.TreeAttentionMetadataBuilder(4, 8, 64).build_for_drafting(None, 0),
     "branches": lambda: vattn.TokenTree.merge(None),
     "a branch": lambda: vattn.TokenTree.merge([1, 2]),
@@ -193,6 +231,19 @@ def test_what_is_something_else_is_refused(name: str) -> None:
         NO_SUCH_THINGS[name]()
     assert caught.value.got
     assert caught.value.allowed
+
+
+def test_sinks_that_are_no_numbers_yet() -> None:
+    """Parameters get their values later; a sink of -inf adds nothing."""
+    vattn.Attention(2, 16, 0.25, sinks=nn.Parameter(torch.tensor([0.5, math.nan])))
+    rows, results = torch.randn(5, 2, 16), []
+    for sinks in (None, [-math.inf, 5.0]):
+        layer = vattn.Attention(2, 16, 0.25, sinks=sinks)
+        vattn.allocate_kv_cache(layer, num_blocks=4, dtype=torch.float32)
+        step = builder(layers=layer).build([3, 2], [3, 2], [[1], [2]], num_reqs_padded=3, num_tokens_padded=6)
+        results.append(layer(*[torch.cat((rows, rows[:1]))] * 3, metadata=step).view(6, 2, 16))
+    torch.testing.assert_close(results[0][:, 0], results[1][:, 0])
+    assert relative_l2(results[1][:5, 1], results[0][:5, 1]) > 0.1
 
 
 def test_cross_attention_by_hand_reads_the_encoders_side() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import threading
 import time
 
@@ -788,6 +790,20 @@ def test_a_file_connector_serves_one_model_and_keys_that_are_file_names(tmp_path
             connector.find([key])
     os.mkfifo(connector.path("pipe"))
     assert connector.find(["pipe"]) == 0
+
+
+def test_copies_of_transfers_and_connectors(tmp_path):
+    """Memory and running transfers have one owner; a folder may have many."""
+    stack = Setup(FileConnector(tmp_path))
+    for owner in (HostMemoryConnector("1MiB"), stack.transfer):
+        for copied in (copy.copy, copy.deepcopy, pickle.dumps):
+            with pytest.raises(ConfigError, match=f"a copy of a {type(owner).__name__}"):
+                copied(owner)
+    for copied in (copy.copy, copy.deepcopy, lambda connector: pickle.loads(pickle.dumps(connector))):
+        another = copied(stack.connector)
+        assert another.folder == tmp_path
+        another.attach({"x": 64}, "f" * 64)
+    stack.connector.attach(stack.transfer.page_bytes, stack.transfer.fingerprint)
 
 
 def test_blocks_of_sinks_are_not_written(detached):

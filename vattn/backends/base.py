@@ -16,7 +16,7 @@ from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo, Sizes, not_allowed, parse_version
 from vattn.config.features import FEATURES, request_parts, requested_features
 from vattn.config.rope import RopeConfig
-from vattn.errors import GraphContractError
+from vattn.errors import GraphContractError, UnsupportedRequestError
 from vattn.ops.arguments import (
     AttentionArgs,
     CacheUpdateArgs,
@@ -314,7 +314,11 @@ class Backend:
 
     def plan(self, args: PlanArgs, config: AttentionConfig) -> None:
         """Fill `args.schedule` from the step's lengths, on the device, without a sync."""
-        raise NotImplementedError
+        raise UnsupportedRequestError(
+            f"vattn::plan on backend {self.name}, which runs without schedules",
+            "a backend whose plan_shape() is not ()",
+            "call the attention op with plan=[]",
+        )
 
     def host_plan_size(self, config: AttentionConfig) -> int:
         """Return how many int64 `plan_on_host` writes in addition to the schedule; 0: the device plans, by `plan`."""

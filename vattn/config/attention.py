@@ -118,7 +118,8 @@ class AttentionConfig(encoding.Encoded):
         causality: `"causal"`, `"bidirectional"`, or `"per_request"` with `causal_flags`.
         sliding_window: tokens visible to the left, itself included; bidirectional rows see |q - k| < window.
         chunk_lookback: with `sliding_window=W`: chunks of `W // (lookback + 1)` tokens, a row sees its own chunk and
-            `lookback` chunks before it, instead of the window. 0 is chunked local attention.
+            `lookback` chunks before it, instead of the window. 0 is chunked local attention. Bidirectional rows see as
+            many chunks after theirs.
         logits_soft_cap: `cap * tanh(score / cap)` on scaled scores.
         alibi: `"none"`, `"linear"` or `"sqrt"`; slopes are a tensor argument.
         sinks: one learned logit per head joins the denominator.

@@ -123,6 +123,12 @@ class MLAConfig(encoding.Encoded):
             f"a multiple of {row.latent_multiple}",
             "use a plain cache format",
         )
+        _check(
+            not row.packed or self.row_bytes % row.alignment == 0,
+            f"qk_rope_head_dim={self.qk_rope_head_dim} with kv_cache_dtype={self.kv_cache_dtype!r}",
+            "an even width, so that the scales of every row are aligned",
+            "use a plain cache format",
+        )
         check_output(self, self.num_heads * self.v_head_dim)
         fmt = OUTPUT_FORMATS[self.output_format]
         _check(

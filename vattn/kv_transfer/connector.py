@@ -7,7 +7,7 @@ import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NoReturn, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -115,6 +115,12 @@ def attached_already(connector: object) -> ConfigError:
         "the model of the first attach",
         "make a second connector",
     )
+
+
+def refuse_copy(of: object) -> NoReturn:
+    """Raise for a copy or a pickle of what owns memory and transfers."""
+    name = type(of).__name__
+    raise ConfigError(f"a copy of a {name}", f"one {name} for its memory", f"make a new one with {name}(...)")
 
 
 Salt: TypeAlias = str | bytes | int

@@ -31,7 +31,8 @@ class FileConnector:
         ConfigError: not a path; when attached: the folder cannot be created, or its `model.json` names another model.
 
     A file is written under a temporary name, then renamed, and holds a checksum: damaged files and files of other
-    layers are not found. The connector never deletes a file; you may.
+    layers are not found. The connector never deletes a file; you may. A copy, by pickle too, is a connector of the same
+    folder that is not attached.
     """
 
     def __init__(self, folder: str | os.PathLike[str]) -> None:
@@ -50,6 +51,9 @@ class FileConnector:
         self._lock = threading.Lock()
         self._loads: dict[int, dict[str, Tensor]] = {}
         self._saves: dict[int, dict[str, Tensor]] = {}
+
+    def __reduce__(self) -> tuple[type[FileConnector], tuple[Path]]:
+        return FileConnector, (self.folder,)
 
     def attach(self, page_bytes: Mapping[str, int], fingerprint: str) -> None:
         """Create the folder of this fingerprint. A connector serves one model; several may share a folder."""

@@ -6,7 +6,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from torch import Tensor
 from vattn.config.arguments import format_bytes, parse_bytes
 from vattn.config.typed import typed
 from vattn.errors import ConfigError, TransferError
-from vattn.kv_transfer.connector import TransferRequest, attached_already
+from vattn.kv_transfer.connector import TransferRequest, attached_already, refuse_copy
 
 _Runs: TypeAlias = list[tuple[int, int]]
 """First row of each run of consecutive rows, and the row after its last."""
@@ -51,6 +51,9 @@ class HostMemoryConnector:
         self._readers: Counter[int] = Counter()
         self._loads: dict[int, _Runs] = {}
         self._saves: dict[int, tuple[dict[str, int], _Runs]] = {}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        refuse_copy(self)
 
     def attach(self, page_bytes: Mapping[str, int], fingerprint: str) -> None:
         """Allocate the memory; attached again to the same caches, keep the blocks."""

@@ -20,7 +20,7 @@ from vattn.cache.specs import CrossAttentionSpec
 from vattn.config.arguments import check_seconds
 from vattn.config.typed import typed
 from vattn.errors import BlockError, CacheError, ConfigError, TransferError
-from vattn.kv_transfer.connector import KVConnector, TransferRequest
+from vattn.kv_transfer.connector import KVConnector, TransferRequest, refuse_copy
 from vattn.kv_transfer.jobs import Job, LoadJob, SaveJob
 from vattn.kv_transfer.pages import page_bytes
 from vattn.ops import kv_transfer_points
@@ -176,6 +176,9 @@ class KVTransfer:
             raise
         for module, point in zip(self._modules, self.points, strict=True):
             module.register_buffer("kv_transfer_token", point.token, persistent=False)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        refuse_copy(self)
 
     def find(self, keys: Sequence[str]) -> int:
         """Return how many of the first keys the connector holds; 0, with a warning in the log, if it raises.

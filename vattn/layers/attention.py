@@ -36,7 +36,8 @@ class Attention(CachedAttention):
         attn_backend: name of a backend, never replaced by another; default: the first that accepts.
         head_size_v: value width; default `head_size`.
         sinks: `[num_heads]` learned logits; a parameter is kept, anything else copied as fp32.
-        chunk_lookback: chunks before its own that a token sees, from 0; -1: no chunks.
+        chunk_lookback: chunks before its own that a token sees, from 0, and as many after it in steps that are not
+            causal; -1: no chunks.
         mm_prefix: `"full"` or `"clamped"`: how multimodal ranges see each other; `"none"`: not.
         batch_invariant: whether a row's result depends on no other row of the batch.
         fast_prefill: for a layer that shares a cache: its queries are `vattn.kept_rows` of the step's.

@@ -123,7 +123,7 @@ class DifferentialAttention(Attention):
         # Buffers made in inference mode could not be loaded outside of it.
         with torch.inference_mode(False):
             for name, vector in vectors.items():
-                kept = vector if isinstance(vector, nn.Parameter) else own_tensor(vector)
+                kept = vector if isinstance(vector, nn.Parameter) else own_tensor(name, vector)
                 if tuple(kept.shape) != (self.head_size,):
                     raise ShapeError(
                         f"{name} has shape {tuple(kept.shape)} in layer {self.prefix!r}",

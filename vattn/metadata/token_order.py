@@ -11,6 +11,7 @@ from torch import Tensor
 from vattn.config.arguments import read_count
 from vattn.config.typed import typed
 from vattn.errors import UnknownOptionError
+from vattn.metadata.checks import check_seq_lens
 from vattn.metadata.inputs import Lengths, check_count, read_integers
 
 
@@ -37,7 +38,7 @@ def token_order(query_lens: Lengths, seq_lens: Lengths, first: str, decode_thres
 
     Raises:
         UnknownOptionError: another `first`.
-        MetadataError: no integers, or not one of each for every request.
+        MetadataError: no integers, not one of each for every request, a negative length, or one shorter than its query.
 
     Example:
         >>> import vattn
@@ -47,12 +48,13 @@ def token_order(query_lens: Lengths, seq_lens: Lengths, first: str, decode_thres
     """
     if first not in ("prefill", "decode"):
         raise UnknownOptionError(f"first={first!r}", "'prefill', 'decode'", "take one of these")
-    queries, lengths = read_integers("query_lens", query_lens).tolist(), read_integers("seq_lens", seq_lens).tolist()
-    check_count("seq_lens", len(lengths), len(queries))
+    queries, lengths = read_integers("query_lens", query_lens), read_integers("seq_lens", seq_lens)
+    check_count("seq_lens", lengths.shape[0], queries.shape[0])
+    check_seq_lens(queries, lengths)
     decode_threshold = read_count("decode_threshold", decode_threshold, 0, "pass the longest decode, 1 as a rule")
-    decodes = [is_decode(q, s, decode_threshold) for q, s in zip(queries, lengths, strict=True)]
-    requests = sorted(range(len(queries)), key=lambda row: decodes[row] == (first == "prefill"))
-    starts = [0, *accumulate(queries)]
+    decodes = [is_decode(q, s, decode_threshold) for q, s in zip(queries.tolist(), lengths.tolist(), strict=True)]
+    requests = sorted(range(len(decodes)), key=lambda row: decodes[row] == (first == "prefill"))
+    starts = [0, *accumulate(queries.tolist())]
     rows = [row for request in requests for row in range(starts[request], starts[request + 1])]
     return TokenOrder(requests, torch.tensor(rows, dtype=torch.int64, device="cpu"))
 

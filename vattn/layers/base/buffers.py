@@ -13,6 +13,7 @@ from vattn.cache.bindings import count_binding
 from vattn.cache.layout import CACHE_BUFFERS
 from vattn.config.attention import AttentionConfig
 from vattn.errors import ConfigError, ShapeError
+from vattn.layers.base.scales import as_numbers
 
 _OWN_BUFFERS = (
     "k_scale",
@@ -35,13 +36,23 @@ _OWN_BUFFERS = (
 parameter."""
 
 
-def own_tensor(source: Tensor | Sequence[float]) -> Tensor:
-    """Return an fp32 copy of what a user gave. Numbers keep their values where modules are made on meta."""
-    device = source.device if isinstance(source, Tensor) else "cpu"
-    try:
-        return torch.as_tensor(source, dtype=torch.float32, device=device).detach().clone()
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ConfigError(f"{source!r:.60} instead of numbers", "a tensor or a list of floats", "correct it") from error
+MOST = torch.finfo(torch.float32).max
+
+
+def own_tensor(name: str, source: Tensor | Sequence[float], least: float = -MOST) -> Tensor:
+    """Return an fp32 copy of what a user gave. Numbers keep their values where modules are made on meta.
+
+    Raises:
+        ConfigError: what is no numbers, NaN, infinity, or a value below `least`.
+    """
+    values = as_numbers(source)
+    if values is None:
+        raise ConfigError(f"{name}: {source!r:.60} instead of numbers", "a tensor or a list of floats", "correct it")
+    # NaN compares with nothing.
+    if not values.is_meta and not bool(((values >= least) & (values <= MOST)).all()):
+        allowed = "finite numbers" + (", or -inf" if least < -MOST else "")
+        raise ConfigError(f"{name}={values.tolist()!s:.80}", allowed, "check the checkpoint's values")
+    return values
 
 
 class OwnBuffers(nn.Module):
@@ -88,8 +99,12 @@ class OwnBuffers(nn.Module):
         return f"{text}, scale={self.scale:.4g}"
 
     def _register_per_head(self, name: str, values: Tensor | Sequence[float] | None) -> None:
-        """Keep a parameter, or an fp32 copy of anything else, with one value per query head."""
-        tensor = values if values is None or isinstance(values, nn.Parameter) else own_tensor(values)
+        """Keep a parameter, or an fp32 copy of anything else, with one value per query head.
+
+        A parameter may get its values later, so they are not looked at.
+        """
+        least = -torch.inf if name == "sinks" else -MOST  # A sink of -inf is none.
+        tensor = values if values is None or isinstance(values, nn.Parameter) else own_tensor(name, values, least)
         if tensor is not None and tuple(tensor.shape) != (self.num_heads,):
             allowed = f"({self.num_heads},), one per query head"
             raise ShapeError(f"{name} has shape {tuple(tensor.shape)}", allowed, "check num_heads")

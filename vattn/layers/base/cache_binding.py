@@ -151,7 +151,8 @@ class BoundCache(CacheScales):
     def _register_tensors(
         self, alibi_slopes: Tensor | Sequence[float] | None, sinks: Tensor | Sequence[float] | None
     ) -> None:
-        self._register_per_head("alibi_slopes", None if alibi_slopes is None else own_tensor(alibi_slopes))
+        slopes = None if alibi_slopes is None else own_tensor("alibi_slopes", alibi_slopes)
+        self._register_per_head("alibi_slopes", slopes)
         self._register_per_head("sinks", sinks)
         quantised = self._cache_dtype != "auto" and KV_FORMATS[self._canonical(torch.bfloat16)].quantised
         self._register_scales(quantised, shared=self.kv_sharing_target_layer_name is not None)

@@ -79,20 +79,31 @@ def make_scale(name: str, source: ScaleSource, sizes: Sequence[int]) -> Tensor:
         if source != "unit":
             raise ScaleError(f"{name}={source!r}", allowed, "write 'unit' if 1.0 is meant")
         return torch.ones(1, device="cpu")
-    # Numbers keep their values where modules are made on meta.
-    device = source.device if isinstance(source, Tensor) else "cpu"
-    try:
-        if isinstance(source, bool):
-            raise TypeError("a bool is no factor")
-        scale = torch.as_tensor(source, dtype=torch.float32, device=device).detach().clone().reshape(-1)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise ScaleError(f"{name}={source!r:.60}", allowed, "give numbers") from error
+    scale = as_numbers(source)
+    if scale is None:
+        raise ScaleError(f"{name}={source!r:.60}", allowed, "give numbers")
+    scale = scale.reshape(-1)
     if scale.numel() not in sizes:
         fix = "give one value" if set(sizes) == {1} else "give one value, or one per KV head"
         raise ScaleError(f"{name} has {scale.numel()} values", allowed, fix)
     if scale.device.type != "meta" and not bool((torch.isfinite(scale) & (scale > 0)).all()):
         raise ScaleError(f"{name}={scale.tolist()}", allowed, "check the checkpoint's scales")
     return scale
+
+
+def as_numbers(source: object) -> Tensor | None:
+    """Return an fp32 copy of a tensor, a number or a list of numbers; `None` of anything else, bools among it.
+
+    Numbers keep their values where modules are made on meta.
+    """
+    device = source.device if isinstance(source, Tensor) else "cpu"
+    try:
+        kind = torch.as_tensor(source, device=device).dtype
+        if kind == torch.bool or kind.is_complex:
+            return None
+        return torch.as_tensor(source, dtype=torch.float32, device=device).detach().clone()
+    except (TypeError, ValueError, RuntimeError):
+        return None
 
 
 def first_scale(values: Tensor, real: Tensor, old: Tensor, ready: Tensor, max_value: float) -> tuple[Tensor, Tensor]:

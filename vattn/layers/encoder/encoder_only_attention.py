@@ -113,7 +113,8 @@ class EncoderOnlyAttention(VarlenAttention):
         self.sliding_window = window
         # Buffers made in inference mode could not be loaded outside of it.
         with torch.inference_mode(False):
-            self._register_per_head("alibi_slopes", None if alibi_slopes is None else own_tensor(alibi_slopes))
+            slopes = None if alibi_slopes is None else own_tensor("alibi_slopes", alibi_slopes)
+            self._register_per_head("alibi_slopes", slopes)
             self._register_per_head("sinks", sinks)
             cache_dtype = self._register_scales()
         self._set_request(
