@@ -9,8 +9,11 @@ import pytest
 import torch
 
 
-def packed_reference(q, k, v, starts, kv_starts, *, scale, causal, window, cap, sinks=None):
-    """Attention in fp32 with windows as (left, right), -1 for all; returns the output and LSE `[H, T]`."""
+def packed_reference(q, k, v, starts, kv_starts, *, scale, causal, window, cap, sinks=None, slopes=None):
+    """Attention in fp32 with windows as (left, right), -1 for all; returns the output and LSE `[H, T]`.
+
+    ALiBi is FlashAttention-2's: minus slope times distance, or for causal rows without a window slope times column.
+    """
     group, rows, logs = q.shape[1] // k.shape[1], [], []
     for request in range(len(starts) - 1):
         query = q[starts[request] : starts[request + 1]].float()
@@ -21,6 +24,10 @@ def packed_reference(q, k, v, starts, kv_starts, *, scale, causal, window, cap, 
         scores = cap * torch.tanh(scores / cap) if cap else scores
         distance = torch.arange(len(query))[:, None] + (len(keys) - len(query)) - torch.arange(len(keys))
         hidden = (distance > window[0]) & (window[0] >= 0) | (-distance > window[1]) & (window[1] >= 0)
+        if slopes is not None:
+            column = torch.arange(len(keys)).expand(distance.shape)
+            bias = column if causal and window == (-1, -1) else -distance.abs()
+            scores = scores + slopes[:, None, None] * bias
         scores = scores.masked_fill(hidden | (causal & (distance < 0)), -torch.inf)
         extra = [] if sinks is None else [sinks.float()[:, None, None].expand(-1, len(query), 1)]
         log = torch.cat([scores, *extra], -1).logsumexp(-1)
@@ -106,14 +113,15 @@ def fake_fa4() -> types.ModuleType:
 def fake_fa2() -> types.ModuleType:
     def flash_attn_varlen_func(
         q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, softmax_scale, causal, window_size, softcap,
-        return_attn_probs, block_table,
+        alibi_slopes, return_attn_probs, block_table,
     ):  # fmt: skip
         assert return_attn_probs and cu_seqlens_k.dtype == torch.int32
+        assert alibi_slopes is None or (alibi_slopes.dtype == torch.float32 and alibi_slopes.shape == q.shape[1:2])
         if block_table is not None:
             k, v = (unpaged(cache, block_table, cu_seqlens_k.diff()) for cache in (k, v))
         found = packed_reference(
             q, k, v, cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), scale=softmax_scale, causal=causal,
-            window=window_size, cap=softcap,
+            window=window_size, cap=softcap, slopes=alibi_slopes,
         )  # fmt: skip
         return *padded(*found, q), None
 

@@ -45,7 +45,7 @@ def forgotten(monkeypatch: pytest.MonkeyPatch):
 
 
 def reasons(library: FlashLibrary, monkeypatch: pytest.MonkeyPatch, **changes: object) -> list[str]:
-    monkeypatch.setattr(flash_attn, "find_library", lambda capability=None: library)
+    monkeypatch.setattr(flash_attn, "find_library", lambda *_: library)
     monkeypatch.setattr(flash_attn, "_TRITON", type("Found", (), {"problem": staticmethod(lambda: None)}))
     return selector.get_backend("FLASH_ATTN").reasons(PLAIN.replace(**changes), HOPPER)
 
@@ -98,6 +98,7 @@ def test_a_wrong_path_in_the_environment_is_the_reason_and_hides_no_other_backen
         (FA3_PACKAGE, FP8),
         (FA4, {"sinks": True, "logits_soft_cap": 30.0, "batch_invariant": True}),
         (FA2, {"block_size": 256, "sliding_window": 9, "lse": True}),
+        (FA2, {"block_size": 0, "alibi": "linear", "causality": "bidirectional"}),
         (TORCH_PAGED, {"block_size": 256, "sliding_window": 9}),
     ],
     ids=str,
@@ -122,6 +123,9 @@ def test_what_libraries_accept(library, changes, monkeypatch) -> None:
         (FA3_PACKAGE, {"sinks": True}, "sinks is not implemented"),
         (FA4, FP8, "kv_cache_dtype fp8_e4m3"),
         (FA2, {}, "block_size 16"),
+        (FA2, {"block_size": 256, "alibi": "linear", "lse": True}, "which a log-sum-exp sees"),
+        (FA2, {"block_size": 256, "alibi": "sqrt"}, "alibi_sqrt is not implemented"),
+        (TORCH_PAGED, {"alibi": "linear"}, "alibi is not implemented"),
         (FA4, {"batch_invariant": True, "sliding_window": 9}, "use TRITON_ATTN"),
         (FA2, {"block_size": 256, "batch_invariant": True}, "batch_invariant is not implemented"),
         (TORCH_PAGED, {"logits_soft_cap": 3.0}, "logits_soft_cap is not implemented"),
@@ -161,7 +165,11 @@ def test_the_newest_library_that_has_kernels_for_the_gpu_runs(forgotten) -> None
         "FlashAttention-4",
         "FlashAttention-2",
     ]
+    assert flash_attention.find_library((9, 0), alibi=True).name == "FlashAttention-2"
     del installed["flash_attn_3"], installed["flash-attn"]
+    assert flash_attention.find_library((9, 0), alibi=True).name == "FlashAttention-2", "what is found stays"
+    flash_attention.find_library.cache_clear()
+    assert flash_attention.find_library((9, 0), alibi=True).name == "FlashAttention-4", "which refuses ALiBi"
     assert [found(c) for c in ((8, 0), (9, 0))] == ["torch varlen_attn", "FlashAttention-4"]
 
 
@@ -225,6 +233,10 @@ PREFILLS = ((9, 30), (12, 12), (1, 5), (20, 2))
         {"causality": "bidirectional", "sliding_window": 4},
         {"causality": "bidirectional", "attn_type": "encoder_decoder", "lse": True},
         {"logits_soft_cap": 1.5},
+        {"alibi": "linear"},
+        {"alibi": "linear", "sliding_window": 5, "logits_soft_cap": 1.5},
+        {"alibi": "linear", "causality": "bidirectional"},
+        {"alibi": "linear", "causality": "bidirectional", "block_size": 0},
         {"sinks": True},
         {"batch_invariant": True},
         {"block_size": 0},
@@ -333,7 +345,7 @@ def test_the_kernel_puts_rows_right(heads, width, with_lse) -> None:
 @pytest.mark.parametrize("scale", [-0.3, 0.0])
 @pytest.mark.parametrize("changes", [{}, {"logits_soft_cap": 1.5}])
 def test_scales_that_are_not_positive_are_the_querys(scale, changes, monkeypatch) -> None:
-    monkeypatch.setattr(flash_attn, "find_library", lambda capability=None: FA4)
+    monkeypatch.setattr(flash_attn, "find_library", lambda *_: FA4)
     monkeypatch.setitem(sys.modules, "flash_attn.cute", fake_fa4())
     monkeypatch.setattr(planning, "multiprocessors", lambda device: 132)
     config = {"dtype": "bfloat16", "head_size": 32, "block_size": 16, "scale": scale, **changes}

@@ -99,7 +99,7 @@ def check(row: Row, plan: bool = False) -> None:
 def torchs_own(monkeypatch: pytest.MonkeyPatch) -> Any:
     """FLASH_ATTN on torch's varlen attention, whatever library is loaded."""
     library = flash_attention.FlashLibrary("torch varlen_attn", torch.__version__, paged=False)
-    monkeypatch.setattr("vattn.backends.flash_attn.backend.find_library", lambda capability=None: library)
+    monkeypatch.setattr("vattn.backends.flash_attn.backend.find_library", lambda *_: library)
     selector.forget_decisions()
     from vattn.backends import dispatch
 

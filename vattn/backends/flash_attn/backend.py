@@ -3,7 +3,7 @@
 Libraries guarantee less than vattn's kernels: values in memory that no request owns must be finite, block ids that
 name no block are read as the nearest one, and a sequence longer than its row of the block table ends with it. In FP8
 the weights of the values are rounded to e4m3 too, which costs up to 2^-4 of a result. There is no quantised output, no
-ALiBi, no tree and no chunks.
+tree and no chunks, and ALiBi with FlashAttention-2 alone.
 """
 
 from __future__ import annotations
@@ -69,12 +69,12 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
 
     def reasons(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
         """Return why this backend refuses a request, naming the library that it runs on."""
-        problem = self._problem(_library_on(device))
+        problem = self._problem(_library_on(device, config))
         return ([] if problem is None else [problem]) + self.limits(config, device)
 
     def limits(self, config: AttentionConfig, device: DeviceInfo) -> list[str]:
         """Return what the library for a device refuses; for none, what FlashAttention-3 would."""
-        library, found = _library_on(device), []
+        library, found = _library_on(device, config), []
         if library is not None and not library.paged and config.block_size:
             found.append(
                 "a paged cache: load FlashAttention-3 with vattn.load_flash_attn(path), or activate an implementation "
@@ -87,14 +87,15 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
 
     def notes(self, config: AttentionConfig) -> list[str]:
         """Say which library runs it, and why installed ones do not."""
-        found = [f"runs on {self.library}"] + [f"passed over: {reason}" for reason in passed_over()]
+        library = find_library(_current_capability(), config.alibi != "none")
+        found = [f"runs on {library}"] + [f"passed over: {reason}" for reason in passed_over()]
         if config.batch_invariant:
             return [*found, "sequences are not cut into parts"]
         return found
 
     def plan_shape(self, config: AttentionConfig, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
         """Return the shape of the schedule; `()` for libraries that take none, and under batch invariance."""
-        if not has_schedule(self.library) or config.batch_invariant or not config.block_size:
+        if not has_schedule(find_library(_current_capability(), config.alibi != "none")) or config.batch_invariant or not config.block_size:
             return ()
         return planning.plan_shape(config, num_tokens)
 
@@ -108,7 +109,7 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
     def attention(self, args: AttentionArgs, config: AttentionConfig) -> None:
         if self._has_nothing_to_read(args, args.seq_lens, args.key_cache, config):
             return
-        library = self._library_of(args.query)
+        library = self._library_of(args.query, config)
         key, value = key_value_views(args.key_cache, args.value_cache, config)
         call = planning.paged_call(_call(args, config, key, value), args, config, has_schedule(library))
         self._run(library, call, args, args.seq_lens, config)
@@ -122,7 +123,7 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
             max_seq_len=args.key.shape[0],
             num_splits=1 if config.batch_invariant else 0,
         )
-        self._run(self._library_of(args.query), call, args, lengths, config)
+        self._run(self._library_of(args.query, config), call, args, lengths, config)
 
     @staticmethod
     def get_supported_head_sizes() -> list[int]:
@@ -185,8 +186,8 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
         )
 
     @staticmethod
-    def _library_of(query: Tensor) -> FlashLibrary:
-        library = find_library(_capability_of(query.device))
+    def _library_of(query: Tensor, config: AttentionConfig) -> FlashLibrary:
+        library = find_library(_capability_of(query.device), config.alibi != "none")
         assert library is not None  # `reasons` refused the call otherwise
         return library
 
@@ -246,6 +247,7 @@ def _call(args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, ke
         window=_window(config),
         soft_cap=config.logits_soft_cap or 0.0,
         sinks=None if args.sinks is None else args.sinks.to(torch.bfloat16),
+        alibi_slopes=args.alibi_slopes,
     )
 
 
@@ -270,8 +272,8 @@ def _descales(scales: tuple[Tensor | None, ...], num_reqs: int, num_kv_heads: in
     return query, key, value
 
 
-def _library_on(device: DeviceInfo) -> FlashLibrary | None:
-    return find_library(device.capability if device.type == "cuda" else None)
+def _library_on(device: DeviceInfo, config: AttentionConfig) -> FlashLibrary | None:
+    return find_library(device.capability if device.type == "cuda" else None, config.alibi != "none")
 
 
 def _capability_of(device: torch.device) -> tuple[int, int] | None:

@@ -144,6 +144,7 @@ def _run_fa2(call: FlashCall, output: Tensor) -> Tensor:
         causal=call.causal,
         window_size=call.window,
         softcap=call.soft_cap,
+        alibi_slopes=call.alibi_slopes,
         return_attn_probs=True,
         block_table=call.block_table,
     )

@@ -103,8 +103,18 @@ FLASH_ATTENTION_4_NEWER = _capabilities(
 )
 """The same on newer GPUs, where it has fewer head sizes."""
 
-FLASH_ATTENTION_2 = _capabilities(frozenset({"logits_soft_cap"}), _PAGES_OF_2, (8, 0))
-"""What the package of FlashAttention-2 does."""
+FLASH_ATTENTION_2 = _capabilities(
+    frozenset({"logits_soft_cap", "alibi"}),
+    _PAGES_OF_2,
+    (8, 0),
+    (
+        Exclusion(
+            frozenset({"alibi", "lse"}),
+            "FlashAttention-2 adds another constant to each row of ALiBi, which a log-sum-exp sees: use TRITON_ATTN",
+        ),
+    ),
+)
+"""What the package of FlashAttention-2 does; the only one with ALiBi."""
 
 TORCH_VARLEN = _capabilities(frozenset(), _ANY_16, (8, 0))
 """What torch's own varlen attention does; torch's built-in implementation only runs attention without a cache."""

@@ -38,6 +38,7 @@ class FlashCall(NamedTuple):
         seq_lens, block_table: int32 `[B]` and `[B, W]`, or `None`.
         max_query_len, max_seq_len: upper bounds.
         window: tokens visible to the left and to the right, -1 = all.
+        alibi_slopes: fp32 `[H]`, or `None`.
         descales: of query, key and value, fp32 `[B, K]`, or `None`.
         num_splits: most parts that a sequence is split into, each with a partial result; 0: the library chooses.
         schedule: int32, the library's own partition of the work, made once a step; `None`: it makes one.
@@ -57,6 +58,7 @@ class FlashCall(NamedTuple):
     seq_lens: Tensor | None = None
     block_table: Tensor | None = None
     sinks: Tensor | None = None
+    alibi_slopes: Tensor | None = None
     descales: tuple[Tensor, Tensor, Tensor] | None = None
     num_splits: int = 0
     schedule: Tensor | None = None
@@ -171,11 +173,12 @@ def _load(path: str | os.PathLike[str]) -> None:
 
 
 @lru_cache(maxsize=16)
-def find_library(capability: tuple[int, int] | None = None) -> FlashLibrary | None:
+def find_library(capability: tuple[int, int] | None = None, alibi: bool = False) -> FlashLibrary | None:
     """Return the newest FlashAttention library there is, `None` if there is none.
 
     Args:
         capability: of the GPU that it must have kernels for; `None`: of any.
+        alibi: prefer the package that has ALiBi, FlashAttention-2, to newer ones. A library given by path stays.
     """
     path = os.environ.get(LIBRARY_VARIABLE)
     if path and "path" not in _loaded:
@@ -189,9 +192,12 @@ def find_library(capability: tuple[int, int] | None = None) -> FlashLibrary | No
         return _by_path()
     for package in PACKAGES:
         fits = capability is None or capability[0] in package.majors
+        fits = fits and (package.name == "FlashAttention-2" or not alibi)
         version = package.version()
         if fits and version is not None and package_problem(package) is None:
             return FlashLibrary(package.name, version, True, package.module)
+    if alibi:
+        return find_library(capability)
     return None if torch.version.cuda is None else _torchs_own(capability)
 
 

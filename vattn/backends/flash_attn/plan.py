@@ -38,9 +38,9 @@ def takes_rows(config: AttentionConfig, num_tokens: int, num_reqs: int) -> bool:
     """Return whether the rows of such a step go as requests of their own.
 
     Not under batch invariance, where the neighbours of a request must not choose how it is computed, nor under a window
-    to both sides, which ends after the row.
+    or ALiBi to both sides, which count from the row's own position.
     """
-    one_sided = config.causality == "causal" or config.sliding_window is None
+    one_sided = config.causality == "causal" or (config.sliding_window is None and config.alibi == "none")
     return num_tokens <= 2 * num_reqs and one_sided and not config.batch_invariant
 
 
@@ -102,6 +102,7 @@ def plan_key(name: str, config: AttentionConfig) -> str:
     """Return a key that is equal for layers that can share a schedule."""
     fields = (
         "num_heads", "num_kv_heads", "head_size", "dtype", "query_format", "causality", "sliding_window", "attn_type",
+        "alibi",
     )  # fmt: skip
     parts = [f"{field}={getattr(config, field)}" for field in fields]
     return " ".join([name, *parts, f"capped={config.logits_soft_cap is not None}"])
