@@ -67,6 +67,13 @@ def test_heads(heads: tuple[int, int]) -> None:
     check(random_packed_batch(config, [40, 17, 4], [40, 17, 2]))
 
 
+@pytest.mark.parametrize("fp8", [False, True])
+def test_rows_that_are_counted_apart_from_the_keys(fp8: bool) -> None:
+    """More rows than keys: without positions among them each sees every key."""
+    config = encoder_config(72, attn_type="encoder_decoder", **(FP8 if fp8 else {}))
+    check(random_packed_batch(config, [40, 5, 3], [7, 60, 0], num_padding_tokens=4))
+
+
 def test_a_scale_that_is_negative() -> None:
     check(random_packed_batch(encoder_config(64, scale=-0.2), [40, 17], [40, 17]))
 

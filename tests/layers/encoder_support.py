@@ -45,7 +45,9 @@ def dense(
     key: Tensor,
     value: Tensor,
     lens: Sequence[int],
+    kv_lens: Sequence[int] | None = None,
     *,
+    causal: bool = False,
     scale: float | None = None,
     window: int | None = None,
     soft_cap: float | None = None,
@@ -54,22 +56,24 @@ def dense(
 ) -> Tensor:
     """Return fp64 `[T, H, V]`, one score matrix per sequence, as a textbook writes it; rows of padding are zero."""
     out = query.new_zeros(*query.shape[:2], value.shape[2], dtype=torch.float64)
-    first = 0
-    for length in lens:
-        rows = slice(first, first + length)
-        q, k, v = (t[rows].double().transpose(0, 1) for t in (query, key, value))
+    first = first_key = 0
+    for length, keys in zip(lens, lens if kv_lens is None else kv_lens, strict=True):
+        rows, seen = slice(first, first + length), slice(first_key, first_key + keys)
+        q, k, v = (t[part].double().transpose(0, 1) for t, part in ((query, rows), (key, seen), (value, seen)))
         k, v = (t.repeat_interleave(q.shape[0] // t.shape[0], dim=0) for t in (k, v))
         scores = q @ k.transpose(1, 2) * (q.shape[2] ** -0.5 if scale is None else scale)
         if soft_cap is not None:
             scores = soft_cap * torch.tanh(scores / soft_cap)
-        position = torch.arange(length)
-        distance = (position[:, None] - position[None, :]).abs()
+        distance = torch.arange(keys - length, keys)[:, None] - torch.arange(keys)
+        if causal:
+            scores = scores.masked_fill(distance < 0, -torch.inf)
+        distance = distance.abs()
         if slopes is not None:
             scores = scores - slopes.double()[:, None, None] * distance
         if window is not None:
             scores = scores.masked_fill(distance >= window, -torch.inf)
         if sinks is not None:
             scores = torch.cat([scores, sinks.double()[:, None, None].expand(-1, length, 1)], dim=2)
-        out[rows] = (scores.softmax(2)[:, :, :length] @ v).transpose(0, 1)
-        first += length
+        out[rows] = (scores.softmax(2)[:, :, :keys] @ v).transpose(0, 1)
+        first, first_key = first + length, first_key + keys
     return out

@@ -132,6 +132,59 @@ def test_random_packed_batches(
     assert not out[:, sum(lens) :].any()
 
 
+@pytest.mark.parametrize("backend", ["TORCH_SDPA", "TRITON_ATTN"])
+@pytest.mark.parametrize(("tokens", "keys"), [(9, 4), (4, 9), (1, 30), (5, 0)])
+def test_keys_of_another_length(backend: str, tokens: int, keys: int) -> None:
+    """Every query sees all keys of its row, also where there are more queries than keys."""
+    layer = vattn.MMEncoderAttention(4, 16, num_kv_heads=2, attn_backend=backend)
+    query, key, value = torch.randn(3, tokens, 64), torch.randn(3, keys, 2, 16), torch.randn(3, keys, 32)
+    out = layer(query, key, value)
+    q, k, v = (t.reshape(-1, heads, 16) for t, heads in ((query, 4), (key, 2), (value, 2)))
+    assert out.shape == query.shape
+    expected = dense(q, k, v, [tokens] * 3, [keys] * 3)
+    assert relative_l2(out.reshape(q.shape), expected) < CLOSE if keys else not out.any()
+
+
+@settings(max_examples=40)
+@given(
+    lens=st.lists(st.tuples(st.integers(0, 24), st.integers(0, 24)), min_size=1, max_size=6),
+    padding=st.tuples(st.integers(0, 5), st.integers(0, 5)),
+    wide=st.booleans(),
+    fp8=st.booleans(),
+)
+def test_keys_with_offsets_of_their_own(
+    lens: list[tuple[int, int]], padding: tuple[int, int], wide: bool, fp8: bool
+) -> None:
+    """Padding of keys is never read, nor does it count for a scale."""
+    quant = vattn.EncoderFP8Config(dynamic=True) if fp8 else None
+    layer = vattn.MMEncoderAttention(4, 16, num_kv_heads=2, quant_config=quant)
+    lengths, key_lengths = (list(part) for part in zip(*lens, strict=True))
+    (query, _, _), (_, key, value) = (
+        random_qkv(sum(part) + extra, real=sum(part), seed=extra)
+        for part, extra in zip((lengths, key_lengths), padding, strict=True)
+    )
+    starts, starts_k = offsets(lengths), offsets(key_lengths).to(torch.int64 if wide else torch.int32)
+    out = layer(query[None], key[None], value[None], starts, max(lengths), cu_seqlens_k=starts_k, padded=True)[0]
+    # A row without keys divides by nothing.
+    expected = dense(query, key, value, lengths, key_lengths).nan_to_num()
+    # FP8 rounds q, k and v to 3 bits.
+    assert relative_l2(out, expected) < (0.1 if fp8 else CLOSE) or not expected.any()
+    assert not out[sum(lengths) :].any()
+
+
+@pytest.mark.parametrize("backend", ["TORCH_SDPA", "TRITON_ATTN"])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_a_batch_with_offsets(backend: str, dtype: torch.dtype) -> None:
+    """Offsets count the rows of the whole batch; sequences may go on from one row of it to the next."""
+    layer = vattn.MMEncoderAttention(4, 16, num_kv_heads=2, attn_backend=backend)
+    query, key, value = random_qkv(24)
+    rows = [t.reshape(3, 8, -1, 16) for t in (query, key, value)]
+    out = layer(*rows, offsets([8, 3, 5, 7]).to(dtype), 8, padded=True)
+    assert out.shape == (3, 8, 4, 16)
+    assert relative_l2(out.view(24, 4, 16), dense(query, key, value, [8, 3, 5, 7])) < CLOSE
+    assert not out[2, 7].any()
+
+
 def test_no_tokens_and_no_images() -> None:
     layer = vattn.MMEncoderAttention(2, 8)
     assert layer(*[torch.empty(0, 5, 16)] * 3).shape == (0, 5, 16)
@@ -160,7 +213,9 @@ ROWS = torch.zeros(1, 5, 32)
 BAD_CALLS: dict[str, tuple[Callable[[], tuple[Any, ...]], type[Exception], str]] = {
     "two dimensions": (lambda: (ROWS[0],) * 3, ShapeError, r"query has shape \(5, 32\)"),
     "columns": (lambda: (ROWS[..., :31],) * 3, ShapeError, r"\[1, 5, 32\] or \[1, 5, 2, 16\]"),
-    "key tokens": (lambda: (ROWS, ROWS[:, :4], ROWS), ShapeError, r"key has shape \(1, 4, 32\)"),
+    "key tokens": (lambda: (ROWS, ROWS[:, :4], ROWS), ShapeError, r"value has shape .* \[1, 4, 32\] or"),
+    "flat key": (lambda: (ROWS, ROWS[0], ROWS), ShapeError, r"key has shape \(5, 32\).*\[b, s, 32\]"),
+    "fewer keys": (lambda: (ROWS, *[ROWS[:, :4]] * 2, offsets([5]), 5), ShapeError, "pass cu_seqlens_k"),
     "value batch": (lambda: (ROWS, ROWS, ROWS.expand(2, 5, 32)), ShapeError, r"value has shape \(2, 5, 32\)"),
     "dtype": (lambda: (ROWS.double(),) * 3, DtypeError, "query is float64 in layer 'v.0'"),
     "mixed dtypes": (lambda: (ROWS, ROWS.half(), ROWS), DtypeError, "key is float16"),
@@ -172,7 +227,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], tuple[Any, ...]], type[Exception], str]]
     "fall": (lambda: (ROWS, ROWS, ROWS, torch.tensor([0, 4, 3, 5]).int(), 5), MetadataError, "falls from 4 to 3"),
     "start": (lambda: (ROWS, ROWS, ROWS, torch.tensor([1, 5]).int(), 5), MetadataError, "start at 0"),
     "too long": (lambda: (ROWS, ROWS, ROWS, offsets([2, 3]), 2), MetadataError, "a sequence of 3 tokens"),
-    "int64": (lambda: (ROWS, ROWS, ROWS, offsets([5]).long(), 5), DtypeError, "cu_seqlens is int64"),
+    "int16": (lambda: (ROWS, ROWS, ROWS, offsets([5]).short(), 5), DtypeError, "cu_seqlens is int16"),
     "no tensor": (lambda: (ROWS, ROWS, ROWS, [0, 5], 5), DtypeError, "cu_seqlens is list"),
     "length of a text": (lambda: (ROWS, ROWS, ROWS, offsets([5]), "5"), DtypeError, "max_seqlen='5'"),
     "length of a half": (lambda: (ROWS, ROWS, ROWS, offsets([5]), 5.5), DtypeError, "max_seqlen=5.5"),
@@ -180,7 +235,7 @@ BAD_CALLS: dict[str, tuple[Callable[[], tuple[Any, ...]], type[Exception], str]]
     "two lengths": (lambda: (ROWS, ROWS, ROWS, offsets([5]), torch.tensor([5, 5])), DtypeError, "max_seqlen=tens"),
     "no key": (lambda: (ROWS, None, ROWS), ShapeError, "key is None in layer 'v.0'"),
     "no sequence": (lambda: (ROWS, ROWS, ROWS, offsets([]), 5), ShapeError, r"cu_seqlens of shape \(1,\)"),
-    "a batch": (lambda: (*[ROWS.expand(2, 5, 32)] * 3, offsets([10]), 10), ShapeError, "packed into one row"),
+    "a batch": (lambda: (*[ROWS.expand(2, 5, 32)] * 3, offsets([5]), 5), MetadataError, "ends at 5 for 10 tokens"),
 }
 
 
@@ -203,6 +258,17 @@ def test_more_bad_calls() -> None:
         layer(ROWS, ROWS, ROWS, padded=True)
     with pytest.raises(MetadataError, match="ends at 6 for 5 tokens"):
         layer(ROWS, ROWS, ROWS, offsets([6]), 6, padded=True)
+    keys = {"key": ROWS[:, :4], "value": ROWS[:, :4]}
+    with pytest.raises(MetadataError, match="got cu_seqlens_k alone"):
+        layer(ROWS, **keys, cu_seqlens_k=offsets([4]))
+    for wrong, error, text in (
+        (offsets([3]), MetadataError, "cu_seqlens_k ends at 3 for 4 tokens"),
+        (offsets([4, 0]), ShapeError, r"cu_seqlens_k of shape \(3,\)"),
+        (offsets([4]).float(), DtypeError, "cu_seqlens_k is float32"),
+        ([0, 4], DtypeError, "cu_seqlens_k is list"),
+    ):
+        with pytest.raises(error, match=text):
+            layer(ROWS, **keys, cu_seqlens=offsets([5]), max_seqlen=5, cu_seqlens_k=wrong)
     with pytest.raises(DtypeError, match="padded='no'"):
         layer(ROWS, ROWS, ROWS, offsets([5]), 5, padded="no")  # type: ignore[arg-type]
     with pytest.raises(GradientError):
@@ -275,6 +341,15 @@ def test_one_graph_for_all_images(flavour: str, fresh_dynamo: None) -> None:
     assert len(backend.graphs) == 1
     for ours, theirs in zip(model.buffers(), eager.buffers(), strict=True):
         assert torch.equal(ours, theirs)
+
+
+def test_one_graph_for_all_numbers_of_keys(fresh_dynamo: None) -> None:
+    layer, backend = vattn.MMEncoderAttention(2, 24), CountingBackend()
+    target = vattn.compile(layer, backend=backend, dynamic=True)
+    for tokens, keys in ((9, 4), (5, 30), (3, 7)):
+        query, key = torch.randn(2, tokens, 48), torch.randn(2, keys, 48)
+        torch.testing.assert_close(target(query, key, key), layer(query, key, key))
+    assert len(backend.graphs) == 1
 
 
 def test_one_graph_for_all_batches(fresh_dynamo: None) -> None:

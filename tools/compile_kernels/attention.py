@@ -274,12 +274,15 @@ def _encoders(target: str) -> Iterator[Launch]:
     fp8 = {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor", "query_format": "fp8_e4m3", "query_scale": "tensor"}
     for size, dtype, formats in itertools.product(encoder.HEAD_SIZES, ("bfloat16", "float16"), ({}, fp8)):
         base = AttentionConfig(16, 8, size, size, size**-0.5, dtype, dtype, block_size=0, causality="bidirectional")
-        for output in ("none", "fp8_static") if size in (72, 128) else ("none",):
-            config = base.replace(**formats, output_format=output)
+        variants = [("none", "decoder")]
+        if size in (72, 128):
+            variants += [("fp8_static", "decoder"), ("none", "encoder_decoder")]
+        for output, kind in variants:
+            config = base.replace(**formats, output_format=output, attn_type=kind)
             args = _varlen(config, 4096, 8)
             if not formats:
                 heads = [config.num_heads, config.num_kv_heads, config.num_kv_heads]
                 query, key, value = meta(4096, sum(heads), size, dtype=MODEL_DTYPES[dtype]).split(heads, dim=1)
                 args = args._replace(query=query, key=key, value=value)
             call = partial(encoder.attend, args, config, TARGETS[target])
-            yield from record(f"{dtype} {size} {len(formats)} {output}", target, call)
+            yield from record(f"{dtype} {size} {len(formats)} {output} {kind}", target, call)

@@ -116,21 +116,20 @@ def scales_of_layer(path: str | os.PathLike[str], prefix: str) -> dict[str, floa
     return entries[prefix]
 
 
-def largest_values(tensors: Sequence[Tensor], real: Tensor | None) -> Tensor:
-    """Return fp32 `[n]`: the largest magnitude of each tensor `[T, heads, width]`. Infinities and NaN do not count.
+def largest_value(tensor: Tensor, num_rows: Tensor | None) -> Tensor:
+    """Return the largest magnitude in `[T, heads, width]`, fp32 `[]`. Infinities and NaN do not count.
 
     Args:
-        real: bool `[T]`, rows that count; `None`: all.
+        num_rows: an integer `[]`: later rows do not count; `None`: all do.
     """
-    if tensors[0].shape[0] == 0:
-        return torch.zeros(len(tensors), device=tensors[0].device)
-    found = []
-    for tensor in tensors:
-        sizes = tensor.detach().abs()
-        # Rows first: each is read in one piece, and padding is a mask of rows.
-        rows = torch.where(sizes < torch.inf, sizes, 0.0).amax(dim=(1, 2))
-        found.append((rows if real is None else torch.where(real, rows, 0.0)).amax().float())
-    return torch.stack(found)
+    if tensor.shape[0] == 0:
+        return torch.zeros((), device=tensor.device)
+    sizes = tensor.detach().abs()
+    # Rows first: each is read in one piece, and padding is a mask of rows.
+    rows = torch.where(sizes < torch.inf, sizes, 0.0).amax(dim=(1, 2))
+    if num_rows is not None:
+        rows = torch.where(torch.arange(tensor.shape[0], device=tensor.device) < num_rows, rows, 0.0)
+    return rows.amax().float()
 
 
 def record_amax(history: Tensor, steps: Tensor, amax: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -5,20 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from vattn.config.attention import AttentionType
+from vattn.config.attention import AttentionConfig, AttentionType
 from vattn.config.typed import typed_on_error
 from vattn.errors import ConfigError, DtypeError, MetadataError, ShapeError
 from vattn.layers.base.scales import make_scale
 from vattn.layers.base.step import not_strided
-from vattn.layers.encoder.cu_seqlens import check_cu_seqlens
+from vattn.layers.encoder.cu_seqlens import check_offsets
 from vattn.layers.encoder.fp8_scales import (
     HISTORY_STEPS,
     EncoderFP8Config,
-    largest_values,
+    largest_value,
     record_amax,
     scales_of_layer,
 )
 from vattn.layers.encoder.varlen_attention import VarlenAttention
+from vattn.ops.index_dtypes import INDEX_DTYPES
 from vattn.quantization.codecs import encode_kv, encode_query
 from vattn.quantization.formats import OUTPUT_FORMATS, dtype_name
 
@@ -99,6 +100,11 @@ class MMEncoderAttention(VarlenAttention):
             query_format="none" if quant_config is None else _FP8,
             query_scale=fp8,
         )
+        # Among keys of another length a row of the query has no position.
+        crossing = {"attn_type": AttentionType.ENCODER_DECODER.value}
+        self._cross_ops = {
+            name: AttentionConfig.parse(text).replace(**crossing).encode() for name, text in self._ops.items()
+        }
 
     def _register_fp8(self, quant: EncoderFP8Config | None) -> None:
         scales: dict[str, Tensor | None] = dict.fromkeys(("q_scale", "k_scale", "v_scale"))
@@ -127,6 +133,7 @@ class MMEncoderAttention(VarlenAttention):
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | Tensor | None = None,
         *,
+        cu_seqlens_k: Tensor | None = None,
         padded: bool = False,
     ) -> Tensor:
         """Attend within each sequence.
@@ -134,19 +141,22 @@ class MMEncoderAttention(VarlenAttention):
         Args:
             query: `[b, s, num_heads * head_size]` or `[b, s, num_heads, head_size]`. Views of one interleaved
                 projection are read in place, as long as b and s have one common stride.
-            key, value: same with KV heads and the same b and s.
-            cu_seqlens: int32 `[sequences + 1]`, where each sequence starts in the s rows of b = 1, and where the last
-                one ends. Default: each of the b rows is one sequence. Equal neighbours make an empty sequence.
-            max_seqlen: no sequence is longer; with `cu_seqlens` and only with it. A CUDA tensor is not read.
-            padded: `cu_seqlens` may end before s: the rows after it are padding, may hold anything and come out zero.
+            key, value: `[b, s_k, ...]`, same with KV heads; s_k may differ from s. Every row of the query sees all keys
+                of its sequence; without any it is zero.
+            cu_seqlens: int32 or int64 `[sequences + 1]`, where each sequence starts in the b * s rows, and where the
+                last one ends. Default: each of the b rows is one sequence. Equal neighbours make an empty sequence.
+            max_seqlen: no sequence of the query is longer; with `cu_seqlens` and only with it. A CUDA tensor is not
+                read.
+            cu_seqlens_k: the same for the b * s_k rows of the keys; default `cu_seqlens`, for as many keys as queries.
+            padded: offsets may end before the rows: those after it are padding, may hold anything and come out zero.
 
         Returns:
             The output, in the query's dtype and number of dimensions.
 
         Raises:
             ShapeError, DtypeError, DeviceError: tensors that contradict the layer or each other.
-            MetadataError: one of `cu_seqlens` and `max_seqlen` alone; offsets on the CPU that fall or do not end at s
-                (compiled code and CUDA leave that to `vattn.check_cu_seqlens`; nothing outside the tensors is read).
+            MetadataError: one of `cu_seqlens` and `max_seqlen` alone; offsets on the CPU that fall or do not end with
+                the rows (compiled code and CUDA leave that to `vattn.check_cu_seqlens`; nothing outside the tensors is read).
             UnsupportedRequestError: no backend, or not the requested one, runs the layer on this device.
         """
         for name, tensor in (("query", query), ("key", key), ("value", value)):
@@ -155,16 +165,14 @@ class MMEncoderAttention(VarlenAttention):
                 allowed = "a tensor [b, s, columns] or [b, s, heads, head_size]"
                 raise ShapeError(f"{name} is {got} in layer {self.prefix!r}", allowed, f"pass {name} as a tensor")
         op_config = self._op_config(query.dtype)
-        if query.dim() not in (3, 4):
-            raise self._shape_error("query", query, self.num_heads)
-        batch, tokens = query.shape[:2]
+        for name, tensor, heads in (("query", query, self.num_heads), ("key", key, self.num_kv_heads)):
+            if tensor.dim() not in (3, 4):
+                raise self._shape_error(name, tensor, heads)
+        (batch, tokens), keys = query.shape[:2], key.shape[1]
         packed = [
-            self._rows(name, tensor, heads, batch, tokens)
-            for name, tensor, heads in (
-                ("query", query, self.num_heads),
-                ("key", key, self.num_kv_heads),
-                ("value", value, self.num_kv_heads),
-            )
+            self._rows("query", query, self.num_heads, batch, tokens),
+            self._rows("key", key, self.num_kv_heads, batch, keys),
+            self._rows("value", value, self.num_kv_heads, batch, keys),
         ]
         for name, tensor in (("key", key), ("value", value)):
             if tensor.dtype != query.dtype:
@@ -173,12 +181,14 @@ class MMEncoderAttention(VarlenAttention):
                     f"{dtype_name(query.dtype)}, the query's dtype",
                     f"convert {name}",
                 )
-        starts = self._starts(query, cu_seqlens, max_seqlen, padded)
+        starts, kv_starts = self._starts(query, key, cu_seqlens, max_seqlen, cu_seqlens_k, padded)
+        if cu_seqlens_k is not None or keys != tokens:
+            op_config = self._cross_ops[dtype_name(query.dtype)]
         output, _ = OUTPUT_FORMATS["none"].allocate(packed[0], self.head_size, query.dtype)
         if self.quant_config is None:
-            args = self._arguments(packed, starts, output, None, (None, None, None), op_config)
+            args = self._arguments(packed, (starts, kv_starts), output, None, (None, None, None), op_config)
         else:
-            args = self._fp8_arguments(packed, starts, output, cu_seqlens is not None, op_config)
+            args = self._fp8_arguments(packed, (starts, kv_starts), output, cu_seqlens is not None, op_config)
         torch.ops.vattn.varlen_attention(*args)
         shape = (batch, tokens, self.num_heads, self.head_size)
         return output.view(shape) if query.dim() == 4 else output.view(shape).flatten(2)
@@ -203,43 +213,74 @@ class MMEncoderAttention(VarlenAttention):
         )
 
     def _starts(
-        self, query: Tensor, cu_seqlens: Tensor | None, max_seqlen: int | Tensor | None, padded: bool
-    ) -> Tensor:
-        """Return where each sequence starts and the last one ends, int32 on the query's device."""
-        batch, tokens = query.shape[:2]
-        if (cu_seqlens is None) != (max_seqlen is None) or (padded and cu_seqlens is None):
-            names = {"cu_seqlens": cu_seqlens is not None, "max_seqlen": max_seqlen is not None, "padded": padded}
+        self,
+        query: Tensor,
+        key: Tensor,
+        cu_seqlens: Tensor | None,
+        max_seqlen: int | Tensor | None,
+        cu_seqlens_k: Tensor | None,
+        padded: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """Return where each sequence of queries, and of keys, starts and the last one ends, on the query's device."""
+        (batch, tokens), keys = query.shape[:2], key.shape[1]
+        alone = padded or cu_seqlens_k is not None
+        if (cu_seqlens is None) != (max_seqlen is None) or (alone and cu_seqlens is None):
+            names = {
+                "cu_seqlens": cu_seqlens is not None,
+                "max_seqlen": max_seqlen is not None,
+                "cu_seqlens_k": cu_seqlens_k is not None,
+                "padded": padded,
+            }
             raise MetadataError(
                 f"layer {self.prefix!r} got {' and '.join(name for name, given in names.items() if given)} alone",
-                "cu_seqlens and max_seqlen, or neither; padded only with them",
+                "cu_seqlens and max_seqlen, or neither; cu_seqlens_k and padded only with them",
                 "pass the offsets of the packed sequences and the longest length",
             )
         if cu_seqlens is None:
             if batch == 0:
-                return torch.zeros(2, dtype=torch.int32, device=query.device)
-            return torch.arange(batch + 1, dtype=torch.int32, device=query.device) * tokens
-        self._check_types(cu_seqlens, max_seqlen, padded)
-        if batch != 1 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 2:
+                starts = torch.zeros(2, dtype=torch.int32, device=query.device)
+                return starts, starts
+            row = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
+            starts = row * tokens
+            return starts, starts if keys == tokens else row * keys
+        self._check_types(cu_seqlens, max_seqlen, cu_seqlens_k, padded)
+        if cu_seqlens_k is None and keys != tokens:
             raise ShapeError(
-                f"cu_seqlens of shape {tuple(cu_seqlens.shape)} for {batch} rows of a batch in layer {self.prefix!r}",
-                "[sequences + 1] with one or more sequences, all of them packed into one row",
-                "reshape query, key and value to [1, b * s, ...]",
+                f"{keys} keys in each of {batch} rows for {tokens} queries, with cu_seqlens in layer {self.prefix!r}",
+                "as many keys as queries, or offsets of their own",
+                "pass cu_seqlens_k, the offsets of the keys",
             )
-        if cu_seqlens.device.type == "cpu" and not torch.compiler.is_compiling():
-            check_cu_seqlens(cu_seqlens, tokens, max_seqlen, padded=padded)
-        return cu_seqlens
+        for name, offsets, rows, longest in (
+            ("cu_seqlens", cu_seqlens, batch * tokens, max_seqlen),
+            ("cu_seqlens_k", cu_seqlens_k, batch * keys, None),
+        ):
+            if offsets is None:
+                continue
+            if offsets.dim() != 1 or offsets.shape[0] < 2 or offsets.shape[0] != cu_seqlens.shape[0]:
+                raise ShapeError(
+                    f"{name} of shape {tuple(offsets.shape)} in layer {self.prefix!r}",
+                    "[sequences + 1] with one or more sequences, the same number for queries and keys",
+                    "pass cumulative lengths",
+                )
+            if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+                check_offsets(name, offsets, rows, longest, padded)
+        return cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
 
-    def _check_types(self, cu_seqlens: Tensor, max_seqlen: int | Tensor | None, padded: bool) -> None:
+    def _check_types(
+        self, cu_seqlens: Tensor, max_seqlen: int | Tensor | None, cu_seqlens_k: Tensor | None, padded: bool
+    ) -> None:
         """Refuse offsets and lengths of other types; a float or a text would be rounded or read as true in silence."""
-        if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
-            got = dtype_name(cu_seqlens.dtype) if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-            raise DtypeError(
-                f"cu_seqlens is {got} in layer {self.prefix!r}",
-                "an int32 tensor",
-                "make the offsets with dtype=torch.int32, once for all layers",
-            )
+        for name, offsets in (("cu_seqlens", cu_seqlens), ("cu_seqlens_k", cu_seqlens_k)):
+            optional = name == "cu_seqlens_k" and offsets is None
+            if not optional and (not isinstance(offsets, Tensor) or offsets.dtype not in INDEX_DTYPES):
+                got = dtype_name(offsets.dtype) if isinstance(offsets, Tensor) else type(offsets).__name__
+                raise DtypeError(
+                    f"{name} is {got} in layer {self.prefix!r}",
+                    "an int32 or int64 tensor",
+                    "make the offsets with dtype=torch.int32, once for all layers",
+                )
         if isinstance(max_seqlen, Tensor):
-            right = max_seqlen.numel() == 1 and max_seqlen.dtype in (torch.int32, torch.int64)
+            right = max_seqlen.numel() == 1 and max_seqlen.dtype in INDEX_DTYPES
         else:
             right = isinstance(max_seqlen, (int, torch.SymInt)) and not isinstance(max_seqlen, bool)
         if not right or not isinstance(padded, bool):
@@ -250,11 +291,12 @@ class MMEncoderAttention(VarlenAttention):
             )
 
     def _fp8_arguments(
-        self, packed: list[Tensor], starts: Tensor, output: Tensor, masked: bool, op_config: str
+        self, packed: list[Tensor], starts: tuple[Tensor, Tensor], output: Tensor, masked: bool, op_config: str
     ) -> tuple[object, ...]:
         """Return the op's arguments with q, k and v in FP8; record what dynamic scales are made of.
 
         Args:
+            starts: of queries and of keys.
             masked: rows after the last of `starts` are padding.
         """
         if self.amax_history is None or self.amax_steps is None:
@@ -266,9 +308,9 @@ class MMEncoderAttention(VarlenAttention):
                 scale = self.amax_history[0, :1]
                 args = self._arguments(codes, starts, output, None, (scale, scale, scale), op_config)
                 self._check_call(args, packed)
-            rows = torch.arange(packed[0].shape[0], device=starts.device)
-            amax = largest_values(packed, rows < starts[-1] if masked else None)
-            scales = record_amax(self.amax_history, self.amax_steps, amax)
+            ends = (starts[0][-1], starts[1][-1], starts[1][-1]) if masked else (None, None, None)
+            amax = [largest_value(tensor, end) for tensor, end in zip(packed, ends, strict=True)]
+            scales = record_amax(self.amax_history, self.amax_steps, torch.stack(amax))
         query = encode_query(packed[0], scales[0], self.num_kv_heads)
         key, value = encode_kv(packed[1], _FP8, scales[1]), encode_kv(packed[2], _FP8, scales[2])
         return self._arguments((query, key, value), starts, output, None, scales, op_config)

@@ -116,18 +116,23 @@ class VarlenAttention(OwnBuffers):
     def _arguments(
         self,
         qkv: Sequence[Tensor],
-        starts: Tensor,
+        starts: tuple[Tensor, Tensor],
         output: Tensor,
         block_scale: Tensor | None,
         scales: Sequence[Tensor | None],
         op_config: str,
     ) -> tuple[Any, ...]:
-        """Return the arguments of `vattn::varlen_attention` in the schema's order; `scales`: of q, k and v."""
+        """Return the arguments of `vattn::varlen_attention` in the schema's order.
+
+        Args:
+            starts: offsets of queries and of keys.
+            scales: of q, k and v.
+        """
         # AOTInductor hands an op None for an empty list, so that an exported one holds a schedule of no elements.
-        plan = [starts.new_empty(0)] if torch.compiler.is_exporting() else []
+        plan = [starts[0].new_empty(0)] if torch.compiler.is_exporting() else []
         nothing = (None, None, None, None)  # causal_flags, bias, tree_id, mm_ranges
         return (
-            *(*qkv, starts, starts, output, block_scale, None, self.output_scale),
+            *(*qkv, *starts, output, block_scale, None, self.output_scale),
             *(*scales, self.alibi_slopes, self.sinks, *nothing, plan, None, op_config),
         )
 

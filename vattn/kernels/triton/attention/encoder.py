@@ -95,7 +95,7 @@ def encoder_kernel(
     Q_ROW: tl.constexpr, Q_HEAD: tl.constexpr, K_ROW: tl.constexpr, K_HEAD: tl.constexpr, V_ROW: tl.constexpr,
     V_HEAD: tl.constexpr, OUT_ROW: tl.constexpr, OUT_HEAD: tl.constexpr,
     FORMAT: tl.constexpr, COMPUTE: tl.constexpr, FP8_DOT: tl.constexpr, NATIVE_FP8: tl.constexpr, MODEL: tl.constexpr,
-    OUTPUT: tl.constexpr, STAGES: tl.constexpr,
+    OUTPUT: tl.constexpr, STAGES: tl.constexpr, CROSS: tl.constexpr,
 ):  # fmt: skip
     """See `vattn.ops.reference.attention.varlen_attention`. Grid: tiles of query rows, query heads."""
     tile = tl.program_id(0)
@@ -141,9 +141,12 @@ def encoder_kernel(
             FORMAT, COMPUTE, FP8_DOT, NATIVE_FP8,
         )  # fmt: skip
 
-    # A row before the first key (a query longer than its keys) sees nothing; a NaN total is not an empty row.
+    # A row before the first key (a query longer than its keys) sees nothing, unless positions are counted apart; a NaN
+    # total is not an empty row.
     position = seq_len - (q_end - token)
-    seen = (position >= 0) & (total != 0.0)
+    seen = total != 0.0
+    if not CROSS:
+        seen = seen & (position >= 0)
     weight = tl.where(seen, out_factor / tl.where(seen, total, 1.0), 0.0)
     acc = tl.where(seen[:, None], acc * weight[:, None], 0.0)
     store_rows(output + out_offsets, acc, out_mask, load_scale(output_scale), MODEL, OUTPUT)
@@ -218,7 +221,7 @@ def kernel_constants(config: AttentionConfig, limits: Limits) -> tuple[dict[str,
         "GROUP": config.group_size, "BLOCK_M": rows, "TILE": keys, "D": size, "BLOCK_D": padded_width(size),
         "FORMAT": config.kv_cache_dtype, "COMPUTE": TRITON_DTYPES[compute_dtype(config)], "FP8_DOT": fp8_dot,
         "NATIVE_FP8": limits.native_fp8, "MODEL": TRITON_DTYPES[MODEL_DTYPES[config.dtype]],
-        "OUTPUT": row_output(config), "STAGES": stages,
+        "OUTPUT": row_output(config), "STAGES": stages, "CROSS": config.attn_type == "encoder_decoder",
     }  # fmt: skip
     return constants, {"num_warps": warps, "num_stages": stages}
 
