@@ -87,15 +87,14 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
 
     def notes(self, config: AttentionConfig) -> list[str]:
         """Say which library runs it, and why installed ones do not."""
-        library = find_library(_current_capability(), config.alibi != "none")
-        found = [f"runs on {library}"] + [f"passed over: {reason}" for reason in passed_over()]
+        found = [f"runs on {_current_library(config)}"] + [f"passed over: {reason}" for reason in passed_over()]
         if config.batch_invariant:
             return [*found, "sequences are not cut into parts"]
         return found
 
     def plan_shape(self, config: AttentionConfig, num_tokens: int, num_reqs: int, table_width: int) -> tuple[int, ...]:
         """Return the shape of the schedule; `()` for libraries that take none, and under batch invariance."""
-        if not has_schedule(find_library(_current_capability(), config.alibi != "none")) or config.batch_invariant or not config.block_size:
+        if not has_schedule(_current_library(config)) or config.batch_invariant or not config.block_size:
             return ()
         return planning.plan_shape(config, num_tokens)
 
@@ -274,6 +273,10 @@ def _descales(scales: tuple[Tensor | None, ...], num_reqs: int, num_kv_heads: in
 
 def _library_on(device: DeviceInfo, config: AttentionConfig) -> FlashLibrary | None:
     return find_library(device.capability if device.type == "cuda" else None, config.alibi != "none")
+
+
+def _current_library(config: AttentionConfig) -> FlashLibrary | None:
+    return find_library(_current_capability(), config.alibi != "none")
 
 
 def _capability_of(device: torch.device) -> tuple[int, int] | None:

@@ -191,9 +191,9 @@ class EncoderOnlyAttention(VarlenAttention):
         if self.q_scale is not None:
             query = encode_query(query, self.q_scale, self.num_kv_heads)
         key, value = encode_kv(key, kv_format, self.k_scale), encode_kv(value, kv_format, self.v_scale)
-        scales, starts = (self.q_scale, self.k_scale, self.v_scale), as_int32(metadata.query_start_loc)
+        scales, starts = (self.q_scale, self.k_scale, self.v_scale), (as_int32(metadata.query_start_loc),) * 2
         torch.ops.vattn.varlen_attention(
-            *self._arguments((query, key, value), (starts, starts), result.output, result.block_scale, scales, op_config)
+            *self._arguments((query, key, value), starts, result.output, result.block_scale, scales, op_config)
         )
         return result.returned()
 

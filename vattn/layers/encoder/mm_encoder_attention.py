@@ -156,7 +156,8 @@ class MMEncoderAttention(VarlenAttention):
         Raises:
             ShapeError, DtypeError, DeviceError: tensors that contradict the layer or each other.
             MetadataError: one of `cu_seqlens` and `max_seqlen` alone; offsets on the CPU that fall or do not end with
-                the rows (compiled code and CUDA leave that to `vattn.check_cu_seqlens`; nothing outside the tensors is read).
+                the rows (compiled code and CUDA leave that to `vattn.check_cu_seqlens`; nothing outside the tensors is
+                read).
             UnsupportedRequestError: no backend, or not the requested one, runs the layer on this device.
         """
         for name, tensor in (("query", query), ("key", key), ("value", value)):
