@@ -313,10 +313,35 @@ class Batch:
         self.swaps += 1
 
 
-def test_reorder_batch_brings_decodes_first_with_few_swaps() -> None:
+ORDERS: dict[str, tuple[list[tuple[int, int]], int, list[int], int]] = {
+    "three kinds": (
+        [(1, 20), (1, 50), (374, 0), (300, 20), (1, 20), (256, 0), (1, 5), (27, 0), (1, 4)],
+        1,
+        [0, 1, 6, 8, 4, 3, 2, 7, 5],
+        3,
+    ),
+    "decodes": ([(1, 9), (1, 19)], 1, [0, 1], 0),
+    "prompts": ([(9, 0), (1, 0)], 1, [0, 1], 0),
+    "interleaved": ([(9, 0), (1, 9), (8, 0), (1, 19)], 1, [3, 1, 2, 0], 1),
+    "extends before prompts": ([(100, 0), (10, 40), (200, 0), (20, 55)], 1, [3, 1, 2, 0], 1),
+    "all backwards": ([(100, 0), (10, 40), (1, 9)], 1, [2, 1, 0], 1),
+    "longer decodes": ([(2, 8), (3, 17), (5, 25), (6, 34)], 4, [0, 1, 2, 3], 0),
+    "nothing": ([], 1, [], 0),
+}
+"""New and cached tokens of a batch, the longest decode, the order that engines expect, and exchanges."""
+
+
+@pytest.mark.parametrize("kind", ORDERS)
+def test_reorder_batch_by_three_kinds(kind: str) -> None:
+    requests, threshold, order, swaps = ORDERS[kind]
+    batch = Batch({str(row): request for row, request in enumerate(requests)})
+    builder = make_builder(decode_threshold=threshold)
+    assert builder.reorder_batch(batch, batch) == (swaps > 0)
+    assert ([int(name) for name in batch.req_ids], batch.swaps) == (order, swaps)
+    assert not builder.reorder_batch(batch, batch)
+
+
+def test_reorder_batch_counts_trees_as_decodes() -> None:
     batch = Batch({"prompt": (7, 0), "tree": (7, 40), "chunk": (9, 12), "decode": (1, 5), "extend": (3, 8)})
     assert make_builder().reorder_batch(batch, batch)
-    assert batch.swaps == 2
-    assert set(batch.req_ids[:3]) == {"tree", "decode", "extend"}
-    assert not make_builder().reorder_batch(batch, batch)
-    assert batch.swaps == 2
+    assert batch.req_ids == ["decode", "tree", "extend", "chunk", "prompt"]

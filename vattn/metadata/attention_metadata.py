@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, field, fields
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +22,13 @@ from vattn.metadata.checks import (
     check_slots,
     check_tree_ids,
 )
+from vattn.metadata.halves import HostLengths, half_of
 from vattn.metadata.lineage import BuiltStep, is_rewritten, rewritten
 from vattn.metadata.step import Step
 from vattn.ops.index_dtypes import INDEX_DTYPES
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class CaptureKey(NamedTuple):
@@ -164,6 +168,30 @@ class AttentionMetadata:
     dcp_shard: DCPShard | None = None
     _built: BuiltStep | None = field(default=None, repr=False)
     """Which step of its builder this is; `None` for tensors that no builder rewrites."""
+    _lengths: HostLengths | None = field(default=None, repr=False)
+
+    @property
+    def decode_metadata(self) -> Self | None:
+        """The decodes of a step in which they come first, `None` if there are none.
+
+        Views of the same tensors and new offsets, without schedules; a half with all requests is the step itself. Take
+        it once a step, inside of a CUDA graph that replays it. Where requests of one half read blocks that the other
+        half writes in this step, run that one first.
+
+        Raises:
+            MetadataError: prefills before decodes, kept rows, an encoder that runs in this step, or no lengths on the
+                host.
+        """
+        return self._half(decodes=True)
+
+    @property
+    def prefill_metadata(self) -> Self | None:
+        """The prefills, and the padding after them; as `decode_metadata`."""
+        return self._half(decodes=False)
+
+    def _half(self, decodes: bool) -> Self | None:
+        step_of(self, "decode_metadata" if decodes else "prefill_metadata")
+        return half_of(self, decodes)
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are present by name; schedules as `plans.<key>`."""

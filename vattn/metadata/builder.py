@@ -33,6 +33,7 @@ from vattn.metadata.cross_attention import read_cross_step
 from vattn.metadata.dcp import builder_facts, check_dcp_step, step_facts, telling_others
 from vattn.metadata.derived import DerivedTensors
 from vattn.metadata.fast_prefill import read_num_logits
+from vattn.metadata.halves import HostLengths
 from vattn.metadata.inputs import Lengths, Masks, Tables, padded_size, read_per_token, read_step
 from vattn.metadata.lineage import Lineage
 from vattn.metadata.plans import StepPlans, all_layers, block_size_of, device_of, find_layers
@@ -292,6 +293,7 @@ class AttentionMetadataBuilder:
         metadata.mark_dynamic()
         # What the caller passed may change afterwards.
         step.query_lens, step.seq_lens = step.query_lens.clone(), step.seq_lens.clone()
+        metadata._lengths = HostLengths(step.query_lens, step.seq_lens, self.decode_threshold)
         self._built = metadata, step
         return metadata
 
@@ -435,6 +437,7 @@ class AttentionMetadataBuilder:
         self._staging.copied()
         # It shares the tensors of the previous step, which Dynamo knows as dynamic.
         after = advanced(before, built)
+        after._lengths = HostLengths(step.query_lens, step.seq_lens, self.decode_threshold)
         self._plans.fill(after, after.seq_lens, step)
         run.commit(step)
         self._built = after, run

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from vattn.cache.groups import CacheGroup
 from vattn.metadata.attention_metadata import AttentionMetadata
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass(eq=False)
@@ -21,6 +25,13 @@ class GroupedMetadata(AttentionMetadata):
 
     parts: tuple[AttentionMetadata, ...] = ()
     cache_groups: tuple[CacheGroup, ...] = ()
+
+    def _half(self, decodes: bool) -> Self | None:
+        half = super()._half(decodes)
+        if half is None or half is self:
+            return half
+        parts = (part._half(decodes) for part in self.parts)
+        return replace(half, parts=tuple(part for part in parts if part is not None))
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that are present by name; tensors of further groups as `groups.<index>.<name>`."""

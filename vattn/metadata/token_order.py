@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -62,3 +62,23 @@ def token_order(query_lens: Lengths, seq_lens: Lengths, first: str, decode_thres
 def is_decode(query_len: int, seq_len: int, decode_threshold: int) -> bool:
     """Return whether a request is a decode: few new tokens, and some that were cached before."""
     return query_len <= decode_threshold and (seq_len > query_len or query_len == 0)
+
+
+def reorder_batch(input_batch: Any, scheduler_output: Any, decode_threshold: int) -> bool:
+    """Exchange requests of a batch until decodes come first, then those that extend a prompt, then prompts.
+
+    Returns:
+        Whether anything was exchanged; arguments as for `TreeAttentionMetadataBuilder.reorder_batch`.
+    """
+    new = [scheduler_output.num_scheduled_tokens[name] for name in input_batch.req_ids]
+    cached = [int(count) for count in input_batch.num_computed_tokens_cpu[: len(new)]]
+    kinds = [2 if before == 0 else int(n > decode_threshold) for n, before in zip(new, cached, strict=True)]
+    misplaced = [row for row, (kind, wanted) in enumerate(zip(kinds, sorted(kinds), strict=True)) if kind != wanted]
+    # The misplaced requests take each other's places: those of a kind in their order, each where its kind belongs.
+    holder = dict(zip(misplaced, misplaced, strict=True))
+    for place, request in zip(misplaced, sorted(misplaced, key=kinds.__getitem__), strict=True):
+        if holder[place] != request:
+            other = next(row for row in misplaced if holder[row] == request)
+            input_batch.swap_states(place, other)
+            holder[place], holder[other] = request, holder[place]
+    return bool(misplaced)

@@ -14,6 +14,7 @@ from vattn.errors import ConfigError, MetadataError
 from vattn.metadata.attention_metadata import AttentionMetadata, CaptureKey, step_of
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.inputs import Lengths, Tables, check_count, read_integers
+from vattn.metadata.token_order import reorder_batch
 from vattn.metadata.token_tree import TokenTree, TreeChoices
 
 
@@ -248,10 +249,12 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder):
         return replace(common_metadata, tree_bias=self._draft_bias, tree_id=self._draft_ids[:num_reqs].data)
 
     def reorder_batch(self, input_batch: Any, scheduler_output: Any) -> bool:
-        """Bring decodes and trees of a batch before its prefills, with as few exchanges as it takes.
+        """Bring decodes and trees of a batch to its front, and prompts to its end.
 
-        A decode has cached tokens and at most `decode_threshold` new ones. The steps of this builder need no order; it
-        is for code that relies on one.
+        A decode has cached tokens and at most `decode_threshold` new ones; a request with more extends its prompt; one
+        without cached tokens is a prompt. Requests at a place of their kind stay there, the others of a kind
+        keep their order. Steps of this builder need none: it is for code that relies on one, and for
+        `decode_metadata` and `prefill_metadata`.
 
         Args:
             input_batch: has `req_ids` and `num_computed_tokens_cpu`, ids and cached tokens in the batch's order, and
@@ -261,15 +264,7 @@ class TreeAttentionMetadataBuilder(AttentionMetadataBuilder):
         Returns:
             Whether anything was exchanged.
         """
-        new = [scheduler_output.num_scheduled_tokens[name] for name in input_batch.req_ids]
-        cached = [int(count) for count in input_batch.num_computed_tokens_cpu[: len(new)]]
-        decodes = [n <= self.decode_threshold and before > 0 for n, before in zip(new, cached, strict=True)]
-        first = sum(decodes)
-        misplaced = [row for row in range(first) if not decodes[row]]
-        late = [row for row in range(first, len(decodes)) if decodes[row]]
-        for early, other in zip(misplaced, late, strict=True):
-            input_batch.swap_states(early, other)
-        return bool(misplaced)
+        return reorder_batch(input_batch, scheduler_output, self.decode_threshold)
 
 
 def _positions(queries: list[int], lengths: list[int], trees: Sequence[TokenTree | None]) -> list[int]:

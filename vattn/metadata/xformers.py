@@ -12,7 +12,8 @@ from vattn.backends.xformers import XFormersBackend, decode_bias
 from vattn.errors import MissingPackageError
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.builder import AttentionMetadataBuilder
-from vattn.metadata.inputs import Lengths, Tables, read_integers
+from vattn.metadata.inputs import Lengths, Tables
+from vattn.metadata.token_order import reorder_batch
 
 if TYPE_CHECKING:
     from xformers.ops.fmha.attn_bias import AttentionBias
@@ -20,14 +21,17 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class XFormersMetadata(AttentionMetadata):
-    """An `AttentionMetadata` that also has `attn_bias`; layers take it like any other.
+    """An `AttentionMetadata` that also has `attn_bias`; layers take it like any other."""
 
-    Attributes:
-        num_leading_decodes: requests with one new token each, and cached ones, at the beginning of the step.
-    """
+    _bias: Any = field(default=None, repr=False, init=False)
 
-    num_leading_decodes: int = 0
-    _bias: Any = field(default=None, repr=False)
+    @property
+    def num_leading_decodes(self) -> int:
+        """Requests with one new token each, and cached ones, at the beginning of the step."""
+        if self._lengths is None:
+            return 0
+        decodes = (self._lengths.query_lens == 1) & (self._lengths.seq_lens > 1)
+        return int(decodes.long().cumprod(0).sum())
 
     @property
     def attn_bias(self) -> AttentionBias | None:
@@ -36,8 +40,8 @@ class XFormersMetadata(AttentionMetadata):
         It shares the tensors of the step, so nothing is copied and no length is read. The op makes the same one: layers
         do not need it.
         """
-        if self._bias is None and self.num_leading_decodes:
-            rows = slice(self.num_leading_decodes)
+        if self._bias is None and (leading := self.num_leading_decodes):
+            rows = slice(leading)
             self._bias = decode_bias(self.seq_lens[rows], self.block_table[rows], self.block_size)
         return self._bias
 
@@ -70,20 +74,18 @@ class XFormersMetadataBuilder(AttentionMetadataBuilder):
     ) -> XFormersMetadata:
         """Check a step, copy it into the buffers and return views of them; as `AttentionMetadataBuilder.build`."""
         step = super().build(query_lens, seq_lens, block_tables, **options)
-        queries = read_integers("query_lens", query_lens)
-        lengths = queries if seq_lens is None else read_integers("seq_lens", seq_lens)
-        decodes = (queries == 1) & (lengths > 1)
-        leading = int(decodes.long().cumprod(0).sum()) if block_tables is not None else 0
-        metadata = XFormersMetadata(
-            **{each.name: getattr(step, each.name) for each in fields(step)}, num_leading_decodes=leading
-        )
+        metadata = XFormersMetadata(**{each.name: getattr(step, each.name) for each in fields(step)})
         assert self._built is not None
         self._built = metadata, self._built[1]
         return metadata
+
+    def reorder_batch(self, input_batch: Any, scheduler_output: Any) -> bool:
+        """Bring decodes to the front and prompts to the end; as `TreeAttentionMetadataBuilder.reorder_batch`."""
+        return reorder_batch(input_batch, scheduler_output, self.decode_threshold)
 
     def advance(self, metadata: AttentionMetadata, new_blocks: Sequence[Any] | Tensor) -> XFormersMetadata:
         """Return the step that follows a step of decodes, all leading; as `AttentionMetadataBuilder.advance`."""
         after = super().advance(metadata, new_blocks)
         assert isinstance(after, XFormersMetadata)
-        after.num_leading_decodes, after._bias = after.num_reqs, None
+        after._bias = None
         return after
