@@ -177,7 +177,8 @@ def test_slots_made_on_the_device_are_those_counted_on_the_host(requests, paddin
     tables = [[next(free) for _ in range(3)] for _ in lens]
     wanted = host_slots(lens, new, tables)
     slots = torch.full((len(wanted) + padding,), 77)
-    write_cross_slots(torch.tensor(lens).int(), torch.tensor(new).int(), torch.tensor(tables).int(), BLOCK, slots)
+    starts = torch.tensor([0, *(length * flag for length, flag in zip(lens, new, strict=True))]).cumsum(0)
+    write_cross_slots(starts.int(), torch.tensor(tables).int(), BLOCK, slots)
     assert slots.tolist() == wanted + [-1] * padding
     step = make_builder(max_encoder_len=24).build(
         [1] * len(lens), [1] * len(lens), [[i] for i in range(len(lens))],

@@ -115,6 +115,8 @@ class AttentionMetadata:
         cross_block_table: int32 `[B, Wc]`, the blocks that hold them; entries past the last may hold garbage.
         cross_slot_mapping: int64 `[E]`, the slot of every encoder state that this step writes: the states of the
             requests that ran their encoder, one request after the other; -1 writes nothing. `None`: no encoder ran.
+        encoder_start_loc: int32 `[B + 1]`, where each request's states start among those E rows; a request that did not
+            run its encoder has none. `None`: no encoder ran.
         logits_indices: int64 `[N]`, the rows that layers with `fast_prefill` go on with (`vattn.kept_rows`): the last
             ones of each request, then any as padding. `None`: all rows.
         logits_start_loc: int32 `[B + 1]`, where each request's kept rows start.
@@ -147,6 +149,7 @@ class AttentionMetadata:
     encoder_seq_lens: Tensor | None = None
     cross_block_table: Tensor | None = None
     cross_slot_mapping: Tensor | None = None
+    encoder_start_loc: Tensor | None = None
     logits_indices: Tensor | None = None
     logits_start_loc: Tensor | None = None
     prefix_lens: Tensor | None = None
@@ -284,7 +287,7 @@ _DTYPES = {
 
 _ANY_INDEX = (
     "query_start_loc", "seq_lens", "block_table", "slot_mapping", "positions", "encoder_seq_lens", "cross_block_table",
-    "cross_slot_mapping",
+    "cross_slot_mapping", "encoder_start_loc",
 )  # fmt: skip
 """Fields that may be int32 or int64."""
 
@@ -334,7 +337,7 @@ def _check_shapes(host: dict[str, Tensor]) -> None:
         missing = [name for name in pair if name not in host]
         if len(missing) == 1:
             raise MetadataError(f"only one of {pair[0]} and {pair[1]}", "both or neither", f"give {missing[0]} too")
-    offsets = dict.fromkeys(("query_start_loc", "logits_start_loc"), num_reqs + 1)
+    offsets = dict.fromkeys(("query_start_loc", "logits_start_loc", "encoder_start_loc"), num_reqs + 1)
     first = {**offsets, "slot_mapping": num_tokens, "positions": num_tokens, "prefix_lens": 2, "prefix_start_loc": 3}
     dims = {"block_table": 2, "tree_bias": 3, "mm_ranges": 3, "cross_block_table": 2, "suffix_block_table": 2}
     for name, tensor in host.items():

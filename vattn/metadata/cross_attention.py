@@ -96,13 +96,13 @@ def _check_readers(table: Tensor, lengths: Tensor, needed: Tensor, new: Tensor) 
             )
 
 
-def write_cross_slots(lengths: Tensor, new: Tensor, table: Tensor, block_size: int, slots: Tensor) -> None:
+def write_cross_slots(encoder_start_loc: Tensor, table: Tensor, block_size: int, slots: Tensor) -> None:
     """Fill the slots of the encoder states that a step writes, on the device and without a sync.
 
     The rows are the states of the requests that ran their encoder, one request after the other.
 
     Args:
-        lengths, new: int32 `[B]`, encoder lengths, and nonzero for requests that ran their encoder.
+        encoder_start_loc: int32 `[B + 1]`, where each request's states start among those rows.
         table: int32 `[B, W]`, block ids of each request's states; entries past the last may hold garbage.
         block_size: tokens per block.
         slots: int64 `[E]`, written: `block * block_size + offset`, -1 for rows after the last state.
@@ -111,11 +111,11 @@ def write_cross_slots(lengths: Tensor, new: Tensor, table: Tensor, block_size: i
         >>> import torch
         >>> slots = torch.empty(5, dtype=torch.int64)
         >>> table = torch.tensor([[3, 5], [7, 0], [1, 9]], dtype=torch.int32)
-        >>> write_cross_slots(torch.tensor([1, 9, 3]).int(), torch.tensor([1, 0, 1]).int(), table, 8, slots)
+        >>> write_cross_slots(torch.tensor([0, 1, 1, 4]).int(), table, 8, slots)
         >>> slots.tolist()
         [24, 8, 9, 10, -1]
     """
-    request, offset, real = packed_rows(torch.where(new != 0, lengths, 0), slots.shape[0])
+    request, offset, real = packed_rows(encoder_start_loc.diff(), slots.shape[0])
     column = (offset // block_size).clamp(0, max(0, table.shape[1] - 1))
     places = table[request, column].long() * block_size + offset % block_size
     slots.copy_(torch.where(real, places, -1))

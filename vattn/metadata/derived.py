@@ -52,11 +52,9 @@ class DerivedTensors:
     def write(self, metadata: AttentionMetadata) -> Tensor:
         """Fill the tensors of a step, and return the lengths that schedules are made of."""
         if metadata.cross_slot_mapping is not None:
-            assert metadata.encoder_seq_lens is not None and metadata.cross_block_table is not None
-            new = self._buffers.new_encoder[: metadata.encoder_seq_lens.shape[0]]
+            assert metadata.encoder_start_loc is not None and metadata.cross_block_table is not None
             write_cross_slots(
-                metadata.encoder_seq_lens,
-                new,
+                metadata.encoder_start_loc,
                 metadata.cross_block_table,
                 self._limits.block_size,
                 metadata.cross_slot_mapping,
@@ -90,6 +88,7 @@ class DerivedTensors:
         metadata.cross_block_table = self._buffers.cross_block_table[: metadata.seq_lens.shape[0]].data
         if rows:
             metadata.cross_slot_mapping = self._cross_slots[:rows].data
+            metadata.encoder_start_loc = self._buffers.encoder_start_loc[: metadata.query_start_loc.shape[0]].data
 
     def _add_logits(self, metadata: AttentionMetadata, step: Step, padded: int | None) -> None:
         """Add views of the kept rows; forget them in a step that keeps all, unless a size is given."""

@@ -319,7 +319,7 @@ class FlashAttentionMetadata:
         if common.positions is not None:
             common.positions = common.positions[:num_seqs].data
         common.mark_dynamic()
-        common.cross_slot_mapping = self.cross_slot_mapping = None
+        common.cross_slot_mapping = common.encoder_start_loc = self.cross_slot_mapping = None
         common.num_decodes, common.num_decode_tokens = common.num_reqs, common.num_reqs
         common.num_prefills = common.num_prefill_tokens = 0
         common.num_actual_tokens, common.max_query_len = common.num_reqs, 1

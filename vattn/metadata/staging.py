@@ -23,7 +23,7 @@ class StepBuffers:
 
         self.requests = zeros(10, _round_up(max(2, limits.num_reqs) + 1))
         self.query_start_loc, self.seq_lens, self.causal_flags, self.tree_id, *rest = self.requests.unbind()
-        self.encoder_seq_lens, self.new_encoder, self.logits_start_loc, self.local_seq_lens, *rest = rest
+        self.encoder_seq_lens, self.encoder_start_loc, self.logits_start_loc, self.local_seq_lens, *rest = rest
         self.prefix_lens, self.prefix_start_loc = rest
         rows = zeros(1 + limits.tables, _round_up(limits.num_tokens), dtype=torch.int64)
         self.positions, *self.slot_mappings = rows.unbind()
@@ -52,7 +52,7 @@ class StepBuffers:
             self.mm_ranges[: step.mm_ranges.shape[0], : step.mm_ranges.shape[1]] = step.mm_ranges
         if step.cross is not None:
             _fill(self.encoder_seq_lens, step.cross.lengths, num_reqs)
-            _fill(self.new_encoder, step.cross.new, num_reqs)
+            _fill_offsets(self.encoder_start_loc, step.cross.lengths * step.cross.new, num_reqs)
             _fill_table(self.cross_block_table, step.cross.table, num_reqs)
         if step.held is not None:
             _fill(self.local_seq_lens, step.held, num_reqs)

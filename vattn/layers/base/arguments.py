@@ -44,22 +44,20 @@ _SHARED_FIELDS = (
 _LAYERS = {
     AttentionType.DECODER: "Attention",
     AttentionType.ENCODER_DECODER: "CrossAttention",
-    AttentionType.ENCODER: "MMEncoderAttention",
+    AttentionType.ENCODER: "EncoderOnlyAttention with attn_type='encoder', or vattn.MMEncoderAttention",
     AttentionType.ENCODER_ONLY: "EncoderOnlyAttention",
 }
 """Which layer runs which type of attention."""
 
 
-def check_type(layer: str, attn_type: str | AttentionType, own: AttentionType) -> None:
-    """Refuse attention types that are layers of their own; `own` is that of `layer`."""
+def check_type(layer: str, attn_type: str | AttentionType, *own: AttentionType) -> None:
+    """Refuse attention types that are layers of their own; `own` are those of `layer`."""
     names = [t.value for t in AttentionType]
     if attn_type not in names:
         raise ConfigError(f"attn_type={attn_type!r}", ", ".join(names), "choose one of these names")
-    if attn_type != own:
-        kind = AttentionType(attn_type)
-        raise UnsupportedRequestError(
-            f"attn_type={kind.value!r} in {layer}", repr(own.value), f"use vattn.{_LAYERS[kind]}"
-        )
+    if attn_type not in own:
+        kind, allowed = AttentionType(attn_type), " or ".join(repr(each.value) for each in own)
+        raise UnsupportedRequestError(f"attn_type={kind.value!r} in {layer}", allowed, f"use vattn.{_LAYERS[kind]}")
 
 
 def check_configs(layer: str, cache_config: object, quant_config: object, *, exact_prefill: bool) -> None:

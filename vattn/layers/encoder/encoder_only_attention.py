@@ -1,4 +1,4 @@
-"""`EncoderOnlyAttention`: every token of a text sees every other one, without a cache."""
+"""`EncoderOnlyAttention`: every token of a text or of encoder states sees every other one, without a cache."""
 
 from __future__ import annotations
 
@@ -46,7 +46,9 @@ class EncoderOnlyAttention(VarlenAttention):
         per_layer_sliding_window: window W of this layer: tokens i and j see each other if `|i - j| < W`. Where given,
             it counts, and `cache_config.sliding_window`, the default of layers that name none, does not.
         prefix: name of the layer in its model, such as `"encoder.layers.3.attn"`.
-        attn_type: only `"encoder_only"` (or `None`).
+        attn_type: `"encoder_only"` (or `None`): the rows are the step's tokens. `"encoder"`: the rows are the encoder
+            states of the requests whose encoder runs in the step, those that `CrossAttention` stores; the step's tokens
+            and masks do not concern the layer.
         kv_sharing_target_layer_name: refused; there is no cache to share.
         attn_backend: name of a backend, never replaced by another; default: the first that accepts on the device.
         head_size_v: value width; default `head_size`.
@@ -96,10 +98,11 @@ class EncoderOnlyAttention(VarlenAttention):
         chunk_lookback: int = -1,
         batch_invariant: bool = False,
     ) -> None:
-        own = AttentionType.ENCODER_ONLY
-        check_type("EncoderOnlyAttention", own if attn_type is None else attn_type, own)
+        kind = AttentionType.ENCODER_ONLY if attn_type is None else attn_type
+        check_type("EncoderOnlyAttention", kind, AttentionType.ENCODER_ONLY, AttentionType.ENCODER)
         check_configs("EncoderOnlyAttention", cache_config, quant_config, exact_prefill=False)
         super().__init__()
+        self.attn_type = AttentionType(kind).value
         self._set_sizes(num_heads, head_size, num_kv_heads, head_size_v, prefix, attn_backend)
         if kv_sharing_target_layer_name is not None:
             raise UnsupportedRequestError(
@@ -120,7 +123,7 @@ class EncoderOnlyAttention(VarlenAttention):
         self._set_request(
             scale,
             cache_dtype,
-            attn_type=AttentionType.ENCODER_ONLY.value,
+            attn_type=self.attn_type,
             kv_scale=scale_kind(self.k_scale),
             query_format=self.quant_config.query_format,
             query_scale=scale_kind(self.q_scale),
@@ -166,7 +169,8 @@ class EncoderOnlyAttention(VarlenAttention):
             key, value: same with KV heads, in the query's dtype, or stored already in the layer's FP8 format.
             output_shape: shape of the result; default `[T, num_heads * head_size_v]`.
             metadata: this step's (`builder.build(query_lens)`); default the one of `vattn.forward_context`. Only
-                `query_start_loc` is read. Without any this is a profiling call: the result is zero.
+                `query_start_loc` is read, or `encoder_start_loc` by the type `"encoder"`. Without any this is a
+                profiling call: the result is zero.
 
         Returns:
             The output in the query's dtype (or the output format's container); rows of padding are zero. With an output
@@ -174,7 +178,8 @@ class EncoderOnlyAttention(VarlenAttention):
 
         Raises:
             ShapeError, DtypeError, DeviceError: tensors that contradict the layer or the step.
-            MetadataError: a step with cached tokens, per-request causal flags, trees or multimodal ranges.
+            MetadataError: a step with cached tokens, per-request causal flags, trees or multimodal ranges; for the type
+                `"encoder"`, one in which no encoder ran.
             UnsupportedRequestError: no backend, or not the requested one, runs the layer on this device.
         """
         metadata = given_step(self, metadata)
@@ -187,17 +192,28 @@ class EncoderOnlyAttention(VarlenAttention):
         result = LayerResult.empty(query, self.head_size_v, self.quant_config.output_format, output_shape)
         if metadata is None:
             return result.zeroed()
-        self._check_step(query, metadata)
+        starts = (self._starts(query, metadata),) * 2
         if self.q_scale is not None:
             query = encode_query(query, self.q_scale, self.num_kv_heads)
         key, value = encode_kv(key, kv_format, self.k_scale), encode_kv(value, kv_format, self.v_scale)
-        scales, starts = (self.q_scale, self.k_scale, self.v_scale), (as_int32(metadata.query_start_loc),) * 2
+        scales = (self.q_scale, self.k_scale, self.v_scale)
         torch.ops.vattn.varlen_attention(
             *self._arguments((query, key, value), starts, result.output, result.block_scale, scales, op_config)
         )
         return result.returned()
 
-    def _check_step(self, query: Tensor, metadata: AttentionMetadata) -> None:
+    def _starts(self, query: Tensor, metadata: AttentionMetadata) -> Tensor:
+        """Return the offsets of the step's texts; refuse a step that does not go with the layer or the query."""
+        if self.attn_type == "encoder":
+            slots, starts = metadata.cross_slot_mapping, metadata.encoder_start_loc
+            if slots is None or starts is None:
+                raise MetadataError(
+                    f"a step in which no encoder ran, in layer {self.prefix!r}",
+                    "encoder_start_loc and cross_slot_mapping",
+                    "pass encoder_lens=, new_encoder= and cross_block_tables= to builder.build",
+                )
+            check_tokens(self, "query", query, slots.shape[0], "pass the new encoder states of the step")
+            return as_int32(starts)
         check_tokens(self, "query", query, metadata.slot_mapping.shape[0])
         extras = {
             "causal flags": isinstance(metadata.causal, Tensor),
@@ -219,6 +235,7 @@ class EncoderOnlyAttention(VarlenAttention):
                 "whole texts: nothing is cached",
                 "build it with query_lens alone",
             )
+        return as_int32(metadata.query_start_loc)
 
     def extra_repr(self) -> str:
         """Show the request."""
