@@ -102,6 +102,15 @@ def fixed_seed() -> None:
     torch.manual_seed(0)
 
 
+@pytest.fixture(autouse=True)
+def first_calls() -> None:
+    """Have each op take the whole way at a test's first call of a signature: tests watch functions on it."""
+    from vattn.ops import checks
+
+    for check in (checks.check_attention, checks.check_kv_cache_update, checks.check_plan):
+        check._accepted.clear()
+
+
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def device(request: pytest.FixtureRequest) -> str:
     """Where a test runs: on a CPU, and with `-m gpu` on a CUDA GPU."""

@@ -254,7 +254,7 @@ def test_a_check_ahead_holds_for_the_same_tensors_and_once(monkeypatch: pytest.M
     args, _ = paged({})
     looked: list[Any] = []
     monkeypatch.setattr(checks.check_attention, "_check", looked.append)
-    monkeypatch.setattr(checks.check_attention, "_accepted", set())
+    monkeypatch.setattr(checks.check_attention, "_accepted", {})
     checks.check_attention.ahead(args)
     args.query.resize_(1, 1, 1)
     checks.check_attention(args._replace(config="".join(args.config)))

@@ -256,6 +256,8 @@ class Backend:
 
     name: str
     capabilities: Capabilities
+    repeats: frozenset[str] = frozenset()
+    """Ops of which calls on a GPU do nothing but launches that `vattn.kernels.repeats` notes, or say that they do."""
 
     def problem(self) -> str | None:
         """Return why this backend cannot be used in this process at all, `None` if it can."""

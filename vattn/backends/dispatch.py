@@ -20,6 +20,7 @@ from vattn.config.device import DeviceInfo, has_triton
 from vattn.config.mla import MLAConfig
 from vattn.config.rope import RopeConfig
 from vattn.errors import UnsupportedRequestError
+from vattn.kernels.repeats import repeat
 from vattn.ops import checks, checks_mla, kv_transfer_points, schemas
 from vattn.ops.arguments import (
     AttentionArgs,
@@ -53,7 +54,7 @@ def _memory_of(args: Any) -> CacheMemory | None:
     return CacheMemory.of(args.kv_cache) if hasattr(args, "kv_cache") else None
 
 
-def _by_backend(name: str, kind: Any, tensor: str, check: Callable[[Any], None]) -> Callable[..., None]:
+def _by_backend(name: str, kind: Any, tensor: str, check: Callable[[Any], dict[Any, Any]]) -> Callable[..., None]:
     """Return an op that a backend runs by its method of that name; `tensor`: the argument that has the device."""
 
     def run(*arguments: Any) -> None:
@@ -62,12 +63,15 @@ def _by_backend(name: str, kind: Any, tensor: str, check: Callable[[Any], None])
             # AOTInductor passes a schedule of no elements for an empty list.
             args = args._replace(plan=[schedule for schedule in args.plan if schedule.numel()])
         backend, config = _resolve(args.config, getattr(args, tensor).device)
-        check(args)
+        known = check(args)
         if name == "kv_cache_update":
             checks.refuse_lost_offset(args.key_cache, args.value_cache)
         if not backend.capabilities.reads_any_memory:
             backend, config = _resolve(args.config, getattr(args, tensor).device, _memory_of(args))
-        getattr(backend, name)(with_read_dtypes(args), config)
+        if name in backend.repeats and getattr(args, tensor).is_cuda:
+            repeat(known, args, lambda: getattr(backend, name)(with_read_dtypes(args), config))
+        else:
+            getattr(backend, name)(with_read_dtypes(args), config)
 
     return run
 

@@ -173,6 +173,7 @@ def check_lengths(args: Any, device: torch.device) -> int:
     return num_reqs
 
 
+@OncePerSignature
 def check_plan(args: PlanArgs) -> None:
     """Check the arguments of `vattn::plan`; the schedule's shape is checked by the backend that made it.
 

@@ -102,23 +102,22 @@ class OncePerSignature(Generic[Args]):
 
     def __init__(self, check: Callable[[Args], None]) -> None:
         self._check = check
-        self._accepted: set[tuple[Any, ...]] = set()
+        self._accepted: dict[tuple[Any, ...], dict[Any, Any]] = {}
         self._ahead: Any = None
 
     def ahead(self, args: Args) -> None:
         """Check what an attention op gets after another op has written; the op then accepts these very objects."""
-        self(args)
-        self._ahead = args
+        self._ahead = args, self(args)
 
     def forget(self) -> None:
         """Drop what was checked for an op that will not run."""
         self._ahead = None
 
-    def __call__(self, args: Any) -> None:
-        """Raise what the check raises for these arguments."""
+    def __call__(self, args: Any) -> dict[Any, Any]:
+        """Raise what the check raises for these arguments; return what callers keep of calls with their signature."""
         before, self._ahead = self._ahead, None
-        if before is not None and _same_objects(before, args):
-            return
+        if before is not None and _same_objects(before[0], args):
+            return before[1]  # type: ignore[no-any-return]
         plan, cache = getattr(args, "plan", ()), getattr(args, "key_cache", getattr(args, "kv_cache", None))
         signature = [
             (x.shape, x.stride(), x.dtype, x.device) if x is not None and isinstance(x, Tensor) else x
@@ -127,15 +126,16 @@ class OncePerSignature(Generic[Args]):
         ]
         key = (*signature, 0 if cache is None else cache.storage_offset() % 16)
         try:
-            known = key in self._accepted
+            known = self._accepted.get(key)
         except TypeError:  # Sizes of a symbolic trace have no hash.
             self._check(args)
-            return
-        if not known:
+            return {}
+        if known is None:
             self._check(args)
             if len(self._accepted) >= _MOST_SIGNATURES:
                 self._accepted.clear()
-            self._accepted.add(key)
+            known = self._accepted[key] = {}
+        return known
 
 
 def _same_objects(before: Any, args: Any) -> bool:

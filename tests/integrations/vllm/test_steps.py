@@ -148,10 +148,18 @@ def test_another_block_table_for_the_same_step() -> None:
     engine.run([20, 7, 1])
     step = step_of([1, 1, 1], [21, 8, 2], engine.tables, BLOCK_SIZE)
     metadata = engine.builder.build(0, step)
-    table, slots = engine.tables.flip(0), torch.tensor([1, 2, 3])
+    table, slots = engine.tables.flip(0), torch.tensor([1, 2, 3, -1])
     other = engine.builder.update_block_table(metadata, table, slots)
-    assert other.block_table is table and other.slot_mapping is slots and other.plans is metadata.plans
+    assert other.block_table is table and other.plans is metadata.plans
+    assert other.slot_mapping.data_ptr() == slots.data_ptr() and other.slot_mapping.shape == (3,)
     assert metadata.block_table is step.block_table_tensor
+
+
+def test_slots_of_padding_that_the_step_does_not_count_are_left_out() -> None:
+    engine = Engine()
+    step = step_of([1, 1, 1], [21, 8, 2], engine.tables, BLOCK_SIZE, padding=5)
+    metadata = engine.builder.build(0, step.replace(num_actual_tokens=3))
+    assert metadata.slot_mapping.tolist() == step.slot_mapping[:3].tolist() and metadata.num_actual_tokens == 3
 
 
 def test_the_run_that_measures_memory_gives_zeros() -> None:

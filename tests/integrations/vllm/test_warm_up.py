@@ -60,7 +60,7 @@ def test_layers_of_one_kind_run_once_with_both_kinds_of_output(monkeypatch: pyte
         return output
 
     monkeypatch.setattr(VattnImpl, "forward", watch)
-    warm_up.warm_up(layers, SPEC, config, torch.device("cpu"), builder._plan)
+    warm_up.warm_up(layers, SPEC, config, torch.device("cpu"), builder.step)
     steps = len(list(warm_up.shapes(9, 3)))
     counts = {kind: ran.count(kind) for kind in set(ran)}
     assert counts == {(None, torch.float32): steps, (5, torch.float32): steps, (5, torch.float8_e4m3fn): steps}

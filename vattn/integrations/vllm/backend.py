@@ -24,9 +24,6 @@ except ImportError as error:
     check_version("vllm", TESTED_VERSIONS)
     raise UnsupportedRequestError(str(error)) from error
 
-BLOCK_SIZES = (16, 32, 64, 128, 256)
-"""Tokens of a block of the kernels. vLLM cuts larger blocks, which hybrid models have, into these."""
-
 
 class VattnBackend(AttentionBackend):
     """Run decoder attention of vLLM on vattn's ops, over vLLM's own cache memory."""
@@ -55,8 +52,11 @@ class VattnBackend(AttentionBackend):
 
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[Any]:
-        """Return the sizes of blocks that the kernels take."""
-        return list(BLOCK_SIZES)
+        """Return the sizes of blocks that all kernels take; vLLM cuts other multiples of them, as of hybrid models.
+
+        The general kernel takes smaller ones too, but vLLM falls back to the smallest size of this list.
+        """
+        return list(range(16, 2049, 16))
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:

@@ -2,45 +2,23 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionMetadataBuilder
 
-from vattn.backends import selector
-from vattn.backends.base import Backend
-from vattn.config.attention import AttentionConfig
 from vattn.errors import UnsupportedRequestError
 from vattn.integrations.vllm.impl import VattnImpl
 from vattn.integrations.vllm.warm_up import warm_up
-from vattn.metadata.plans import plan_key
+from vattn.metadata.attention_metadata import AttentionMetadata
+from vattn.metadata.plans import StepPlans, find_layers
+from vattn.metadata.step import Limits
 
 
-@dataclass
-class VattnMetadata:
-    """One step, as the layers of one kind of cache read it.
-
-    Attributes:
-        num_actual_tokens: rows of the step; full CUDA graphs count their padding.
-        max_query_len, max_seq_len: upper bounds.
-        query_start_loc, seq_lens, block_table, slot_mapping: vLLM's own device tensors.
-        plans: schedules by `vattn.plan_key`, one in each list.
-    """
-
-    num_actual_tokens: int
-    max_query_len: int
-    max_seq_len: int
-    query_start_loc: Tensor
-    seq_lens: Tensor
-    block_table: Tensor
-    slot_mapping: Tensor
-    plans: dict[str, list[Tensor]]
-
-
-class VattnMetadataBuilder(AttentionMetadataBuilder[VattnMetadata]):
-    """Make each step's metadata on the device, at fixed addresses, without a sync.
+class VattnMetadataBuilder(AttentionMetadataBuilder[AttentionMetadata]):
+    """Make each step's metadata on the device, without a sync: vLLM's own tensors, and schedules at fixed addresses.
 
     Kernels take any split of a step's rows over its requests, so full graphs may hold steps of any kind.
     """
@@ -54,61 +32,46 @@ class VattnMetadataBuilder(AttentionMetadataBuilder[VattnMetadata]):
             raise UnsupportedRequestError(
                 "a model with reference sliding windows", "plain sliding windows", "use TRITON_ATTN"
             )
-        device = torch.device(device)
+        device, block_size, scheduler = torch.device(device), kv_cache_spec.block_size, vllm_config.scheduler_config
         attention = vllm_config.compilation_config.static_forward_context
         layers = {name: attention[name] for name in layer_names if isinstance(attention[name].impl, VattnImpl)}
-        self._configs: dict[str, AttentionConfig] = {}
-        self._backends: dict[str, Backend] = {}
-        for name, layer in layers.items():
-            config = layer.impl.config(layer, kv_cache_spec.block_size, "HND", device)
-            backend = selector.choose(config, device, layer=name)
-            key = plan_key(config, device)
-            self._configs[key], self._backends[key] = config, backend
-        scheduler = vllm_config.scheduler_config
-        self._buffers: dict[str, Tensor] = {}
-        for key, backend in self._backends.items():
-            shape = self._shape(backend, key, scheduler.max_num_batched_tokens, scheduler.max_num_seqs)
-            if shape:
-                self._buffers[key] = torch.zeros(torch.Size(shape).numel(), dtype=torch.int32, device=device)
-        self._texts = {key: config.encode() for key, config in self._configs.items()}
+        configs = [layer.impl.config(layer, block_size, "HND", device) for layer in layers.values()]
+        # Schedules have a size for requests and tokens, whatever the length of a request is.
+        limits = Limits(
+            num_reqs=scheduler.max_num_seqs, num_tokens=scheduler.max_num_batched_tokens, seq_len=block_size,
+            block_size=block_size, num_blocks=None, mm_ranges=0, trees=0, tree_size=0,
+        )  # fmt: skip
+        self._plans = StepPlans(find_layers(configs, limits, device, None), limits, device)
         if device.type == "cuda":
-            warm_up(layers, kv_cache_spec, vllm_config, device, self._plan)
+            warm_up(layers, kv_cache_spec, vllm_config, device, self.step)
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> VattnMetadata:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> AttentionMetadata:
         """Return a step's metadata; `common_attn_metadata` keeps its tensors, which are neither copied nor changed."""
-        step = common_attn_metadata
-        refused = [name for name in ("mm_req_doc_ranges", "rswa_prefix_lens") if getattr(step, name, None) is not None]
-        if step.causal is not True:
+        given = common_attn_metadata
+        refused = [name for name in ("mm_req_doc_ranges", "rswa_prefix_lens") if getattr(given, name, None) is not None]
+        if given.causal is not True:
             refused.append("causal")
         if refused or common_prefix_len:
             raise UnsupportedRequestError(
                 f"a step with {', '.join(refused) or 'a common prefix'}", "causal steps", "use another backend"
             )
-        query_start_loc, seq_lens = step.query_start_loc, step.seq_lens
-        return VattnMetadata(
-            num_actual_tokens=step.num_actual_tokens,
-            max_query_len=step.max_query_len,
-            max_seq_len=step.max_seq_len,
-            query_start_loc=query_start_loc,
-            seq_lens=seq_lens,
-            block_table=step.block_table_tensor,
-            slot_mapping=step.slot_mapping,
-            plans=self._plan(query_start_loc, seq_lens, step.num_actual_tokens),
-        )
+        # Steps of piecewise graphs have slots for their padding too.
+        slots = given.slot_mapping[: given.num_actual_tokens]
+        step = self.step(given.query_start_loc, given.seq_lens, given.block_table_tensor, slots)
+        step.max_query_len, step.max_seq_len = given.max_query_len, given.max_seq_len
+        return step
 
-    def update_block_table(self, metadata: VattnMetadata, blk_table: Tensor, slot_mapping: Tensor) -> VattnMetadata:
+    def update_block_table(
+        self, metadata: AttentionMetadata, blk_table: Tensor, slot_mapping: Tensor
+    ) -> AttentionMetadata:
         """Return the same step over other blocks: schedules depend on lengths alone."""
-        return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
+        return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping[: metadata.num_actual_tokens])
 
-    def _plan(self, query_start_loc: Tensor, seq_lens: Tensor, num_tokens: int) -> dict[str, list[Tensor]]:
-        """Fill the schedules of a step on the device and return views of them."""
-        plans = {}
-        for key, buffer in self._buffers.items():
-            shape = self._shape(self._backends[key], key, num_tokens, seq_lens.shape[0])
-            schedule = buffer[: torch.Size(shape).numel()].view(shape)
-            torch.ops.vattn.plan(query_start_loc, seq_lens, schedule, self._texts[key])
-            plans[key] = [schedule]
-        return plans
-
-    def _shape(self, backend: Backend, key: str, num_tokens: int, num_reqs: int) -> tuple[int, ...]:
-        return backend.plan_shape(self._configs[key], num_tokens, num_reqs, 1)
+    def step(self, query_start_loc: Tensor, seq_lens: Tensor, table: Tensor, slots: Tensor) -> AttentionMetadata:
+        """Return metadata of these tensors, with the schedules of their lengths."""
+        num_reqs, num_tokens = seq_lens.shape[0], slots.shape[0]
+        step = AttentionMetadata(
+            query_start_loc, seq_lens, table, slots, num_reqs=num_reqs, num_actual_tokens=num_tokens
+        )
+        self._plans.fill_on_device(step)
+        return step

@@ -10,15 +10,11 @@ from vllm import envs
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8StaticTensorSym
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
-import vattn.ops.schemas  # noqa: F401  registers the ops
 from vattn.config.attention import AttentionConfig
 from vattn.errors import UnsupportedRequestError
+from vattn.integrations.engine_layer import EngineLayer
 from vattn.integrations.vllm.request import config_of
 from vattn.layers.base.arguments import layout_of
-from vattn.metadata.plans import plan_key
-
-_attention = torch.ops.vattn.attention.default
-_kv_cache_update = torch.ops.vattn.kv_cache_update.default
 
 
 class VattnImpl(AttentionImpl):
@@ -70,9 +66,7 @@ class VattnImpl(AttentionImpl):
         self.writes_fp8 = False
         self._bound: Tensor | None = None
 
-    def config(
-        self, layer: Any, block_size: int, layout: str, device: torch.device, output_format: str = "none"
-    ) -> AttentionConfig:
+    def config(self, layer: Any, block_size: int, layout: str, device: torch.device) -> AttentionConfig:
         """Return what this layer requests of vattn, over blocks of that size in that order (`"NHD"` or `"HND"`)."""
         return config_of(
             self.num_heads,
@@ -91,7 +85,6 @@ class VattnImpl(AttentionImpl):
             alibi=self.alibi,
             sinks=self.sinks is not None,
             batch_invariant=bool(envs.VLLM_BATCH_INVARIANT),
-            output_format=output_format,
         )
 
     def fused_output_quant_supported(self, quant_key: Any) -> bool:
@@ -127,31 +120,8 @@ class VattnImpl(AttentionImpl):
         num_tokens, rows = attn_metadata.num_actual_tokens, output
         if query.shape[0] != num_tokens:
             query, rows = query[:num_tokens], output[:num_tokens]
-        _attention(
-            query,
-            self._key_cache,
-            self._value_cache,
-            attn_metadata.query_start_loc,
-            attn_metadata.seq_lens,
-            attn_metadata.block_table,
-            rows,
-            None,
-            None,
-            output_scale,
-            None,
-            layer._k_scale if self._quantised else None,
-            layer._v_scale if self._quantised else None,
-            self.alibi_slopes,
-            self.sinks,
-            None,
-            None,
-            None,
-            None,
-            None,
-            attn_metadata.plans.get(self._plan_key, []),
-            None,
-            self._config if output_scale is None else self._fp8_config,
-        )
+        encoded = "" if output_scale is None else self._fp8_output
+        self._layer.attend(query, self._cache, attn_metadata, rows, output_scale, self.sinks, encoded)
         return output
 
     def do_kv_cache_update(
@@ -163,27 +133,17 @@ class VattnImpl(AttentionImpl):
         num_tokens = slot_mapping.shape[0]
         if key.shape[0] != num_tokens:
             key, value = key[:num_tokens], value[:num_tokens]
-        _kv_cache_update(
-            key,
-            value,
-            self._key_cache,
-            self._value_cache,
-            slot_mapping,
-            layer._k_scale if self._quantised else None,
-            layer._v_scale if self._quantised else None,
-            self._config,
-        )
+        self._layer.write(key, value, self._cache, slot_mapping)
 
     def _bind(self, layer: Any, kv_cache: Tensor) -> None:
         """Take keys and values out of a cache `[blocks, heads, tokens, key and value columns]`, without a copy."""
-        self._key_cache, self._value_cache = views_of(kv_cache, self.head_size, layer.head_size_v)
-        device, block_size, layout = kv_cache.device, kv_cache.shape[2], layout_of(self._key_cache)
+        self._cache = views_of(kv_cache, self.head_size, layer.head_size_v)
+        device, block_size, layout = kv_cache.device, kv_cache.shape[2], layout_of(self._cache[0])
         config = self.config(layer, block_size, layout, device)
-        self._config, self._plan_key = config.encode(), plan_key(config, device)
-        self._fp8_config = self.config(layer, block_size, layout, device, "fp8_static").encode()
-        self._quantised = config.kv_scale != "none"
-        if self.alibi_slopes is not None:
-            self.alibi_slopes = self.alibi_slopes.to(device)
+        k_scale, v_scale = (None, None) if config.kv_scale == "none" else (layer._k_scale, layer._v_scale)
+        slopes = None if self.alibi_slopes is None else self.alibi_slopes.to(device)
+        self._layer = EngineLayer(config, device, k_scale, v_scale, slopes)
+        self._fp8_output = config.replace(output_format="fp8_static").encode()
         self._bound = kv_cache
 
 

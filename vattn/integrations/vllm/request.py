@@ -26,7 +26,6 @@ def config_of(
     alibi: str = "none",
     sinks: bool = False,
     batch_invariant: bool = False,
-    output_format: str = "none",
 ) -> AttentionConfig:
     """Return the config of a layer; sizes, names and dtypes are vLLM's.
 
@@ -51,7 +50,6 @@ def config_of(
         alibi=alibi,
         sinks=sinks,
         batch_invariant=batch_invariant,
-        output_format=output_format,
         # Other backends on a GPU may plan on the host, which vLLM's graphs do not allow.
         backend="TRITON_ATTN" if device == "cuda" else "auto",
     )

@@ -10,12 +10,17 @@ import torch
 from torch import Tensor
 from vllm.logger import init_logger
 
+from vattn.metadata.attention_metadata import AttentionMetadata
+
 logger = init_logger("vllm.vattn")
 
-Plan = Callable[[Tensor, Tensor, int], dict[str, list[Tensor]]]
+MakeStep = Callable[[Tensor, Tensor, Tensor, Tensor], AttentionMetadata]
+"""From offsets, lengths, block table and slots."""
 
 
-def warm_up(layers: Mapping[str, Any], kv_cache_spec: Any, vllm_config: Any, device: torch.device, plan: Plan) -> None:
+def warm_up(
+    layers: Mapping[str, Any], kv_cache_spec: Any, vllm_config: Any, device: torch.device, make_step: MakeStep
+) -> None:
     """Run steps of all shapes that choose kernels, once for each kind of layer, over a cache of a few empty blocks.
 
     vLLM has no cache and no block tables yet. Kernels are compiled for what divides their sizes, so the blocks are as
@@ -41,7 +46,9 @@ def warm_up(layers: Mapping[str, Any], kv_cache_spec: Any, vllm_config: Any, dev
             one = torch.ones((), device=device)
             outputs.append((torch.empty(rows, device=device, dtype=torch.float8_e4m3fn), one))
         for num_tokens, num_reqs in shapes(most_tokens, scheduler.max_num_seqs, _draft_tokens(vllm_config)):
-            step = _Step(num_tokens, num_reqs, table, plan)
+            starts = (torch.arange(num_reqs + 1, device=device) * num_tokens // num_reqs).int()
+            # Requests without cached tokens.
+            step = make_step(starts, starts.diff(), table[:num_reqs], slots[:num_tokens])
             impl.do_kv_cache_update(layer, key[:num_tokens], value[:num_tokens], cache, slots[:num_tokens])
             for output, scale in outputs:
                 impl.forward(layer, query[:num_tokens], key, value, cache, step, output[:num_tokens], scale)
@@ -62,18 +69,6 @@ def shapes(most_tokens: int, most_reqs: int, drafts: int = 0) -> Iterator[tuple[
         for num_tokens in {*sizes, most_tokens}:
             if num_reqs < num_tokens <= most_tokens:
                 yield num_tokens, num_reqs
-
-
-class _Step:
-    """Metadata of a step of requests without cached tokens, as `VattnMetadata` has it."""
-
-    def __init__(self, num_tokens: int, num_reqs: int, table: Tensor, plan: Plan) -> None:
-        starts = torch.arange(num_reqs + 1, device=table.device) * num_tokens // num_reqs
-        self.num_actual_tokens = num_tokens
-        self.query_start_loc = starts.int()
-        self.seq_lens = self.query_start_loc.diff()
-        self.block_table = table[:num_reqs]
-        self.plans = plan(self.query_start_loc, self.seq_lens, num_tokens)
 
 
 def _draft_tokens(vllm_config: Any) -> int:

@@ -349,11 +349,16 @@ def plan(
         most = chunks_of(num_reqs, tokens, num_tokens, longest)
         chunks = torch.empty((most, 4), dtype=torch.int32, device=seq_lens.device)
     step_tokens = step_tokens or num_tokens or tokens * num_reqs
-    plan_kernel[(1,)](
-        query_start_loc, ordered, seq_lens, schedule, chunks, step_tokens, num_reqs, sizes.ctas, sizes.waves,
-        sizes.max_items, TOKENS=tokens, LONGEST=longest, WINDOW=config.sliding_window or 0, UNIT=max(1, tuning.slots),
-        REQUESTS=min(1024, triton.next_power_of_2(max(32, num_reqs))), num_warps=8,
-    )  # fmt: skip
+    arguments = {
+        "query_start_loc": query_start_loc, "ordered": ordered, "seq_lens": seq_lens, "schedule": schedule,
+        "chunks": chunks, "num_tokens": step_tokens, "num_reqs": num_reqs, "ctas": sizes.ctas,
+        "waves_of_requests": sizes.waves, "max_items": sizes.max_items,
+    }  # fmt: skip
+    constants = {
+        "TOKENS": tokens, "LONGEST": longest, "WINDOW": config.sliding_window or 0, "UNIT": max(1, tuning.slots),
+        "REQUESTS": min(1024, triton.next_power_of_2(max(32, num_reqs))), "num_warps": 8,
+    }  # fmt: skip
+    launch_again(plan_kernel, (1,), arguments, constants)
 
 
 def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None = None, tokens: int = 0) -> None:

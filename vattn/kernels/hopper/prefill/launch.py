@@ -200,12 +200,16 @@ def plan(
     num_reqs = seq_lens.shape[0]
     tiles = tiles or choose_tiles(config, num_tokens, num_reqs, devices.multiprocessors(seq_lens.device))
     rows = tiles.tokens
-    prefill_plan_kernel[(1,)](
-        query_start_loc, torch.empty_like(query_start_loc), seq_lens, schedule, num_reqs, num_tokens,
-        max_row_tiles(num_tokens, num_reqs, rows),
-        WINDOW=config.sliding_window or 0, ROWS=rows, LEAST=least_rows, KEYS=key_tile(config, tiles), CHUNK=128,
-        REQUESTS=min(128, triton.next_power_of_2(max(num_reqs, 16))), num_warps=8,
-    )  # fmt: skip
+    arguments = {
+        "query_start_loc": query_start_loc, "ordered": torch.empty_like(query_start_loc), "seq_lens": seq_lens,
+        "schedule": schedule, "num_reqs": num_reqs, "num_tokens": num_tokens,
+        "max_tiles": max_row_tiles(num_tokens, num_reqs, rows),
+    }  # fmt: skip
+    constants = {
+        "WINDOW": config.sliding_window or 0, "ROWS": rows, "LEAST": least_rows, "KEYS": key_tile(config, tiles),
+        "CHUNK": 128, "REQUESTS": min(128, triton.next_power_of_2(max(num_reqs, 16))), "num_warps": 8,
+    }  # fmt: skip
+    launch_again(prefill_plan_kernel, (1,), arguments, constants)
 
 
 def plan_rows(num_tokens: int, num_reqs: int, tiles: TileConfig) -> int:

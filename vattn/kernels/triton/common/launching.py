@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
+from vattn.kernels.repeats import noting, once
+
 _compiled: dict[tuple[Any, ...], tuple[Any, Any, list[Any], list[int]]] = {}
 """By all that a kernel was compiled for: the kernel, its compiled form, its constants and the other arguments' places.
 An entry keeps its kernel alive, so the `id` in its key stays its own."""
@@ -21,27 +23,33 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], con
         arguments: tensors, tensor maps, numbers and None.
         constants: constexpr arguments and options of the compiler, all hashable.
     """
+    notes = noting.notes
     if not isinstance(kernel, JITFunction):
-        # Triton's interpreter.
+        # Triton's interpreter, which `repeat` leaves alone: it notes no launch.
         kernel[grid](**arguments, **constants)
         return
     marks = [_mark(value) for value in arguments.values()]
     key = (id(kernel), torch.cuda.current_device(), *arguments, *marks, *constants.values())
     known = _compiled.get(key)
+    first = known is None
     if known is None:
         compiled = kernel[grid](**arguments, **constants)
         if compiled is None:  # A hook of Triton's refused it.
+            once(kernel)
             return
         names = kernel.arg_names
         defaults = {name: parameter.default for name, parameter in kernel.signature.parameters.items()}
         values = [constants.get(name, defaults[name]) for name in names]
-        _compiled[key] = kernel, compiled, values, [names.index(name) for name in arguments]
-        return
+        known = _compiled[key] = kernel, compiled, values, [names.index(name) for name in arguments]
     _, compiled, values, places = known
     values = values.copy()
     for place, value in zip(places, arguments.values(), strict=True):
         values[place] = value
-    compiled[(*grid, 1, 1)[:3]](*values)
+    again = compiled[(*grid, 1, 1)[:3]]
+    if not first:
+        again(*values)
+    if notes is not None:
+        notes.launches.append((again, values))
 
 
 def _mark(value: Any) -> Any:
