@@ -73,12 +73,17 @@ def test_examples_in_docstrings(source: Path) -> None:
 def test_tables_of_sampling_and_the_generator_name_every_default() -> None:
     import vattn
 
-    rows = re.findall(r"^\| `(\w+)` \| (?:`(.*?)`)? ?\|", (ROOT / "docs" / "generating.md").read_text(), re.MULTILINE)
     parameters = list(inspect.signature(vattn.Generator).parameters.values())
-    fields = dataclasses.fields(vattn.Sampling)
     expected = [(each.name, "" if each.default is each.empty else repr(each.default)) for each in parameters]
-    assert rows[: len(expected)] == expected
-    assert rows[len(expected) :] == [(each.name, repr(each.default)) for each in fields]
+    assert rows_of("generating.md") == expected
+    samplings = vars(vattn.Sampling())
+    fields = dataclasses.fields(vattn.Sampling)
+    assert rows_of("sampling.md") == [(each.name, repr(samplings[each.name])) for each in fields]
+
+
+def rows_of(page: str) -> list[tuple[str, str]]:
+    """Return the names and the defaults of a page's tables."""
+    return re.findall(r"^\| `(\w+)` \| (?:`(.*?)`)? ?\|", (ROOT / "docs" / page).read_text(), re.MULTILINE)
 
 
 def test_support_table_is_up_to_date() -> None:

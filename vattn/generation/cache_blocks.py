@@ -14,7 +14,7 @@ from vattn.cache.hybrid_block_table import HybridBlockTable
 from vattn.cache.model_identity import ModelIdentity
 from vattn.cache.specs import KVCacheSpec
 from vattn.generation.request import Request
-from vattn.generation.sampler import on_host
+from vattn.generation.transfers import on_host
 
 
 class CacheBlocks:
@@ -85,7 +85,8 @@ class CacheBlocks:
         grouped = bool(self.cache.groups)
         request.table = HybridBlockTable(self.pool, self.cache) if grouped else BlockTable(self.pool, self.block_size)
         request.row = self._rows.pop()
-        if self.reuse:
+        # The tokens of a prompt that is measured are computed: their logits are needed.
+        if self.reuse and request.scored:
             # One token at least is computed: its logits are needed.
             count = (request.num_tokens - 1) // self.block_size
             self._take(request.table, request.keys(count, self.block_size)[:count])

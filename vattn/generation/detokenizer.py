@@ -15,17 +15,20 @@ class TextStream:
     Args:
         tokenizer: anything with `decode(ids) -> str`, such as transformers' tokenizers.
         stop_strings: the first one that appears ends the text; it is removed.
+        min_tokens: stop strings are looked for in the text after this many tokens.
 
     Attributes:
         text: so far, with what is held back because a stop string may begin there.
         stopped: whether a stop string has appeared.
     """
 
-    def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = ()) -> None:
-        self.tokenizer, self.stop_strings = tokenizer, stop_strings
+    def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = (), min_tokens: int = 0) -> None:
+        self.tokenizer, self.stop_strings, self._min_tokens = tokenizer, stop_strings, min_tokens
         self.text, self.stopped = "", False
         # Tokens that are decoded again, tokens with known text, and characters that were shown.
         self._start = self._decoded = self._shown = 0
+        # Where stop strings may begin.
+        self._searched = 0
 
     def push(self, ids: list[int], last: bool = False) -> str:
         """Return the text that can be shown now.
@@ -34,8 +37,10 @@ class TextStream:
             ids: all tokens of the output so far.
             last: nothing will follow, so what is unfinished is shown too.
         """
-        begin = max(0, len(self.text) - max(map(len, self.stop_strings), default=0))
+        begin = max(self._searched, len(self.text) - max(map(len, self.stop_strings), default=0))
         self.text += self._decode(ids, last)
+        if len(ids) <= self._min_tokens:
+            begin = self._searched = len(self.text)
         found = [at for stop in self.stop_strings if (at := self.text.find(stop, begin)) >= 0]
         if found:
             self.text, self.stopped = self.text[: min(found)], True
@@ -55,5 +60,6 @@ class TextStream:
 
     def _held_back(self) -> int:
         """Return how many characters at the end may be the beginning of a stop string."""
-        sizes = [n for stop in self.stop_strings for n in range(1, len(stop)) if self.text.endswith(stop[:n])]
+        text = self.text[self._searched :]
+        sizes = [n for stop in self.stop_strings for n in range(1, len(stop)) if text.endswith(stop[:n])]
         return max(sizes, default=0)

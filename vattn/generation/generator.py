@@ -23,9 +23,8 @@ from vattn.generation.detokenizer import TextStream
 from vattn.generation.model_runner import Launched, ModelRunner
 from vattn.generation.outputs import take_tokens
 from vattn.generation.prompt_lookup import PromptLookup
-from vattn.generation.prompts import Prompt, Submission, check_sampling, read_prompt, read_prompts
+from vattn.generation.prompts import Prompt, Submission, check_sampling, read_bad_words, read_prompt, read_prompts
 from vattn.generation.request import FAILED, Progress, Request
-from vattn.generation.sampler import processors
 from vattn.generation.sampling import Sampling
 from vattn.generation.scheduler import Batch, Scheduler
 from vattn.generation.setup import (
@@ -63,7 +62,7 @@ class Generator:
         reuse_prefixes: reuse cached blocks of equal content. After a change of the model (weights, adapters, hooks,
             attributes), blocks from before are not found; changes through `.data` are not noticed.
         speculation: draft tokens by prompt lookup and verify them together: fewer steps, the same tokens. Requests with
-            a repetition penalty or logits processors get no drafts.
+            penalties, bad words of several tokens or logits processors get no drafts.
         compile: `"layers"` compiles each kind of layer once, `"model"` the whole model, `"none"` nothing; default
             `"layers"` on CUDA and `"none"` elsewhere.
         compile_options: for `torch.compile`, such as `vattn.options()` under `"options"`.
@@ -169,7 +168,6 @@ class Generator:
                 vocabulary, or a text or stop strings without a tokenizer.
             OutOfBlocksError: even the empty cache could not hold it.
             QueueFullError: too many are waiting.
-            MissingPackageError: settings that need transformers.
             ConfigError: the model, or a part of it, is in training mode; a salt of another type.
         """
         self._mode.check()
@@ -177,14 +175,18 @@ class Generator:
         vocab_size = getattr(self.model, "vocab_size", None)
         sampling = check_sampling(sampling, self.tokenizer, vocab_size)
         ids = read_prompt(prompt, self.tokenizer, vocab_size)
-        processors(sampling)
         ends = self.stop_token_ids if sampling.stop_token_ids is None else frozenset(sampling.stop_token_ids)
-        request = Request(ids, sampling, ends, cache_salt)
-        if self.tokenizer is not None:
-            request.stream = TextStream(self.tokenizer, sampling.stop_strings)
+        request = Request(ids, sampling, ends, cache_salt, read_bad_words(sampling, self.tokenizer, vocab_size))
+        self._open_text(request)
         with self._lock:
             self.scheduler.add(request)
         return request
+
+    def _open_text(self, request: Request) -> None:
+        """Let a request's text begin anew."""
+        if self.tokenizer is not None:
+            request.stream = TextStream(self.tokenizer, request.sampling.stop_strings, request.sampling.min_tokens)
+            request.text = ""
 
     def cancel(self, request: Request) -> None:
         """End a request and free its blocks; one that has ended stays as it is.
@@ -259,10 +261,10 @@ class Generator:
         with self._lock:
             unfinished = self.scheduler.start_over(snapshot)
         for request in unfinished:
-            if self.tokenizer is not None:
-                request.stream = TextStream(self.tokenizer, request.sampling.stop_strings)
-                if request.output:
-                    request.stream.push(request.output)
+            self._open_text(request)
+            if request.stream is not None:
+                for count in range(len(request.output)):
+                    request.stream.push(request.output[: count + 1])
                 request.text = request.stream.text
 
     def _run_step(self) -> list[Progress]:
@@ -282,8 +284,7 @@ class Generator:
         """Whether the next step can be launched before the tokens of this one are known on the host."""
         if now.follows or self.scheduler.lookup is not None:
             return now.follows
-        sampled = [request for request in now.requests[: now.ready] if not request.greedy]
-        return not any(request.sampling.needs_history for request in sampled)
+        return not any(request.needs_history for request in now.requests[: now.ready])
 
     def _launch(self, before: Launched | None) -> Launched | None:
         """Launch the next step while `before` still runs; return `None` if there is nothing to do."""
@@ -297,6 +298,8 @@ class Generator:
     def _accept(self, now: Launched) -> list[Progress]:
         """Wait for a step, and give its requests their tokens."""
         tokens, usable = now.read()
+        if now.batch.scored and now.measured is not None:
+            now.measured.note_prompts()
         if now.batch.drafts:
             return self._accept_drafts(now, tokens, usable)
         if self._ahead is not None and self._ahead.batch.follows:
@@ -317,7 +320,7 @@ class Generator:
                 request.pending = False
                 progress.append(Progress(request, "", (token,)))
             else:
-                progress.append(self._take(request, [token], [usable[row]], now.errors.get(row)))
+                progress.append(self._take(now, row, request, [token], [usable[row]]))
         return progress
 
     def _accept_drafts(self, now: Launched, tokens: list[int], usable: list[int]) -> list[Progress]:
@@ -334,13 +337,13 @@ class Generator:
             request.accepted += right
             self._statistics.accepted_tokens += right
             chosen = slice(begin, begin + 1 + right)
-            progress.append(self._take(request, tokens[chosen], usable[chosen], now.errors.get(begin)))
+            progress.append(self._take(now, begin, request, tokens[chosen], usable[chosen]))
         return progress
 
-    def _take(self, request: Request, tokens: list[int], usable: list[int], error: VattnError | None) -> Progress:
-        """Give a request its tokens, and take it out if it ends."""
+    def _take(self, now: Launched, row: int, request: Request, tokens: list[int], usable: list[int]) -> Progress:
+        """Give a request its tokens of a step, which are from a row on, and take it out if it ends."""
         first = request.first_token is None
-        progress = take_tokens(request, tokens, usable, error)
+        progress = take_tokens(request, tokens, usable, now.errors.get(row), now.logprobs(row, len(tokens)))
         if first and request.first_token is not None:
             self._first.append(request.first_token - request.arrived)
         if request.ended is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -13,9 +14,11 @@ from torch import Tensor
 from vattn.compilation.cuda_graph import CUDAGraphRunner
 from vattn.errors import VattnError
 from vattn.generation.cache_blocks import CacheBlocks
+from vattn.generation.logprobs import Measured, TokenLogprobs, measure
 from vattn.generation.request import Request
-from vattn.generation.sampler import choose_tokens, on_device, on_host
+from vattn.generation.sampler import Rows, Sampler
 from vattn.generation.scheduler import Batch
+from vattn.generation.transfers import on_device, on_host, on_its_way
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.forward_context import forward_context
@@ -35,6 +38,7 @@ class Launched:
         errors: what the logits processors of a request raised, by row of `tokens`.
         metadata: of the step.
         runner: the graphs that hold it, `None` if it runs without.
+        measured: log-probabilities, on the host as soon as `done`; `None` if no request of the step gets any.
         begin, done: events around the step, `None` without a GPU.
         waited: seconds for which `read` waited for the device.
     """
@@ -45,6 +49,7 @@ class Launched:
     errors: dict[int, VattnError]
     metadata: AttentionMetadata
     runner: CUDAGraphRunner | None = None
+    measured: Measured | None = None
     begin: torch.cuda.Event | None = None
     done: torch.cuda.Event | None = None
     waited: float = 0.0
@@ -57,6 +62,10 @@ class Launched:
             self.waited = time.perf_counter() - begin
         tokens, usable = self.result.tolist()
         return tokens, usable
+
+    def logprobs(self, row: int, count: int) -> list[TokenLogprobs]:
+        """Return the log-probabilities of the tokens of some rows, after `read`; none if their request gets none."""
+        return self.measured.of(row, count) if self.measured is not None else []
 
     @property
     def device_seconds(self) -> float:
@@ -85,6 +94,7 @@ class ModelRunner:
     ) -> None:
         self.forward, self.builder, self.graphs, self.blocks = forward, builder, graphs, blocks
         self.device = builder.device
+        self._sampler = Sampler(builder.max_num_reqs)
         # An inference tensor, as in `launch`: another kind would compile another graph.
         with torch.inference_mode():
             self._places = torch.arange(builder.max_num_reqs, device=self.device)
@@ -102,14 +112,16 @@ class ModelRunner:
             logits, metadata, runner = self._advance(batch, before, begin)
         else:
             logits, metadata, runner = self._run(batch, before, begin)
-        tokens, result, errors = choose_tokens(logits, *_chosen(batch))
-        if begin is None:
-            return Launched(batch, tokens, result, errors, metadata, runner)
-        host = torch.empty(result.shape, dtype=result.dtype, pin_memory=True)
-        host.copy_(result, non_blocking=True)
-        done = torch.cuda.Event(enable_timing=True)
-        done.record()
-        return Launched(batch, tokens, host, errors, metadata, runner, begin, done)
+        requests, places, sampled, measured = _chosen(batch, logits)
+        tokens, result, errors = self._sampler.choose(logits, requests, places, sampled)
+        launched = Launched(batch, tokens, on_its_way(result), errors, metadata, runner)
+        if measured or batch.scored:
+            launched.measured = measure(logits, tokens, requests, measured, batch.scored)
+            launched.measured.values = on_its_way(launched.measured.values)
+        if begin is not None:
+            launched.begin, launched.done = begin, torch.cuda.Event(enable_timing=True)
+            launched.done.record()
+        return launched
 
     def _run(self, batch: Batch, before: Launched | None, begin: torch.cuda.Event | None) -> Outcome:
         """Run a step, replaying a graph where one holds it; note when it begins."""
@@ -131,6 +143,8 @@ class ModelRunner:
 
     def _graphs(self, batch: Batch, counts: list[int]) -> CUDAGraphRunner | None:
         """Return the graphs of a kind of step."""
+        if batch.scored:
+            return None
         plain, with_drafts, mixed = self.graphs
         if max(counts) <= 1 + max(map(len, batch.drafts), default=0):
             return with_drafts if batch.drafts else plain
@@ -169,14 +183,19 @@ class ModelRunner:
 
     def _rows(self, batch: Batch, counts: list[int]) -> Tensor | None:
         """Return the rows of a step that need logits; `None` for the last one of each request."""
-        if not batch.drafts:
+        if not batch.drafts and not batch.scored:
             return self._places[: max(2, len(counts))] if max(counts) == 1 else None
-        rows: list[int] = []
-        end = 0
-        for count, drafts in zip(counts[: batch.ready], batch.drafts, strict=False):
-            end += count
-            rows += range(end - 1 - len(drafts), end)
-        return on_device(rows, self.device)
+        ends = list(accumulate(counts))
+        drafts = map(len, batch.drafts) if batch.drafts else [0] * batch.ready
+        rows = [
+            row for end, more in zip(ends[: batch.ready], drafts, strict=False) for row in range(end - 1 - more, end)
+        ]
+        for request, first, count in batch.scored:
+            place = batch.requests.index(request)
+            begin = ends[place] - batch.ends[place] + first - 1
+            rows += range(begin, begin + count)
+        # One row would compile a graph of its own.
+        return on_device(rows if len(rows) > 1 else rows * 2, self.device)
 
     def _ids(self, batch: Batch, counts: list[int], before: Launched | None) -> Tensor:
         """Return int64 ids on the device, two at least: one token would compile a graph of its own."""
@@ -212,18 +231,27 @@ def _merged(ids: list[int], sources: list[int], before: Launched) -> Tensor:
     return torch.where(both[1] >= 0, before.tokens[both[1].clamp(min=0)], both[0])
 
 
-def _chosen(batch: Batch) -> tuple[list[Request], list[int], list[int]]:
-    """Return the requests and positions of the tokens that a step chooses, and the rows that are not greedy."""
-    requests = batch.requests[: batch.ready]
-    if batch.run is not None:
-        return requests, batch.places() if batch.run.sampled else [], batch.run.sampled
+def _chosen(batch: Batch, logits: Tensor) -> tuple[list[Request], list[int], Rows | None, list[int]]:
+    """Return the request and the position of each token that a step chooses, and two selections of rows.
+
+    Returns:
+        The requests; the positions, or `[]` where nothing is sampled; the rows that are not greedy, and those that get
+        log-probabilities.
+    """
+    requests, run = batch.requests[: batch.ready], batch.run
+    if run is not None:
+        if run.sampled and run.settings is None:
+            run.settings = Rows.of(requests, run.sampled, logits)
+        return requests, batch.places() if run.sampled else [], run.settings, run.measured
     places = batch.places()
     if batch.drafts:
         requests, places = [], []
         for request, end, drafts in zip(batch.requests[: batch.ready], batch.ends, batch.drafts, strict=False):
             requests += [request] * (1 + len(drafts))
             places += range(end - len(drafts), end + 1)
-    return requests, places, [row for row, request in enumerate(requests) if not request.greedy]
+    sampled = [row for row, request in enumerate(requests) if not request.greedy]
+    measured = [row for row, request in enumerate(requests) if request.logprobs is not None]
+    return requests, places, Rows.of(requests, sampled, logits) if sampled else None, measured
 
 
 def model_inputs(ids: Sequence[int] | Tensor, metadata: AttentionMetadata, rows: Tensor | None = None) -> list[Tensor]:

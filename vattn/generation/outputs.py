@@ -8,16 +8,24 @@ from collections.abc import Sequence
 import torch
 
 from vattn.errors import RequestError, VattnError
+from vattn.generation.logprobs import TokenLogprobs
 from vattn.generation.request import FAILED, FINISHED, Progress, Request
 
 
-def take_tokens(request: Request, tokens: Sequence[int], usable: Sequence[int], error: VattnError | None) -> Progress:
+def take_tokens(
+    request: Request,
+    tokens: Sequence[int],
+    usable: Sequence[int],
+    error: VattnError | None,
+    logprobs: Sequence[TokenLogprobs] = (),
+) -> Progress:
     """Append the tokens that a step chose to a request, which may finish or fail.
 
     Args:
         tokens: in order; those after the end of the request are dropped.
         usable: 0 for tokens with unusable logits.
         error: what its logits processors raised.
+        logprobs: of the tokens, if the request asks for them.
     """
     taken: list[int] = []
     text = ""
@@ -29,7 +37,8 @@ def take_tokens(request: Request, tokens: Sequence[int], usable: Sequence[int], 
             break
         if request.first_token is None:
             request.first_token = time.monotonic()
-            request.plain = request.stream is None and not request.sampling.stopping_criteria
+            watched = request.sampling.stopping_criteria or request.logprobs is not None
+            request.plain = request.stream is None and not watched
         try:
             reason = _append(request, token)
             text += _show(request, bool(reason))
@@ -37,6 +46,8 @@ def take_tokens(request: Request, tokens: Sequence[int], usable: Sequence[int], 
             request.end(FAILED, "error", failed)
             break
         if reason != "stop token":
+            if request.logprobs is not None:
+                request.logprobs.append(logprobs[len(taken)])
             taken.append(token)
         if request.stream is not None and request.stream.stopped:
             reason = "stop string"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -13,8 +14,11 @@ from vattn.kv_transfer.connector import Salt, salt_digest
 Prompt = str | Sequence[int]
 
 
-def read_prompt(prompt: Any, tokenizer: Any, vocab_size: int | None) -> list[int]:
+def read_prompt(prompt: Any, tokenizer: Any, vocab_size: int | None, special: bool = True) -> list[int]:
     """Return a prompt's token ids.
+
+    Args:
+        special: whether the tokenizer may put tokens around a text, such as its begin token.
 
     Raises:
         RequestError: a text without a tokenizer, one that it refuses, or what is no token id.
@@ -27,7 +31,10 @@ def read_prompt(prompt: Any, tokenizer: Any, vocab_size: int | None) -> list[int
                 "give the generator tokenizer=, or pass ids",
             )
         try:
-            prompt = tokenizer.encode(prompt)
+            plain = (
+                {} if special or not _takes(tokenizer.encode, "add_special_tokens") else {"add_special_tokens": False}
+            )
+            prompt = tokenizer.encode(prompt, **plain)
         except Exception as error:
             raise RequestError(
                 f"a text that the tokenizer refuses: {error}", "texts that it can encode", "check the prompt"
@@ -51,6 +58,15 @@ def read_prompt(prompt: Any, tokenizer: Any, vocab_size: int | None) -> list[int
     return ids
 
 
+def _takes(method: Any, option: str) -> bool:
+    """Return whether a tokenizer's method has an option."""
+    try:
+        options = inspect.signature(method).parameters
+    except (TypeError, ValueError):
+        return False
+    return option in options or any(one.kind is one.VAR_KEYWORD for one in options.values())
+
+
 def check_sampling(sampling: Any, tokenizer: Any, vocab_size: int | None) -> Sampling:
     """Return a request's sampling, greedy for `None`.
 
@@ -69,7 +85,31 @@ def check_sampling(sampling: Any, tokenizer: Any, vocab_size: int | None) -> Sam
             "give the generator tokenizer=",
         )
     check_stop_ids(sampling.stop_token_ids or (), vocab_size, RequestError)
+    for name, ids in (
+        ("logit_bias", sampling.logit_bias),
+        ("allowed_token_ids", sampling.allowed_token_ids or ()),
+        ("bad_words", [token for word in sampling.bad_words if not isinstance(word, str) for token in word]),
+        ("logprobs", [(sampling.logprobs or 1) - 1]),
+        ("prompt_logprobs", [(sampling.prompt_logprobs or 1) - 1]),
+    ):
+        if vocab_size is not None and max(ids, default=0) >= vocab_size:
+            number = max(ids) + name.endswith("logprobs")
+            allowed = f"up to {vocab_size}" if name.endswith("logprobs") else f"ids from 0 to {vocab_size - 1}"
+            raise RequestError(f"{name} with {number} for a vocabulary of {vocab_size}", allowed, f"change {name}")
     return sampling
+
+
+def read_bad_words(sampling: Sampling, tokenizer: Any, vocab_size: int | None) -> list[list[int]]:
+    """Return the token ids of what must not appear: a text as it is at the beginning of a text, and after a space.
+
+    Raises:
+        RequestError: a text without a tokenizer, or one that it refuses.
+    """
+    words: list[list[int]] = []
+    for word in sampling.bad_words:
+        forms: list[Any] = [word, f" {word}"] if isinstance(word, str) else [word]
+        words += [read_prompt(form, tokenizer, vocab_size, special=False) for form in forms]
+    return [word for index, word in enumerate(words) if word and word not in words[:index]]
 
 
 def check_stop_ids(stop_token_ids: Iterable[int], vocab_size: int | None, error: type[VattnError]) -> None:

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from torch import Tensor
+
 from vattn.cache.block_pool import BlockTable
 from vattn.cache.hybrid_block_table import HybridBlockTable
 from vattn.errors import RequestError, VattnError
@@ -29,6 +31,9 @@ class Request:
         cache_salt: it shares blocks with requests of the same salt alone.
         output: ids generated so far.
         text: their text, if the generator has a tokenizer; it ends before a stop string.
+        logprobs: of each token of `output`; `None` unless `Sampling(logprobs=...)` asks for them.
+        prompt_logprobs: of each token of the prompt, `None` for the first, as far as they are computed; `None` unless
+            `Sampling(prompt_logprobs=...)` asks for them.
         state: "waiting", "running", "finished", "failed" or "cancelled".
         reason: why it ended: "length", "stop token", "stop string", "stopping criterion", "cancelled" or "error".
         error: what it failed with.
@@ -46,12 +51,17 @@ class Request:
         sampling: Sampling,
         stop_token_ids: frozenset[int] = frozenset(),
         cache_salt: Salt = "",
+        bad_words: Sequence[list[int]] = (),
     ) -> None:
         self.prompt, self.sampling, self.cache_salt = list(prompt), sampling, cache_salt
-        self.stop_token_ids = stop_token_ids
+        self.stop_token_ids, self.bad_words = stop_token_ids, bad_words
         self.limit = len(self.prompt) + sampling.max_new_tokens
         self.output: list[int] = []
         self.text = ""
+        self.logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []
+        self.prompt_logprobs: list[TokenLogprobs | None] | None = None
+        if sampling.prompt_logprobs is not None:
+            self.prompt_logprobs = [None] * len(self.prompt)
         self.state, self.reason = WAITING, ""
         self.error: VattnError | None = None
         self.reused = self.drafted = self.accepted = self.preemptions = 0
@@ -68,8 +78,12 @@ class Request:
         self.uncached, self.room, self.published = len(self.prompt), 0, 0
         # Whether the token that a running step will choose is counted already, and its row in that step's output.
         self.pending, self.pending_row = False, -1
-        self.greedy = sampling.greedy
-        # Whether a token only extends the output: no text, no stopping criteria.
+        self.greedy, self.needs_history = sampling.greedy, sampling.needs_history
+        # Whether the tokens of the prompt have the log-probabilities that they should.
+        self.scored = self.prompt_logprobs is None or len(self.prompt) < 2
+        # The allowed tokens on the device, as soon as a step has read them.
+        self.allowed: Tensor | None = None
+        # Whether a token only extends the output: no text, no stopping criteria, no log-probabilities.
         self.plain = False
         self.index: LookupIndex | None = None
         self.stream: TextStream | None = None
@@ -83,6 +97,17 @@ class Request:
         reason = self.reason if self.error is None else f"{type(self.error).__name__}: {self.error}"
         state = f"{self.state}: {reason}" if reason else self.state
         return f"Request({len(self.prompt)} + {len(self.output)} tokens, {state})"
+
+    @property
+    def cumulative_logprob(self) -> float:
+        """The sum of the log-probabilities of the output.
+
+        Raises:
+            RequestError: the request has none.
+        """
+        if self.logprobs is None:
+            raise RequestError("a request without log-probabilities", "requests with them", "Sampling(logprobs=0)")
+        return sum(one.logprob for one in self.logprobs)
 
     @property
     def num_tokens(self) -> int:
@@ -133,6 +158,8 @@ class Request:
     def start_over(self, length: int) -> None:
         """Wait with the first `length` tokens of the output and nothing in the cache."""
         del self.output[length:]
+        if self.logprobs is not None:
+            del self.logprobs[length:]
         self.state, self.reason, self.error = WAITING, "", None
         self.table, self.row, self.freed = None, -1, []
         self.pending, self.index, self._keys = False, None, []
@@ -164,3 +191,17 @@ class Progress(NamedTuple):
     request: Request
     text: str
     tokens: tuple[int, ...]
+
+
+class TokenLogprobs(NamedTuple):
+    """How likely a token was, before penalties, temperature and cuts.
+
+    Attributes:
+        logprob: natural logarithm of its probability.
+        rank: 1 for the likeliest token.
+        top: log-probabilities of the likeliest tokens by id, the likeliest first.
+    """
+
+    logprob: float
+    rank: int
+    top: dict[int, float]

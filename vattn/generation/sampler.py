@@ -1,155 +1,160 @@
-"""Choose the next tokens from a step's logits: the greedy ones at once, sampled ones by their settings.
+"""Choose the next tokens from a step's logits: the greedy ones at once, then all others together.
 
-Penalties and cuts are transformers' own logits processors. A draw depends on a request's seed and on the place of the
-token alone.
+A draw depends on a request's seed, on the place of the token and on the model's chances alone.
 """
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from vattn.errors import MissingPackageError, RequestError, VattnError
+from vattn.errors import VattnError
+from vattn.generation.draws import cut, draw, uniforms
+from vattn.generation.logit_changes import TokenCounts, change_logits, run_processors
 from vattn.generation.request import Request
-from vattn.generation.sampling import Sampling
+from vattn.generation.transfers import numbers_on_device, on_device
 
 
-def choose_tokens(
-    logits: Tensor, requests: Sequence[Request], places: Sequence[int], sampled: Sequence[int]
-) -> tuple[Tensor, Tensor, dict[int, VattnError]]:
-    """Return a token for each row, without waiting for the device.
+class Chosen(NamedTuple):
+    """The tokens of a step.
 
-    Args:
-        logits: `[N, vocab_size]` of any float dtype; rows after the requests' are ignored.
-        requests: of each row; a request with drafts has several rows.
-        places: positions of the tokens that are chosen, one for each row; read where something is sampled.
-        sampled: rows of requests that are not greedy.
-
-    Returns:
-        int64 `[N]` tokens; int64 `[2, N]`: tokens, and 1 where the logits could be used; and what the logits processors
-        of a request raised, by row.
+    Attributes:
+        tokens: int64 `[N]` on the device.
+        result: int64 `[2, N]`: tokens, and 1 where the logits could be used.
+        errors: what the logits processors of a request raised, by row.
     """
-    rows = logits[: len(requests)]
-    # The largest value is NaN where any is.
-    largest, tokens = rows.max(dim=-1)
-    usable = largest.isfinite()
-    errors: dict[int, VattnError] = {}
-    groups: dict[Any, list[int]] = {}
-    for row in sampled:
-        sampling = requests[row].sampling
-        groups.setdefault(row if sampling.needs_history else _cuts(sampling), []).append(row)
-    for members in groups.values():
-        index = on_device(members, rows.device)
-        try:
-            scores, good = _process(rows[index], usable[index], [requests[row] for row in members])
-        except VattnError as error:
-            errors[members[0]] = error
-            continue
-        usable[index] = good
-        tokens[index] = _draw(scores, [requests[row] for row in members], [places[row] for row in members])
-    return tokens, torch.stack((tokens, usable.long())), errors
+
+    tokens: Tensor
+    result: Tensor
+    errors: dict[int, VattnError]
 
 
-def on_host(values: Sequence[int]) -> Tensor:
-    """Return a list that is not empty as int64 on the host; several times faster than `torch.tensor`."""
-    return torch.frombuffer(array("q", values), dtype=torch.int64)
+@dataclass
+class Rows:
+    """The rows of a step that are not greedy, and their settings on the device.
 
-
-def on_device(values: Sequence[int], device: torch.device) -> Tensor:
-    """Return a list that is not empty as int64 on a device, without waiting for it."""
-    host = on_host(values)
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
-
-
-def _cuts(sampling: Sampling) -> tuple[float, int, float, float]:
-    return sampling.temperature, sampling.top_k, sampling.top_p, sampling.min_p
-
-
-def _process(logits: Tensor, usable: Tensor, requests: list[Request]) -> tuple[Tensor, Tensor]:
-    """Return fp32 scores `[n, vocab_size]` of requests with equal settings, and which rows a token can be taken from.
-
-    Args:
-        usable: bool `[n]`, which rows of the logits are finite.
-
-    Raises:
-        RequestError: a logits processor raised, or returned something else than scores.
+    Attributes:
+        rows, index: the rows, on the host and as int64 `[n]`.
+        requests: of each of them.
+        seeds: int64 `[n]`; `None` if nothing is drawn.
+        drawn: bool `[n]`, rows with a temperature; `None` if all have one.
+        temperature: fp32 `[n, 1]`, 1 for rows without one.
+        top_k, top_p, min_p: see `cut`; `None` where no row has it.
+        most: see `cut`.
+        changed: whether logits change before tokens are drawn.
     """
-    first = requests[0].sampling
-    # A row that cannot be used would stop the draw of all.
-    scores = torch.where(usable[:, None], logits.float(), 0.0)
-    ids = scores.new_zeros(scores.shape[0], 1, dtype=torch.long)
-    if first.needs_history:
-        ids = on_device(requests[0].tokens(0, requests[0].num_tokens), scores.device)[None]
-    for process in processors(first):
-        scores = _run(process, ids, scores)
-    allowed = scores.max(dim=-1).values.isfinite()
-    return torch.where(allowed[:, None], scores, 0.0), usable & allowed
 
+    rows: Sequence[int]
+    index: Tensor
+    requests: list[Request]
+    seeds: Tensor | None
+    drawn: Tensor | None
+    temperature: Tensor
+    top_k: Tensor | None
+    top_p: Tensor | None
+    min_p: Tensor | None
+    most: int
+    changed: bool
 
-def _run(process: Any, ids: Tensor, scores: Tensor) -> Tensor:
-    name = getattr(process, "__name__", type(process).__name__)
-    try:
-        out = process(ids, scores)
-    except Exception as error:
-        raise RequestError(
-            f"logits processor {name} raised {type(error).__name__}: {error}", "one that returns scores", "correct it"
-        ) from error
-    if not isinstance(out, Tensor) or out.shape != scores.shape or not out.is_floating_point():
-        got = f"{out.dtype} {tuple(out.shape)}" if isinstance(out, Tensor) else type(out).__name__
-        raise RequestError(
-            f"logits processor {name} returned {got}", f"scores {tuple(scores.shape)}", "return what it was given"
+    @classmethod
+    def of(cls, requests: Sequence[Request], rows: Sequence[int], logits: Tensor) -> Rows:
+        """Return the settings of some rows of logits."""
+        vocab_size, device = logits.shape[1], logits.device
+        chosen = [requests[row] for row in rows]
+        settings = [request.sampling for request in chosen]
+        drawn = [s.temperature > 0 for s in settings]
+        seeds = [s.seed - (s.seed >> 63 << 64) for s in settings]
+        top_k = [min(s.top_k or vocab_size, vocab_size) for s in settings]
+        wide = any(s.top_p < 1 and not s.top_k for s in settings)
+        most = vocab_size if wide else max((k for k in top_k if k < vocab_size), default=vocab_size)
+        top_p, min_p = [s.top_p for s in settings], [s.min_p for s in settings]
+        return cls(
+            rows,
+            on_device(rows, device),
+            chosen,
+            on_device(seeds, device) if any(drawn) else None,
+            None if all(drawn) else on_device(list(map(int, drawn)), device).bool(),
+            numbers_on_device([max(s.temperature, 1e-30) if s.temperature else 1.0 for s in settings], device).float()[
+                :, None
+            ],
+            on_device(top_k, device) if any(k < vocab_size for k in top_k) else None,
+            numbers_on_device(top_p, device) if min(top_p) < 1 else None,
+            numbers_on_device(min_p, device) if max(min_p) > 0 else None,
+            most,
+            any(s.changes_logits for s in settings),
         )
-    return out
 
 
-def _draw(scores: Tensor, requests: list[Request], places: list[int]) -> Tensor:
-    """Return a token for each row of fp32 `[n, vocab_size]`."""
-    if requests[0].sampling.temperature == 0:
-        return scores.argmax(dim=-1)
-    # The first of several exponential clocks to ring, each as fast as its token is likely: a draw without a sync.
-    clocks, source = torch.empty_like(scores), torch.Generator(scores.device)
-    for row, request, place in zip(clocks, requests, places, strict=True):
-        row.exponential_(generator=source.manual_seed(_mixed(request.sampling.seed, place)))
-    return (scores.softmax(dim=-1) / clocks.clamp_(min=torch.finfo(clocks.dtype).tiny)).argmax(dim=-1)
+class Sampler:
+    """Choose tokens, without waiting for the device.
 
-
-def _mixed(seed: int, place: int) -> int:
-    """Return 64 bits that differ in about half of their places for neighbouring seeds and places (splitmix64)."""
-    z = (seed + (place + 1) * 0x9E3779B97F4A7C15) % 2**64
-    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
-    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
-    return z ^ z >> 31
-
-
-def processors(sampling: Sampling) -> list[Any]:
-    """Return the logits processors of some settings, in transformers' order.
-
-    Raises:
-        MissingPackageError: settings beyond temperature need transformers.
+    Args:
+        max_num_reqs: requests that run at once.
     """
-    made: list[Any] = []
-    if sampling.repetition_penalty != 1:
-        made.append(_logits_process().RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
-    made += sampling.logits_processors
-    if sampling.temperature not in (0, 1):
-        made.append(lambda ids, scores: scores / sampling.temperature)
-    cuts = (("TopK", sampling.top_k, 0), ("TopP", sampling.top_p, 1), ("MinP", sampling.min_p, 0))
-    return made + [
-        getattr(_logits_process(), f"{kind}LogitsWarper")(value) for kind, value, off in cuts if value != off
-    ]
 
+    def __init__(self, max_num_reqs: int) -> None:
+        self._counts = TokenCounts(max_num_reqs)
 
-def _logits_process() -> Any:
-    try:
-        from transformers.generation import logits_process
-    except ImportError as error:
-        raise MissingPackageError(
-            "top_k, top_p, min_p or repetition_penalty without transformers",
-            "transformers >= 5",
-            "pip install 'vattn[transformers]', or sample by temperature alone",
-        ) from error
-    return logits_process
+    def choose(
+        self, logits: Tensor, requests: Sequence[Request], places: Sequence[int], sampled: Rows | None
+    ) -> Chosen:
+        """Return a token for each row.
+
+        Args:
+            logits: `[N, vocab_size]` of any float dtype; rows after the requests' are ignored.
+            requests: of each row; a request with drafts has several rows.
+            places: positions of the tokens that are chosen, one for each row; read where something is sampled.
+            sampled: the rows that are not greedy, `None` if all are.
+        """
+        rows = logits[: len(requests)]
+        # The largest value is NaN where any is.
+        largest, tokens = rows.max(dim=-1)
+        usable = largest.isfinite()
+        errors: dict[int, VattnError] = {}
+        if sampled is not None:
+            self._sample(rows, sampled, places, tokens, usable, errors)
+        return Chosen(tokens, torch.stack((tokens, usable.long())), errors)
+
+    def _sample(
+        self,
+        logits: Tensor,
+        rows: Rows,
+        places: Sequence[int],
+        tokens: Tensor,
+        usable: Tensor,
+        errors: dict[int, VattnError],
+    ) -> None:
+        """Write the tokens of rows that are not greedy, which of them can be used, and the errors of processors."""
+        index = rows.index
+        good = usable.index_select(0, index)
+        # A row that cannot be used has no chances to draw from.
+        scores = torch.where(good[:, None], logits.index_select(0, index).float(), 0.0)
+        if rows.changed:
+            self._change(scores, rows, [places[row] for row in rows.rows], errors)
+        largest = scores.max(dim=-1, keepdim=True).values
+        if rows.changed:
+            good = good & largest.squeeze(1).isfinite()
+            scores = torch.where(good[:, None], scores, 0.0)
+            largest = torch.where(good[:, None], largest, 0.0)
+        chosen = scores.argmax(dim=-1)
+        if rows.seeds is not None:
+            # In this order a temperature near 0 gives no infinity.
+            scores = cut((scores - largest) / rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.most)
+            drawn = draw(scores, uniforms(rows.seeds, on_device(places, index.device).index_select(0, index)))
+            chosen = drawn if rows.drawn is None else torch.where(rows.drawn, drawn, chosen)
+        tokens.index_copy_(0, index, chosen)
+        usable.index_copy_(0, index, good)
+
+    def _change(self, scores: Tensor, rows: Rows, places: list[int], errors: dict[int, VattnError]) -> None:
+        """Apply to scores, in place, what requests ask for."""
+        change_logits(scores, rows.requests, places, self._counts)
+        for i, request in enumerate(rows.requests):
+            if request.sampling.logits_processors:
+                try:
+                    scores[i] = run_processors(request, scores[i : i + 1])[0]
+                except VattnError as error:
+                    errors[rows.rows[i]] = error

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from vattn.config.arguments import integer
@@ -23,6 +23,15 @@ class Sampling:
         top_p: sample from the most probable tokens with probabilities that add up to this; 1 for all.
         min_p: leave out tokens less likely than this share of the likeliest; 0 for none.
         repetition_penalty: above 1 makes tokens of prompt and output less likely.
+        presence_penalty: is subtracted from the logits of tokens that the output has, from -2 to 2.
+        frequency_penalty: is subtracted once for each time that the output has a token, from -2 to 2.
+        logit_bias: what is added to the logits of some token ids, by id; `-inf` forbids a token.
+        allowed_token_ids: only these are chosen; `None`: all.
+        bad_words: texts or sequences of token ids that never appear whole in the output. Texts need a tokenizer.
+        min_tokens: no stop token is chosen and no stop string looked for before the output has this many tokens.
+        logprobs: how many of the likeliest tokens get a log-probability beside the chosen one, for each token of the
+            output; `None`: no log-probabilities. They are those of the model's own logits.
+        prompt_logprobs: the same for the tokens of the prompt, of which none is taken from the cache then.
         stop_strings: end the text where one of these appears; it is removed. Needs a tokenizer.
         stop_token_ids: end at one of these tokens, which is kept out of the output; `None`: the model's own end
             tokens, `()`: none.
@@ -53,6 +62,14 @@ class Sampling:
     seed: int = 0
     logits_processors: tuple[Any, ...] = ()
     stopping_criteria: tuple[Any, ...] = ()
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict, hash=False)
+    allowed_token_ids: tuple[int, ...] | None = None
+    bad_words: tuple[str | tuple[int, ...], ...] = ()
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
         for name, (right, allowed) in _RANGES.items():
@@ -60,6 +77,8 @@ class Sampling:
                 raise _refused(name, getattr(self, name), allowed)
         for name, (right, allowed) in _ITEMS.items():
             object.__setattr__(self, name, _items(name, getattr(self, name), right, allowed))
+        object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
+        object.__setattr__(self, "bad_words", tuple(map(_word, self.bad_words)))
         ignored = [name for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)) if getattr(self, name) != off]
         if self.temperature == 0 and ignored:
             raise ConfigError(
@@ -69,14 +88,26 @@ class Sampling:
             )
 
     @property
+    def penalised(self) -> bool:
+        """Whether tokens become more or less likely by how often they were there."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
+
+    @property
     def greedy(self) -> bool:
         """Whether the likeliest token of the model's own logits is taken."""
-        return self.temperature == 0 and not self.needs_history
+        return self.temperature == 0 and not self.changes_logits
+
+    @property
+    def changes_logits(self) -> bool:
+        """Whether tokens are chosen by other logits than the model's own."""
+        changes = self.logit_bias or self.allowed_token_ids or self.bad_words or self.min_tokens
+        return bool(changes) or self.needs_history
 
     @property
     def needs_history(self) -> bool:
         """Whether choosing a token takes all tokens before it, on the host."""
-        return self.repetition_penalty != 1 or bool(self.logits_processors)
+        sequences = any(isinstance(word, str) or len(word) > 1 for word in self.bad_words)
+        return self.penalised or sequences or bool(self.logits_processors)
 
 
 def _whole(value: Any, least: int = 0, most: float = math.inf) -> bool:
@@ -95,11 +126,21 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "top_p": (lambda value: _number(value) and 0 < value <= 1, "a number above 0 and up to 1"),
     "min_p": (lambda value: _number(value) and 0 <= value <= 1, "a number from 0 to 1"),
     "repetition_penalty": (lambda value: _number(value) and value > 0, "a positive number; 1 for none"),
+    "presence_penalty": (lambda value: _number(value) and abs(value) <= 2, "a number from -2 to 2; 0 for none"),
+    "frequency_penalty": (lambda value: _number(value) and abs(value) <= 2, "a number from -2 to 2; 0 for none"),
+    "min_tokens": (_whole, "an int from 0 up"),
+    "logprobs": (lambda value: value is None or _whole(value), "None, or an int from 0 up"),
+    "prompt_logprobs": (lambda value: value is None or _whole(value), "None, or an int from 0 up"),
     "seed": (lambda value: _whole(value, 0, 2**64 - 1), "an int from 0 to 2**64 - 1"),
 }
 _ITEMS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stop_strings": (lambda item: isinstance(item, str) and bool(item), "a tuple of texts, none empty"),
     "stop_token_ids": (_whole, "a tuple of token ids from 0 up, () for none, None for the model's own"),
+    "allowed_token_ids": (_whole, "a tuple of token ids from 0 up, or None for all"),
+    "bad_words": (
+        lambda word: _word(word) is not None and len(word) > 0,
+        "a tuple of texts or of tuples of token ids, none empty",
+    ),
     "logits_processors": (callable, "a tuple of logits processors"),
     "stopping_criteria": (callable, "a tuple of stopping criteria"),
 }
@@ -107,11 +148,32 @@ _ITEMS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def _items(name: str, value: Any, right: Callable[[Any], bool], allowed: str) -> tuple[Any, ...] | None:
     """Return a sequence as a tuple, or refuse it."""
-    if value is None and name == "stop_token_ids":
+    if value is None and name in ("stop_token_ids", "allowed_token_ids"):
         return None
     if not isinstance(value, (list, tuple, set, frozenset)) or not all(map(right, value)):
         raise _refused(name, value, allowed)
-    return tuple(map(operator.index, value)) if name == "stop_token_ids" else tuple(value)
+    if name == "allowed_token_ids" and not value:
+        raise _refused(name, value, allowed)
+    return tuple(map(operator.index, value)) if name.endswith("token_ids") else tuple(value)
+
+
+def _word(word: Any) -> Any:
+    """Return a text, or token ids as a tuple; `None` for what is neither."""
+    if isinstance(word, str):
+        return word
+    return tuple(map(operator.index, word)) if isinstance(word, (list, tuple)) and all(map(_whole, word)) else None
+
+
+def _biases(given: Any) -> dict[int, float]:
+    """Return a mapping from token ids to what is added to their logits, or refuse it."""
+    try:
+        pairs = dict(given)
+    except (TypeError, ValueError):
+        pairs = {None: given}
+    for token, value in pairs.items():
+        if not _whole(token) or not (_number(value) or value == -math.inf):
+            raise _refused("logit_bias", given, "a mapping from token ids to numbers, or -inf to forbid a token")
+    return {operator.index(token): float(value) for token, value in pairs.items()}
 
 
 def _refused(name: str, value: Any, allowed: str) -> ConfigError:

@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import islice
+from typing import Any
 
 from vattn.cache.block_pool import BlockPool
 from vattn.errors import OutOfBlocksError, QueueFullError, RequestError
@@ -23,6 +24,8 @@ class Batch:
         starts, ends: positions `starts[i]` to `ends[i] - 1` of request i are computed.
         ready: how many requests get a token.
         drafts: the drafts of each of the ready requests; empty in a step without drafts.
+        scored: requests with tokens of their prompts that get log-probabilities, the position of the first of these
+            tokens, and how many there are.
         run: the run of decode steps that this step belongs to; `None` where the next one has to be planned.
         offset: its number in the run, from 0. A step with an offset takes its tokens from the step before, see
             `Scheduler.follow`; its `starts` and `ends` are empty, since each is one more.
@@ -34,6 +37,7 @@ class Batch:
     ends: list[int] = field(default_factory=list)
     ready: int = 0
     drafts: list[list[int]] = field(default_factory=list)
+    scored: list[tuple[Request, int, int]] = field(default_factory=list)
     run: DecodeRun | None = None
     offset: int = 0
     new_blocks: list[list[int]] = field(default_factory=list)
@@ -66,6 +70,8 @@ class DecodeRun:
         left: steps in which no request reaches its limit.
         stops: tokens that end one of the requests.
         sampled: places of the requests that are not greedy.
+        measured: places of the requests that get log-probabilities.
+        settings: what the sampler keeps of the requests from step to step.
     """
 
     def __init__(self, requests: list[Request], ends: list[int], changes: int, block_size: int) -> None:
@@ -73,6 +79,8 @@ class DecodeRun:
         self.left = min(request.limit - end for request, end in zip(requests, ends, strict=True)) - 1
         self.stops = frozenset().union(*{request.stop_token_ids for request in requests})
         self.sampled = [place for place, request in enumerate(requests) if not request.greedy]
+        self.measured = [place for place, request in enumerate(requests) if request.logprobs is not None]
+        self.settings: Any = None
         self._plain = False
         self._full: list[list[int]] = [[] for _ in range(block_size)]
         self._due: dict[int, list[int]] = {}
@@ -202,6 +210,7 @@ class Scheduler:
         ready.starts += rest.starts
         ready.ends += rest.ends
         ready.drafts += rest.drafts
+        ready.scored += rest.scored
         if not any(ready.drafts):
             ready.drafts = []
         singles = self.token_budget - budget == len(ready.requests) == len(self.running) == ready.ready
@@ -235,6 +244,8 @@ class Scheduler:
         if self.lookup is not None:
             batch.drafts.append(self._look_up(request, budget - 1) if count == 1 and request.output else [])
             end += len(batch.drafts[-1])
+        if not request.scored and start < len(request.prompt) - 1:
+            batch.scored.append((request, start + 1, min(end, len(request.prompt) - 1) - start))
         batch.requests.append(request)
         batch.starts.append(start)
         batch.ends.append(end)
@@ -246,7 +257,7 @@ class Scheduler:
         assert self.lookup is not None
         # The step also chooses the token after the drafts.
         most = min(self.lookup.num_drafts, request.limit - request.num_tokens - 1, budget)
-        if most < 1 or request.pending or request.sampling.needs_history:
+        if most < 1 or request.pending or request.needs_history:
             return []
         if request.index is None:
             request.index = LookupIndex(self.lookup, request.prompt)

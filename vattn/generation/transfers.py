@@ -1,0 +1,38 @@
+"""Lists of numbers to the device and results back, without waiting for it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def on_host(values: Sequence[int]) -> Tensor:
+    """Return a list that is not empty as int64 on the host; several times faster than `torch.tensor`."""
+    return torch.frombuffer(array("q", values), dtype=torch.int64)
+
+
+def on_device(values: Sequence[int], device: torch.device) -> Tensor:
+    """Return a list that is not empty as int64 on a device, without waiting for it."""
+    return moved(on_host(values), device)
+
+
+def numbers_on_device(values: Sequence[float], device: torch.device) -> Tensor:
+    """Return a list that is not empty as fp64 on a device, without waiting for it."""
+    return moved(torch.frombuffer(array("d", values), dtype=torch.float64), device)
+
+
+def moved(host: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on a device, without waiting for it."""
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
+
+
+def on_its_way(values: Tensor) -> Tensor:
+    """Return a tensor on the host, which holds what it should as soon as the device gets there."""
+    if values.device.type == "cpu":
+        return values
+    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+    host.copy_(values, non_blocking=True)
+    return host
