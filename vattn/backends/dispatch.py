@@ -47,6 +47,11 @@ def _resolve(text: str, device: torch.device, memory: CacheMemory | None = None)
     return selector.choose(config, DeviceInfo.of(device), memory=memory), config
 
 
+def read_notes_again() -> None:
+    """Have the next call of each op read the fusion note of its config string, even one that was read before."""
+    _resolve.cache_clear()
+
+
 def _memory_of(args: Any) -> CacheMemory | None:
     """Return how the cache of an op's arguments lies; `None` for an op without one."""
     if hasattr(args, "key_cache"):

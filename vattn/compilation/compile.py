@@ -17,10 +17,13 @@ import torch
 from torch import Tensor, nn
 
 from vattn import errors
+from vattn.backends import dispatch
 from vattn.config.arguments import check_switches
-from vattn.errors import ConfigError, RecompilationError, UnknownOptionError, VattnError
+from vattn.errors import ConfigError, FusionError, RecompilationError, UnknownOptionError, VattnError
 from vattn.metadata import forward_context as context
 from vattn.metadata.attention_metadata import AttentionMetadata, mark_once
+from vattn.ops import fusion_notes
+from vattn.ops.schemas import keep_out_of_dynamo
 
 Target = TypeVar("Target", bound=Callable[..., Any])
 
@@ -47,6 +50,8 @@ def mark_dynamic(*values: Any, num_tokens: int = 0) -> None:
 
 
 def _mark_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if torch.compiler.is_compiling():
+        return  # Part of a larger graph, whose own inputs are marked or not.
     # Not `current_step`: the layers refuse a thread without a step, and a call may need none.
     step = getattr(context.in_thread, "step", None)
     mark_dynamic(*args, *kwargs.values(), num_tokens=0 if step is None else step.slot_mapping.shape[0])
@@ -68,6 +73,8 @@ def compile(target: Target, *, fullgraph: bool = True, **options: Any) -> Target
     Raises:
         ConfigError: nothing that can be called, or `mode` and `options` together.
         UnknownOptionError: an option of `vattn.backend` for another backend.
+        FusionError: when it is called, with strict passes among its options that see no attention of the first call, or
+            none that fuses.
         RecompilationError: when it is called, with more different constants than `torch.compile` compiles it for.
         VattnError: when it is called and compiling finds a mistake; `torch.compile` raises an error of its own there,
             which has this one's text in it and is its cause here.
@@ -86,9 +93,9 @@ def compile(target: Target, *, fullgraph: bool = True, **options: Any) -> Target
     if isinstance(compiled, nn.Module):
         # A hook of the wrapper, outside of what is compiled.
         compiled.register_forward_pre_hook(lambda _, args, kwargs: _mark_call(args, kwargs), with_kwargs=True)
-        compiled.forward = _with_own_errors(compiled.forward)
+        compiled.forward = _strict(_with_own_errors(compiled.forward), options)
         return compiled  # type: ignore[return-value]
-    return _marking(compiled)
+    return _strict(_marking(compiled), options)
 
 
 def _check_options(of: str, options: dict[str, Any]) -> None:
@@ -145,6 +152,44 @@ def _with_own_errors(compiled: Any) -> Any:
             raise own from error
 
     return call
+
+
+def _strict(run: Any, options: dict[str, Any]) -> Any:
+    """Wrap compiled code whose options ask for strict passes: its first call fails if they have seen no attention.
+
+    Another `torch.compile` around it would drop its options: it calls this code, with a graph break, and does not
+    inline it.
+    """
+    given = dict(options.get("options") or {})
+    if not (given.get("vattn.strict") or getattr(given.get("post_grad_custom_pre_pass"), "strict", False)):
+        return run
+    seen, checked = fusion_notes.seen, False
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal checked
+        before = fusion_notes.set_strict(True)
+        if not checked:
+            dispatch.read_notes_again()
+            count = seen["attention"]
+        try:
+            result = run(*args, **kwargs)
+        finally:
+            fusion_notes.set_strict(before)
+        if not checked and seen["attention"] == count:
+            raise FusionError(
+                "strict fusion: the first call ran no attention that the passes have seen",
+                "a call that Dynamo and Inductor compile, of a model with attention, in a forward_context",
+                "switch on what torch.compiler.set_stance or TORCHDYNAMO_DISABLE switched off",
+            )
+        checked = True
+        return result
+
+    functools.update_wrapper(call, run, updated=())
+    call._torchdynamo_disable = True  # type: ignore[attr-defined]
+    call._torchdynamo_disable_msg = (  # type: ignore[attr-defined]
+        "vattn: compiled with strict passes, which another torch.compile around it drops; give it their options instead"
+    )
+    return keep_out_of_dynamo(call)
 
 
 def own_error(error: BaseException) -> VattnError | None:
@@ -217,7 +262,7 @@ def compile_regions(model: nn.Module | Iterable[nn.Module], *, fullgraph: bool =
     for layer in layers:
         forward = type(layer).forward
         if forward not in callables:
-            callables[forward] = _marking(torch.compile(forward, fullgraph=fullgraph, **options))
+            callables[forward] = _strict(_marking(torch.compile(forward, fullgraph=fullgraph, **options)), options)
         layer.forward = functools.partial(callables[forward], layer)
     return len(layers)
 

@@ -15,6 +15,7 @@ from vattn.config.typed import typed_on_error
 from vattn.errors import ConfigError, MetadataError, ShapeError
 from vattn.metadata.attention_metadata import AttentionMetadata, step_of
 from vattn.ops.checks import check_storage
+from vattn.ops.fusion_notes import noted
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
 
 KVCache = Tensor | tuple[Tensor, Tensor]
@@ -228,7 +229,7 @@ def paged_attention(
         None,
         [],
         None,
-        config.encode(),
+        noted(config.encode()),
     )
     return result
 

@@ -1,20 +1,32 @@
-"""The lines of the fusion report: kept by graph, and carried by the config strings of compiled code."""
+"""The lines of the fusion report: kept by graph, and carried by the config strings of compiled code.
+
+What a layer hands to a compiler carries `UNSEEN`, which the passes replace by their line of the report. Compiled code
+that still carries it when it runs was made without the passes.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import logging
+import sys
 import threading
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 from urllib.parse import quote, unquote
 
+import torch
+
 from vattn.config.encoding import NOTE_MARK
+from vattn.errors import FusionError
 
 logger = logging.getLogger("vattn")
 
 FUSED, REFUSED, NEAR_MISS = "fused", "refused", "near miss"
+
+UNSEEN, UNSEEN_STRICT = "unseen", "unseen, strict"
+"""Notes of config strings that the passes have not seen; the second where they have to."""
 
 _PLAIN = " !#$&()*+,-./:;<=>@[]^_`{|}~"
 """Characters that a note does not escape, besides letters and digits."""
@@ -69,8 +81,16 @@ class NodeReport:
         """Whether there is RoPE that is not fused."""
         return self.rope_outcome not in (FUSED, "")
 
+    def place(self) -> str:
+        """Return which attention node of its graph this is."""
+        return f"{self.op} {self.index + 1}/{self.count}"
+
     def __str__(self) -> str:
-        text = f"{self.op} {self.index + 1}/{self.count}: {self.outcome}"
+        return f"{self.place()}: {self.says()}"
+
+    def says(self) -> str:
+        """Return the result, without which node it is of."""
+        text = self.outcome
         if self.outcome == FUSED:
             text += f", writes {self.output_format}"
         if self.reason:
@@ -96,7 +116,7 @@ class NodeReport:
         Inductor's C++ wrappers hold strings between double quotes and escape nothing.
         """
         fields = {name: quote(x, _PLAIN) if isinstance(x, str) else x for name, x in dataclasses.asdict(self).items()}
-        return config + NOTE_MARK + json.dumps(fields, separators=(",", ":")).replace('"', "'")
+        return config.partition(NOTE_MARK)[0] + NOTE_MARK + json.dumps(fields, separators=(",", ":")).replace('"', "'")
 
     @staticmethod
     def of_note(note: str) -> NodeReport:
@@ -112,14 +132,41 @@ class NodeReport:
 
 _graphs: dict[str, dict[int, NodeReport]] = {}
 _lock = threading.Lock()
-seen = {"without attention": 0, "failed": 0}
-"""Graphs that the passes ran on and that have no line in the report."""
+_unseen: dict[str, None] = {}
+_wanted = threading.local()
+seen = {"without attention": 0, "failed": 0, "attention": 0}
+"""Graphs that the passes ran on and that have no line in the report, and lines made or read."""
+
+
+def is_strict() -> bool:
+    """Return whether what this thread compiles must be seen by the passes."""
+    return getattr(_wanted, "strict", False)
+
+
+def set_strict(wanted: bool) -> bool:
+    """Say whether what this thread compiles must be seen by the passes; returns what held before."""
+    before, _wanted.strict = is_strict(), wanted
+    return before
+
+
+def noted(config: str) -> str:
+    """Return a config string for an attention op: in compiled code with a note that only the passes take away."""
+    return config + _unseen_note() if torch.compiler.is_compiling() else config
+
+
+def _unseen_note() -> str:
+    return NOTE_MARK + (UNSEEN_STRICT if is_strict() else UNSEEN)
+
+
+# Dynamo calls it while it traces and keeps the result, without a guard: code that is compiled stays as it is.
+_unseen_note._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def record(nodes: list[NodeReport]) -> None:
     """Keep the report of one compiled graph; it replaces an earlier one of the same graph."""
     with _lock:
         seen["without attention"] += not nodes
+        seen["attention"] += len(nodes)
         for name in {node.graph for node in nodes}:
             _graphs.pop(name, None)
         for node in nodes:
@@ -138,17 +185,40 @@ def recorded() -> tuple[NodeReport, ...]:
         return tuple(graph[index] for graph in _graphs.values() for index in sorted(graph))
 
 
+def passes_off() -> tuple[str, ...]:
+    """Return where compiled code was run that the passes have not seen."""
+    with _lock:
+        return tuple(_unseen)
+
+
 def forget() -> None:
     """Forget all lines."""
     with _lock:
         _graphs.clear()
+        _unseen.clear()
         seen.update(dict.fromkeys(seen, 0))
 
 
 def read_note(config: str) -> None:
-    """Keep the line of the report that a config string of loaded code carries, if there is one."""
+    """Keep the line of the report that a config string of loaded code carries, if there is one.
+
+    Raises:
+        FusionError: the passes have not seen the code, though they had to.
+    """
     _, mark, note = config.partition(NOTE_MARK)
     if not mark:
+        return
+    if note in (UNSEEN, UNSEEN_STRICT):
+        where = _caller()
+        with _lock:
+            _unseen[where] = None
+        if note == UNSEEN_STRICT:
+            raise FusionError(
+                f"strict fusion: the passes were off when {where} was compiled",
+                "attention that is compiled with vattn's pass in torch._inductor.config.post_grad_custom_pre_pass",
+                "put passes of your own there before vattn.enable(), and compile by Inductor in the thread, and the "
+                "block, of enable()",
+            )
         return
     try:
         node = NodeReport.of_note(note)
@@ -157,4 +227,23 @@ def read_note(config: str) -> None:
         logger.debug("a note of another version: %s", note)
         return
     with _lock:
+        seen["attention"] += 1
         _graphs.setdefault(node.graph, {}).setdefault(node.index, dataclasses.replace(node, cached=True))
+
+
+def _caller() -> str:
+    """Return which function runs compiled code, and where it is: the first one of neither torch nor vattn."""
+    frame = sys._getframe()
+    while frame.f_back is not None and _is_library(frame):
+        frame = frame.f_back
+    code = frame.f_code
+    return f"{code.co_name} ({code.co_filename}:{code.co_firstlineno})"
+
+
+_GENERATED = (torch.__path__[0], "<eval_with_key>")
+"""How names of files begin that torch makes code of."""
+
+
+def _is_library(frame: FrameType) -> bool:
+    module = str(frame.f_globals.get("__name__")).partition(".")[0]
+    return module in ("torch", "vattn") or frame.f_code.co_filename.startswith(_GENERATED)

@@ -145,16 +145,16 @@ def _autograd_guard(name: str) -> Callable[..., Any]:
         with torch._C._AutoDispatchBelowAutograd():
             return op(*args)
 
-    return _keep_out_of_dynamo(guard)
+    return keep_out_of_dynamo(guard)
 
 
 def implement(name: str, kernel: Callable[..., Any]) -> None:
     """Register what runs when an op is called on a CPU or a GPU."""
     for key in _DEVICE_KEYS:
-        library.impl(name, _keep_out_of_dynamo(kernel), key)
+        library.impl(name, keep_out_of_dynamo(kernel), key)
 
 
-def _keep_out_of_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
+def keep_out_of_dynamo(function: Callable[..., Any]) -> Callable[..., Any]:
     """Have Dynamo leave a function of this code, and all that it calls, alone, and return it.
 
     Kernels of ops run outside of graphs too, where compiled code has a graph break, as after an error that a layer

@@ -10,6 +10,7 @@ import torch
 
 from vattn.config.typed import typed
 from vattn.errors import ConfigError, UnknownOptionError
+from vattn.ops.fusion_notes import set_strict
 from vattn.quantization.formats import OUTPUT_FORMATS
 
 SLOT = "post_grad_custom_pre_pass"
@@ -41,7 +42,12 @@ def _inner(current: Any) -> tuple[Callable[..., None], ...]:
 
 
 def _new_pass(
-    current: Any, strict: bool = False, output_formats: Sequence[str] | None = None, rope: str = "auto"
+    current: Any,
+    strict: bool = False,
+    output_formats: Sequence[str] | None = None,
+    rope: str = "auto",
+    *,
+    for_all: bool = False,
 ) -> Any:
     from vattn.passes.pipeline import FusionPass
     from vattn.passes.rope_kv_cache.find import check_choice
@@ -53,7 +59,7 @@ def _new_pass(
         )
     if not isinstance(strict, bool):
         raise ConfigError(f"strict={strict!r}", "True or False", "strict=True raises on what is not fused")
-    return FusionPass(strict, tuple(names), _inner(current), check_choice(rope))
+    return FusionPass(strict, tuple(names), _inner(current), check_choice(rope), for_all)
 
 
 def enable(
@@ -65,7 +71,8 @@ def enable(
     configuration: call `enable()` there, or compile with `backend=vattn.backend`.
 
     Args:
-        strict: raise `vattn.errors.FusionError` when an attention node is not fused.
+        strict: raise `vattn.errors.FusionError` when an attention node is not fused, or when attention that this thread
+            compiles runs without the passes having seen it.
         output_formats: output formats that may be used; default all.
         rope: whether RoPE before a layer, the query's quantisation and the cache write become one op: `"auto"` where
             it pays on the device, `"always"` or `"never"`. With `"always"`, `strict` requires it.
@@ -84,11 +91,12 @@ def enable(
     from torch._inductor import config
 
     current = getattr(config, SLOT)
-    new = _new_pass(current, strict, output_formats, rope)
+    new = _new_pass(current, strict, output_formats, rope, for_all=True)
     new.replaced = getattr(current, "replaced", ()) or (current,)
     setattr(config, SLOT, new)
     restore = ExitStack()
     restore.callback(setattr, config, SLOT, current)
+    restore.callback(set_strict, set_strict(strict))
     return restore
 
 
@@ -99,6 +107,7 @@ def disable() -> None:
     """
     from torch._inductor import config
 
+    set_strict(False)
     for before in getattr(getattr(config, SLOT), "replaced", ()):
         setattr(config, SLOT, before)
 
@@ -117,7 +126,8 @@ def options(
     Args:
         base: a dict of your own Inductor options; a pass among them keeps running.
         mode: a mode of `torch.compile`, which refuses `mode` and `options` together.
-        strict, output_formats, rope: as in `enable`.
+        strict: raise `vattn.errors.FusionError` when a graph has no attention node, or one that is not fused.
+        output_formats, rope: as in `enable`.
 
     Raises:
         ConfigError: an unknown mode or format, options that are not a dict, or something in the slot of the pass that

@@ -26,6 +26,11 @@ def makes_package() -> bool:
     return bool(V.aot_compilation)
 
 
+def is_part(graph: Graph) -> bool:
+    """Return whether a graph is a branch or another region of a larger one, which Inductor hands to passes first."""
+    return "desc" not in next(iter(reversed(graph.nodes))).meta
+
+
 def sort_graph(graph: Graph) -> None:
     """Bring the nodes of a graph into an order in which each follows what it reads."""
     from torch._inductor.pattern_matcher import stable_topological_sort

@@ -18,6 +18,7 @@ from vattn.backends import selector
 from vattn.ops.fusion_notes import FUSED, NEAR_MISS, REFUSED, NodeReport, note_failed, record
 from vattn.ops.schemas import SCHEMA_VERSION
 from vattn.passes import report
+from vattn.passes.inductor import is_part
 from vattn.passes.output_quant import find as output_quant
 from vattn.passes.output_quant.rewrite import rewrite
 from vattn.passes.query_quant.find import (
@@ -64,6 +65,7 @@ class FusionPass(CustomGraphPass):
         output_formats: output formats that may be used.
         inner: passes that ran in this slot before; they run first.
         rope: one of `ROPE_CHOICES`; with `"always"`, `strict` requires RoPE too.
+        for_all: it sees whatever a thread compiles, so that `strict` takes a graph without attention.
         replaced: what `disable()` puts back if `enable()` put this pass into Inductor's configuration; else empty.
     """
 
@@ -71,6 +73,7 @@ class FusionPass(CustomGraphPass):
     output_formats: tuple[str, ...]
     inner: tuple[InnerPass, ...]
     rope: str = "auto"
+    for_all: bool = False
     replaced: tuple[Any, ...] = field(default=(), compare=False)
 
     def __post_init__(self) -> None:
@@ -80,7 +83,7 @@ class FusionPass(CustomGraphPass):
         """Fuse what can be fused in a post-grad graph, in place, and report it.
 
         Raises:
-            FusionError: `strict` and not everything is fused.
+            FusionError: `strict` and not everything is fused, or there is nothing that could be.
         """
         for other in self.inner:
             other(graph)
@@ -94,6 +97,8 @@ class FusionPass(CustomGraphPass):
             return
         record(nodes)
         report.log(nodes)
+        if self.strict and not nodes and not self.for_all and not is_part(graph) and not _parts_attend(graph):
+            raise report.strict_error([])
         misses = [node for node in nodes if not node.is_fused or (self.rope == "always" and node.missed_rope)]
         if self.strict and misses:
             raise report.strict_error(misses)
@@ -208,6 +213,13 @@ def _fuse_query(call: Node, op: str) -> Outcome:
         return text, FUSED, line
     except Refusal as refusal:
         raise Refusal(f"{text}: {refusal.reason}", refusal.node, near=True) from None
+
+
+def _parts_attend(graph: Graph) -> bool:
+    """Return whether a branch or region of a graph holds attention."""
+    whole: Any = graph.owning_module
+    parts = [] if whole is None else [part for part in whole.modules() if isinstance(part, torch.fx.GraphModule)]
+    return any(attention_calls(part.graph) for part in parts)
 
 
 def _graph_name(graph: Graph) -> str:

@@ -9,12 +9,14 @@ same one before an edit, is the same entry of a cache.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from textwrap import wrap
 from typing import Any
 
 from vattn.errors import FusionError
-from vattn.ops.fusion_notes import FUSED, NEAR_MISS, REFUSED, NodeReport, forget, logger, recorded, seen
+from vattn.ops.fusion_notes import FUSED, NEAR_MISS, REFUSED, NodeReport, forget, logger, passes_off, recorded, seen
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,12 @@ class FusionReport:
     Attributes:
         nodes: one entry per attention node.
         why_empty: why a report has no nodes: whether the passes were on, and which graphs they ran on; else empty.
+        passes_off: functions that ran compiled attention which the passes have not seen, and where they are.
     """
 
     nodes: tuple[NodeReport, ...]
     why_empty: str = ""
+    passes_off: tuple[str, ...] = ()
 
     def __iter__(self) -> Iterator[NodeReport]:
         return iter(self.nodes)
@@ -52,15 +56,35 @@ class FusionReport:
         return f"{len(self.nodes)} attention nodes: {counts}"
 
     def __str__(self) -> str:
-        lines, graph = [self.summary()], ""
+        text = [self.summary()]
         if self.why_empty:
-            lines.append(f"  {self.why_empty}")
-        for node in self.nodes:
-            if node.graph != graph:
-                graph = node.graph
-                lines.append(f"graph {graph}")
-            lines.append(f"  {node}")
-        return "\n".join(lines)
+            text.append(f"  {self.why_empty}")
+        text += [f"  passes off: {where}" for where in self.passes_off]
+        for graph, nodes in itertools.groupby(self.nodes, lambda node: node.graph):
+            text.append(f"graph {graph}")
+            for line in lines(list(nodes)):
+                text += wrap(line, 118, initial_indent="  ", subsequent_indent="    ", **_WHOLE_WORDS)
+        return "\n".join(text)
+
+
+_WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
+
+
+def lines(nodes: Sequence[NodeReport]) -> list[str]:
+    """Return what to print of nodes: one line for all that say the same, as the layers of a model do."""
+    equal: dict[str, list[NodeReport]] = {}
+    for node in nodes:
+        equal.setdefault(node.says(), []).append(node)
+    return [f"{_which(alike)}: {text}" for text, alike in equal.items()]
+
+
+def _which(nodes: Sequence[NodeReport]) -> str:
+    """Return which attention nodes of a graph these are; a layer has one."""
+    first, count = nodes[0], len(nodes)
+    if count == 1:
+        return first.place()
+    some = f"{count}" if count == first.count else f"{count} of {first.count}"
+    return f"{first.op}, {some} layers"
 
 
 _enabled = False
@@ -80,7 +104,7 @@ def fusion_report() -> FusionReport:
     report says whether the passes were on.
     """
     nodes = recorded()
-    return FusionReport(nodes, "" if nodes else _why_empty())
+    return FusionReport(nodes, "" if nodes else _why_empty(), passes_off())
 
 
 def _why_empty() -> str:
@@ -124,7 +148,7 @@ def log(nodes: list[NodeReport]) -> None:
 
 
 def strict_error(misses: list[NodeReport]) -> FusionError:
-    """Return the error of `strict=True` for nodes that are not fused."""
+    """Return the error of `strict=True` for nodes that are not fused, or for a graph without any."""
     from torch._dynamo.exc import ShortenTraceback
 
     class StrictFusionError(FusionError, ShortenTraceback):
@@ -145,12 +169,20 @@ def strict_error(misses: list[NodeReport]) -> FusionError:
     StrictFusionError.__module__ = FusionError.__module__
     StrictFusionError.__name__ = StrictFusionError.__qualname__ = FusionError.__qualname__
 
-    listed = "\n  ".join(map(str, misses))
-    plain = FusionError(
-        f"strict fusion: not every attention node is fused\n  {listed}\n",
-        "graphs in which each attention output is quantised in a supported format, and no query in a kernel of its own",
-        "change what a reason names, or compile with strict=False",
-    )
+    if misses:
+        listed = "\n  ".join(lines(misses))
+        plain = FusionError(
+            f"strict fusion: not every attention node is fused\n  {listed}\n",
+            "graphs in which each attention output is quantised in a supported format, and no query in a kernel of its "
+            "own",
+            "change what a reason names, or compile with strict=False",
+        )
+    else:
+        plain = FusionError(
+            "strict fusion: a compiled graph holds no attention of vattn",
+            "graphs with attention; a layer that gets no metadata makes a profiling call, which has none",
+            "call the model in a forward_context, and compile it without graph breaks",
+        )
     error = StrictFusionError(plain)
     error.args = plain.args
     return error

@@ -24,6 +24,7 @@ from vattn.metadata.hybrid import GroupedMetadata
 from vattn.metadata.lineage import called
 from vattn.ops import checks
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
+from vattn.ops.fusion_notes import noted
 from vattn.quantization.codecs import encode_query
 
 
@@ -85,7 +86,7 @@ class CachedAttention(BoundCache):
         cache = own.key_cache, own.value_cache
         if cache[0] is None:  # A storage that was set by hand.
             cache = self.cache_views()
-        args, update = step.arguments(own, cast(CacheViews, cache), query, result, op_config), None
+        args, update = step.arguments(own, cast(CacheViews, cache), query, result, noted(op_config)), None
         if key is not None and value is not None:
             key = split_heads("key", key, self.num_kv_heads, self.head_size)
             value = split_heads("value", value, self.num_kv_heads, self.head_size_v)

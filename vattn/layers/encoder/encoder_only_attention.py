@@ -25,6 +25,7 @@ from vattn.layers.base.scales import QuantConfig
 from vattn.layers.base.step import LayerResult, split_heads
 from vattn.layers.encoder.varlen_attention import VarlenAttention
 from vattn.metadata.attention_metadata import AttentionMetadata
+from vattn.ops.fusion_notes import noted
 from vattn.ops.index_dtypes import as_int32
 from vattn.quantization.codecs import encode_kv, encode_query
 from vattn.quantization.formats import KV_FORMATS, dtype_name, resolve_kv_cache_dtype
@@ -198,7 +199,7 @@ class EncoderOnlyAttention(VarlenAttention):
         key, value = encode_kv(key, kv_format, self.k_scale), encode_kv(value, kv_format, self.v_scale)
         scales = (self.q_scale, self.k_scale, self.v_scale)
         torch.ops.vattn.varlen_attention(
-            *self._arguments((query, key, value), starts, result.output, result.block_scale, scales, op_config)
+            *self._arguments((query, key, value), starts, result.output, result.block_scale, scales, noted(op_config))
         )
         return result.returned()
 

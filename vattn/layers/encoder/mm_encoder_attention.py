@@ -19,6 +19,7 @@ from vattn.layers.encoder.fp8_scales import (
     scales_of_layer,
 )
 from vattn.layers.encoder.varlen_attention import VarlenAttention
+from vattn.ops.fusion_notes import noted
 from vattn.ops.index_dtypes import INDEX_DTYPES
 from vattn.quantization.codecs import encode_kv, encode_query
 from vattn.quantization.formats import OUTPUT_FORMATS, dtype_name
@@ -165,7 +166,7 @@ class MMEncoderAttention(VarlenAttention):
                 got = None if tensor is None else type(tensor).__name__
                 allowed = "a tensor [b, s, columns] or [b, s, heads, head_size]"
                 raise ShapeError(f"{name} is {got} in layer {self.prefix!r}", allowed, f"pass {name} as a tensor")
-        op_config = self._op_config(query.dtype)
+        op_config = noted(self._op_config(query.dtype))
         for name, tensor, heads in (("query", query, self.num_heads), ("key", key, self.num_kv_heads)):
             if tensor.dim() not in (3, 4):
                 raise self._shape_error(name, tensor, heads)

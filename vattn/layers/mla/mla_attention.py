@@ -21,6 +21,7 @@ from vattn.layers.mla.rotary import LatentRotary, check_table, rope_string
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.checks_mla import check_mla_attention, check_mla_kv_cache_update
+from vattn.ops.fusion_notes import noted
 from vattn.ops.index_dtypes import as_int32, as_int64
 
 
@@ -131,7 +132,7 @@ class MLAAttention(BoundLatents):
             q, cache, as_int32(metadata.query_start_loc), as_int32(metadata.seq_lens), as_int32(metadata.block_table),
             self.kv_b_weight, None,
             result.output, result.block_scale, None, self.output_scale, self.q_scale, self.k_scale, topk,
-            metadata.local_seq_lens, [] if plan is None else [plan], self.workspace, config,
+            metadata.local_seq_lens, [] if plan is None else [plan], self.workspace, noted(config),
         )  # fmt: skip
         update = MLACacheUpdateArgs(kv_c_normed, k_pe, cache, slots, self.k_scale, config)
         if not torch.compiler.is_compiling():
