@@ -57,6 +57,7 @@ from vattn.layers import (
     pad_cu_seqlens,
     read_encoder_scales,
     save_encoder_scales,
+    save_encoder_scales_when_full,
 )
 from vattn.layers.functional import (
     AttentionOutput,
@@ -172,6 +173,7 @@ __all__ = [
     "register_kv_format",
     "rope_update_kv_cache",
     "save_encoder_scales",
+    "save_encoder_scales_when_full",
     "swap_blocks",
     "token_order",
     "update_kv_cache",

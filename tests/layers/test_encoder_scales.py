@@ -338,3 +338,85 @@ def test_models_that_cannot_be_saved(tmp_path: Path) -> None:
         model = nn.ModuleList(make_layer(prefix) for prefix in prefixes)
         with pytest.raises(ConfigError, match="a prefix that no other layer has"):
             vattn.save_encoder_scales(model, tmp_path / "s.json")
+
+
+# Saving by itself
+
+
+class Tower(nn.Module):
+    """Two layers in FP8; `skip` leaves out the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.x, self.y = make_layer("x"), make_layer("y")
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, skip: bool = False) -> Tensor:
+        out = self.x(query, key, value)
+        return out if skip else out + self.y(query, key, value)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_scales_are_saved_by_themselves_once_every_history_is_full(
+    compiled: bool, tmp_path: Path, fresh_dynamo: None
+) -> None:
+    model, path = Tower(), tmp_path / "s.json"
+    target = vattn.compile(model, backend="eager") if compiled else model
+    vattn.save_encoder_scales_when_full(target, path, margin=1.5)
+    for step in range(17):
+        target(*rows(step), step == 4)
+        assert path.exists() == (step == 16), "the second layer has seen one step less"
+    scales = vattn.read_encoder_scales(path)
+    for name, layer in (("x", model.x), ("y", model.y)):
+        assert list(scales[name].values()) == pytest.approx((layer.amax_history.amax(0) * 1.5 / 448).tolist())
+    path.unlink()
+    for step in range(40):
+        target(*rows(step))
+    assert not path.exists(), "saved again"
+
+
+def test_a_save_by_itself_that_fails_warns_and_is_tried_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, path = Tower(), write(tmp_path / "s.json", {"x": SCALES})
+
+    def fail(*_: Any) -> None:
+        raise OSError("the disk is full")
+
+    handle = vattn.save_encoder_scales_when_full(model, path)
+    expected = Tower()(*rows(15))
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "replace", fail)
+        for step in range(15):
+            model(*rows(step))
+        with pytest.warns(UserWarning, match="not saved yet: .*the disk is full"):
+            assert model(*rows(15)).shape == expected.shape
+    assert vattn.read_encoder_scales(path) == {"x": SCALES} and os.listdir(tmp_path) == ["s.json"]
+    for step in range(16):
+        assert "y" not in vattn.read_encoder_scales(path)
+        model(*rows(step))
+    assert "y" in vattn.read_encoder_scales(path)
+    handle.remove()
+
+
+def test_saving_by_itself_is_called_off_and_refused(tmp_path: Path) -> None:
+    model, path = Tower(), tmp_path / "s.json"
+    vattn.save_encoder_scales_when_full(model, path).remove()
+    for step in range(20):
+        model(*rows(step))
+    assert not path.exists()
+    vattn.save_encoder_scales(model, path)
+    static = make_layer("x", vattn.EncoderFP8Config(scale_path=path))
+    for call, text in (
+        (lambda: vattn.save_encoder_scales_when_full(static, path), "static scales alone"),
+        (lambda: vattn.save_encoder_scales_when_full(model, tmp_path / "none" / "s.json"), "make it first"),
+        (lambda: vattn.save_encoder_scales_when_full(model, path, margin=0.5), "margin=0.5"),
+        (lambda: vattn.save_encoder_scales_when_full(nn.Linear(2, 2), path), "no encoder layer in FP8"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            call()
+    assert not model._forward_hooks and not static._forward_hooks
+
+
+def test_an_outer_graph_says_what_to_pass(tmp_path: Path, fresh_dynamo: None) -> None:
+    model = Tower()
+    vattn.save_encoder_scales_when_full(model, tmp_path / "s.json")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match=r"what torch\.compile returned"):
+        torch.compile(lambda *x: model(*x), fullgraph=True, backend="eager")(*rows(0))

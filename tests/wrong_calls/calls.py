@@ -214,6 +214,7 @@ def layers() -> dict[str, Call]:
         vattn.EncoderOnlyAttention(4, 16, 0.25, 2),
         layer(),
     )
+    dynamic = vattn.MMEncoderAttention(4, 16, prefix="a", quant_config=vattn.EncoderFP8Config(dynamic=True))
     only = vattn.AttentionMetadataBuilder(4, 32, 64, layers=texts).build([3, 2])
     three = {"query": floats(1, 5, 64), "key": floats(1, 5, 32), "value": floats(1, 5, 32)}
     return {
@@ -230,7 +231,9 @@ def layers() -> dict[str, Call]:
         "EncoderOnlyAttention": (vattn.EncoderOnlyAttention, {**common, "alibi_slopes": [0.1] * 4}),
         "EncoderOnlyAttention.forward": (texts, {**rows(), "metadata": only}),
         "MMEncoderAttention": (vattn.MMEncoderAttention, {**shape, "attn_backend": "auto"}),
-        "MMEncoderAttention.forward": (encoder, {**three, "cu_seqlens": ints(0, 3, 5), "max_seqlen": 3}),
+        "MMEncoderAttention.forward": (
+            encoder, {**three, "cu_seqlens": ints(0, 3, 5), "max_seqlen": 3, "cu_seqlens_k": ints(0, 3, 5)}
+        ),
         "StaticSinkAttention": (
             vattn.StaticSinkAttention,
             {**shape, "sink_len": 16, "sink_key": floats(16, 2, 16), "sink_value": floats(16, 2, 16)},
@@ -251,6 +254,9 @@ def layers() -> dict[str, Call]:
         "clip_rates": (vattn.clip_rates, {"model": bound}),
         "read_encoder_scales": (read_scales, {"path": folder()}),
         "save_encoder_scales": (saved, {"model": encoder, "path": folder() / "a.json", "margin": 1.5}),
+        "save_encoder_scales_when_full": (
+            vattn.save_encoder_scales_when_full, {"model": dynamic, "path": folder() / "a.json", "margin": 1.5}
+        ),
     }  # fmt: skip
 
 

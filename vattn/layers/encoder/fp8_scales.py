@@ -8,16 +8,18 @@ from __future__ import annotations
 
 import json
 import os
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from vattn.config.files import write_whole
 from vattn.config.typed import typed
-from vattn.errors import ConfigError, ScaleError
+from vattn.errors import ConfigError, ScaleError, VattnError
 from vattn.quantization.codecs import MIN_ABSMAX
 from vattn.quantization.formats import FP8_E4M3_MAX
 
@@ -171,13 +173,8 @@ def save_encoder_scales(model: nn.Module, path: str | os.PathLike[str], *, margi
         ScaleError: the history of some layer has not filled yet, or a scale times the margin leaves fp32; nothing is
             written.
     """
-    if not isinstance(margin, (int, float)) or isinstance(margin, bool) or not 1 <= margin < float("inf"):
-        raise ConfigError(f"margin={margin!r}", "a number from 1 up", "margin=1.0 for none")
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"a model of type {type(model).__name__}", "an nn.Module", "pass the model itself")
-    layers = _fp8_layers(model)
-    short = {name: int(layer.amax_steps) for name, layer in layers.items() if layer.amax_steps is not None}
-    short = {name: count for name, count in short.items() if count < HISTORY_STEPS}
+    layers = _layers_to_save(model, margin)
+    short = {name: count for name, count in _steps_of(layers).items() if count < HISTORY_STEPS}
     if short:
         listed = ", ".join(f"{name!r} ({count})" for name, count in list(short.items())[:20])
         raise ScaleError(
@@ -195,6 +192,90 @@ def save_encoder_scales(model: nn.Module, path: str | os.PathLike[str], *, margi
             )
     content = {"format": "vattn encoder scales", "margin": margin, "layers": entries}
     write_whole(path, json.dumps(content, indent=1))
+
+
+@typed
+def save_encoder_scales_when_full(
+    model: nn.Module, path: str | os.PathLike[str], *, margin: float = 1.0
+) -> RemovableHandle:
+    """Save a model's encoder scales by themselves, once, after the call that fills the last layer's history.
+
+    Calls of the model count. Where a history may be full, the counters are read on the host, which synchronises: at
+    the 16th call, and at most every 16 calls later if some layer has not run. Replays of a CUDA graph do not call the
+    model: use `save_encoder_scales` after them.
+
+    Args:
+        model, path, margin: as for `save_encoder_scales`. Pass what
+            `torch.compile` returned if the model is part of something compiled.
+
+    Returns:
+        A handle; `handle.remove()` calls it off.
+
+    Raises:
+        ConfigError: as `save_encoder_scales`; no layer with dynamic scales, or a folder that does not exist. What goes
+            wrong later does not fail the model's call: it is a warning, and saving is tried again 16 calls later.
+
+    Example:
+        >>> import os, tempfile, torch, vattn
+        >>> fp8 = vattn.EncoderFP8Config(dynamic=True)
+        >>> layer = vattn.MMEncoderAttention(num_heads=2, head_size=16, prefix="visual.0", quant_config=fp8)
+        >>> path = os.path.join(tempfile.mkdtemp(), "scales.json")
+        >>> _ = vattn.save_encoder_scales_when_full(layer, path, margin=1.25)
+        >>> for _ in range(16):
+        ...     _ = layer(*torch.randn(1, 9, 96).chunk(3, dim=-1))
+        >>> list(vattn.read_encoder_scales(path))
+        ['visual.0']
+    """
+    left = _missing_steps(_layers_to_save(model, margin))
+    if not Path(path).absolute().parent.is_dir():
+        raise ConfigError(f"{os.fspath(path)!r} in a folder that does not exist", "a folder", "make it first")
+
+    @torch.compiler.disable(reason="pass save_encoder_scales_when_full what torch.compile returned")
+    def after_call(*_: object) -> None:
+        nonlocal left
+        if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+            return
+        left -= 1
+        if left > 0:
+            return
+        try:
+            left = _missing_steps(_layers_to_save(model, margin))
+            if left == 0:
+                left = HISTORY_STEPS
+                save_encoder_scales(model, path, margin=margin)
+                handle.remove()
+        except VattnError as error:
+            left = HISTORY_STEPS
+            warnings.warn(f"encoder scales are not saved yet: {error}", stacklevel=2)
+
+    handle = model.register_forward_hook(after_call)
+    return handle
+
+
+def _layers_to_save(model: nn.Module, margin: float) -> dict[str, Any]:
+    """Return the FP8 encoder layers of a model by prefix; refuse a margin below 1, and what is no model."""
+    if not isinstance(margin, (int, float)) or isinstance(margin, bool) or not 1 <= margin < float("inf"):
+        raise ConfigError(f"margin={margin!r}", "a number from 1 up", "margin=1.0 for none")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"a model of type {type(model).__name__}", "an nn.Module", "pass the model itself")
+    return _fp8_layers(model)
+
+
+def _steps_of(layers: dict[str, Any]) -> dict[str, int]:
+    """Return how many steps each layer with dynamic scales has counted; synchronises."""
+    return {name: int(layer.amax_steps) for name, layer in layers.items() if layer.amax_steps is not None}
+
+
+def _missing_steps(layers: dict[str, Any]) -> int:
+    """Return how many more steps fill the history of every layer, if each counts; synchronises."""
+    steps = _steps_of(layers)
+    if not steps:
+        raise ConfigError(
+            f"{len(layers)} encoder layers with static scales alone",
+            "a layer with EncoderFP8Config(dynamic=True)",
+            "save_encoder_scales writes static ones",
+        )
+    return max(0, HISTORY_STEPS - min(steps.values()))
 
 
 def _fp8_layers(model: nn.Module) -> dict[str, Any]:
