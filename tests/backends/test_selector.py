@@ -5,15 +5,18 @@ import logging
 from typing import Any
 
 import pytest
+import torch
 
+import vattn
 from tests.support import make_config
 from vattn.backends import selector
 from vattn.backends.base import Backend, Capabilities, Exclusion, Package
+from vattn.backends.mla.registry import mla_backends
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo, Sizes, parse_version
 from vattn.config.features import FEATURES, requested_features
 from vattn.config.mla import MLAConfig
-from vattn.errors import ConfigError, DeviceError, UnknownOptionError, UnsupportedRequestError
+from vattn.errors import CacheError, ConfigError, DeviceError, UnknownOptionError, UnsupportedRequestError
 
 CPU = DeviceInfo("cpu")
 INTERPRETER = DeviceInfo("cpu", triton_interpreter=True)
@@ -393,3 +396,40 @@ def test_what_xformers_decodes_misses_no_kernel_of_ours() -> None:
     assert [step.split()[0] for step in backend.general_steps(paged, HOPPER_GPU)] == ["prompts"]
     own = make_config(**base, block_size=16)
     assert [step.split()[0] for step in backend.general_steps(own, HOPPER_GPU)] == ["decodes", "prompts"]
+
+
+BUILDERS = {
+    "FLASH_ATTN": vattn.FlashAttentionMetadataBuilder,
+    "XFORMERS": vattn.XFormersMetadataBuilder,
+    "TREE_ATTN": vattn.TreeAttentionMetadataBuilder,
+}
+
+
+@pytest.mark.parametrize("name", [*selector.backend_names(), *mla_backends()])
+def test_what_engines_look_up(name: str) -> None:
+    """Every backend names its builder, its head sizes, the shape of its cache, and moves its blocks."""
+    latents, pairs = name in mla_backends(), name == "DIFFERENTIAL_FLASH_ATTN"
+    backend = mla_backends()[name] if latents else selector.get_backend(name)
+    assert backend.get_builder_cls() is BUILDERS.get(name, vattn.AttentionMetadataBuilder)
+    sizes = backend.get_supported_head_sizes()
+    assert sizes and all(size in backend.capabilities.head_sizes for size in sizes)
+    assert len(set(sizes)) == len(sizes)
+    heads, width = (1, 576) if latents else (2, 64)
+    assert width in sizes
+    shape = backend.get_kv_cache_shape(6, 16, heads, width)
+    assert shape == ((6, 16, 576) if latents else (2, 2, 6, 16, 1, 64) if pairs else (2, 6, 16, 2, 64))
+    if pairs:  # The shape of `kv_cache_view`.
+        shape = (2, 6, 16, 2, 64)
+    for dtype in (torch.bfloat16, torch.uint8):
+        source = torch.randint(255, shape).to(dtype)
+        target, axis = torch.zeros_like(source), 0 if latents else 1
+        backend.swap_blocks(source, target, [(2, 5), (3, 0)])
+        found, given = target.movedim(axis, 0), source.movedim(axis, 0)
+        assert torch.equal(found[[5, 0]], given[[2, 3]]) and not found[1:5].any()
+        backend.copy_blocks([source], [(1, 4)])
+        assert torch.equal(given[4], given[1])
+    for wrong in ((0, 16, heads, width), (6, 3, heads, width), (6, 16, 0, width), (6, 16, heads, "64")):
+        with pytest.raises((CacheError, ConfigError)):
+            backend.get_kv_cache_shape(*wrong)
+    with pytest.raises(CacheError, match="their spec"):
+        backend.swap_blocks(torch.zeros(6, 16), torch.zeros(6, 16), [(0, 1)])

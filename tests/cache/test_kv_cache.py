@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+import vattn
 from tests.support import make_config, poisoned_empty
 from vattn.cache.allocation import allocate_kv_cache
 from vattn.cache.copies import copy_blocks, swap_blocks
-from vattn.cache.layout import key_value_views, kv_cache_dtype, kv_cache_shape, op_views
+from vattn.cache.layout import block_bytes, key_value_views, kv_cache_dtype, kv_cache_shape, op_views
 from vattn.cache.specs import (
     ChunkedLocalAttentionSpec,
     CrossAttentionSpec,
@@ -260,6 +261,20 @@ def test_allocates_and_binds_every_layer():
     assert allocation.total_bytes == sum(map(storage_bytes, allocation.kv_caches)) == 5 * allocation.bytes_per_block
 
 
+@pytest.mark.parametrize("name", ["turboquant_k8v4", "turboquant_k3v4_nc", "turboquant_4bit_nc_signed"])
+@pytest.mark.parametrize("head_size_v", [16, 32])
+def test_layers_tell_the_bytes_of_turboquant_slots(name, head_size_v):
+    """The slots fill the storage that the layer binds, and the allocation says so."""
+    bound = layer(0, cache_config=vattn.CacheConfig(cache_dtype=name), head_size_v=head_size_v)
+    allocation = allocate_kv_cache(bound, num_blocks=5, dtype=torch.float32)
+    spec = bound.get_kv_cache_spec(torch.float32)
+    assert type(spec) is TQFullAttentionSpec and allocation.layers[0].spec == spec
+    assert spec.tq_slot_size * 5 * 16 * 2 == storage_bytes(bound.kv_cache)
+    assert spec.content_bytes == block_bytes(bound.config)
+    windowed = layer(0, cache_config=vattn.CacheConfig(cache_dtype=name), per_layer_sliding_window=8)
+    assert type(windowed.get_kv_cache_spec(torch.float32)).__name__ == "SlidingWindowSpec"
+
+
 def test_prints_what_it_costs():
     text = str(allocate_kv_cache(Model(layer(0), layer(1), layer(2, per_layer_sliding_window=8)), num_blocks=64))
     assert "64 blocks of 16 tokens = 1024 tokens, 384.00 KiB on cpu (6.00 KiB a block over 3 layers)" in text
@@ -444,6 +459,26 @@ def test_copy_reaches_every_layer_and_chains_read_first(layout):
             assert torch.equal(new, old[[0, 1, 1, 3, 2, 5]])
 
 
+@pytest.mark.parametrize("cache_dtype", ["auto", "fp8_ds_mla"])
+def test_blocks_of_latents(cache_dtype):
+    """Plain latents have three dimensions, packed ones two."""
+    bound = vattn.MLAAttention(
+        2, 0.25, 16, 8, 16, None, 128, torch.nn.Linear(128, 64, bias=False),
+        cache_config=vattn.CacheConfig(cache_dtype=cache_dtype),
+    )  # fmt: skip
+    allocation = allocate_kv_cache(bound, num_blocks=6, dtype=torch.float32)
+    (cache,), spec = allocation.kv_caches, bound.get_kv_cache_spec(torch.float32)
+    assert cache.dim() == (3 if cache_dtype == "auto" else 2)
+    cache.copy_(torch.randint(255, cache.shape))
+    before, other = cache.clone(), torch.zeros_like(cache)
+    copy_blocks(allocation, [(1, 2), (2, 4)])
+    assert torch.equal(cache, before[[0, 1, 1, 3, 2, 5]])
+    swap_blocks(cache, other, [(4, 0), (1, 5)], spec)
+    assert torch.equal(other[[0, 5]], cache[[4, 1]]) and not other[1:5].any()
+    with pytest.raises(CacheError, match="destination storage"):
+        swap_blocks(cache, other[..., :-1].contiguous(), [(4, 0)], spec)
+
+
 def test_copy_treats_a_shared_storage_once():
     config = make_config()
     cache = filled(config, 5)
@@ -504,7 +539,7 @@ def test_wrong_mappings_and_storages(mapping):
     cache = filled(make_config(), 4)
     with pytest.raises(CacheError, match="block_mapping"):
         copy_blocks([cache], mapping)
-    with pytest.raises(CacheError, match="2 or 5 dimensions"):
+    with pytest.raises(CacheError, match="5 dimensions, 2 in bytes"):
         copy_blocks([cache[0]], torch.tensor([(0, 1)]))
 
 

@@ -252,9 +252,12 @@ def test_any_batch_moved_on_is_the_batch_of_its_new_lengths(data: st.DataObject)
     rows = rows if padded else real
     step = plain_builder(num_blocks=37).build([1] * real, lengths, tables, num_lookahead_slots=steps, **padded)
     inputs = DecodeInput(torch.full((rows,), -3), step.common.positions)
+    in_place = data.draw(st.booleans())
     for index in range(steps):
         sampled = torch.arange(real) + 10 * index
-        step.advance_step(inputs, sampled, BLOCK, rows, real)
+        if in_place:
+            inputs.input_tokens[:real] = sampled
+        step.advance_step(inputs, None if in_place else sampled, BLOCK, rows, real)
     expected = plain_builder(num_blocks=37).build([1] * real, [n + steps for n in lengths], tables, **padded)
     for name, tensor in expected.common.tensors().items():
         assert torch.equal(step.common.tensors()[name], tensor), name

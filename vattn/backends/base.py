@@ -6,17 +6,23 @@ A backend file imports nothing heavy at its top: packages are imported inside th
 from __future__ import annotations
 
 import importlib.metadata
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 
+from vattn.cache.copies import BlockMapping, copy_blocks, swap_blocks
+from vattn.cache.layout import CacheGeometry
 from vattn.cache.memory import CacheMemory
+from vattn.cache.specs import FullAttentionSpec, MLAAttentionSpec
+from vattn.config.arguments import integer, read_count
 from vattn.config.attention import AttentionConfig
-from vattn.config.device import DeviceInfo, Sizes, not_allowed, parse_version
+from vattn.config.device import BLOCK_SIZES, DeviceInfo, Sizes, not_allowed, parse_version
 from vattn.config.features import FEATURES, request_parts, requested_features
 from vattn.config.rope import RopeConfig
-from vattn.errors import GraphContractError, UnsupportedRequestError
+from vattn.errors import CacheError, GraphContractError, UnsupportedRequestError
 from vattn.ops.arguments import (
     AttentionArgs,
     CacheUpdateArgs,
@@ -25,7 +31,7 @@ from vattn.ops.arguments import (
     RopeUpdateArgs,
     VarlenAttentionArgs,
 )
-from vattn.quantization.formats import KV_FORMATS, OUTPUT_FORMATS
+from vattn.quantization.formats import KV_FORMATS, OUTPUT_FORMATS, dtype_name
 
 
 def refuse_capture(query: torch.Tensor, backend: str, why: str, instead: str = "choose another attn_backend") -> None:
@@ -258,6 +264,59 @@ class Backend:
     capabilities: Capabilities
     repeats: frozenset[str] = frozenset()
     """Ops of which calls on a GPU do nothing but launches that `vattn.kernels.repeats` notes, or say that they do."""
+    builder: ClassVar[type]
+    """What makes the metadata of its steps; `vattn.metadata`, which is above this room, sets it."""
+
+    @classmethod
+    def get_builder_cls(cls) -> type:
+        """Return the class that makes the metadata of its steps."""
+        return cls.builder
+
+    def get_supported_head_sizes(self) -> list[int]:
+        """Return the head sizes of the capabilities; for latent attention the columns of a cached row."""
+        return list(self.capabilities.head_sizes)
+
+    @classmethod
+    def get_kv_cache_shape(cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+        """Return `(2, num_blocks, block_size, num_kv_heads, head_size)`, the shape of a plain cache.
+
+        Other formats, unequal head sizes and heads before tokens: `vattn.kv_cache_shape`.
+
+        Raises:
+            CacheError: sizes that no cache has.
+
+        Example:
+            >>> from vattn.backends.triton_attn import TritonAttentionBackend
+            >>> TritonAttentionBackend.get_kv_cache_shape(100, 16, 8, 128)
+            (2, 100, 16, 8, 128)
+        """
+        size = integer(block_size)
+        if size is None or size not in BLOCK_SIZES:
+            raise CacheError(f"block_size={block_size!r:.40}", str(BLOCK_SIZES), "use 16")
+        blocks, heads, width = (
+            read_count(name, count, 1, "pass the size of the cache", CacheError)
+            for name, count in (("num_blocks", num_blocks), ("num_kv_heads", num_kv_heads), ("head_size", head_size))
+        )
+        return 2, blocks, size, heads, width
+
+    @staticmethod
+    def swap_blocks(source: Tensor, destination: Tensor, source_to_destination: BlockMapping) -> None:
+        """Copy blocks, keys and values, from one storage to another: `vattn.swap_blocks` of plain storages.
+
+        Args:
+            source, destination: `[2, num_blocks, block_size, num_kv_heads, head_size]`, or
+                `[num_blocks, block_size, width]` of latents, on the same device or not.
+            source_to_destination: pairs `(source block, destination block)`, or int64 `[n, 2]`.
+
+        Raises:
+            CacheError: another shape or dtype, an id out of range, or a destination named twice; nothing is copied.
+        """
+        swap_blocks(source, destination, source_to_destination, _geometry(source))
+
+    @staticmethod
+    def copy_blocks(kv_caches: Sequence[Tensor], source_to_destinations: BlockMapping) -> None:
+        """Copy blocks inside of every layer's storage: `vattn.copy_blocks`."""
+        copy_blocks(kv_caches, source_to_destinations)
 
     def problem(self) -> str | None:
         """Return why this backend cannot be used in this process at all, `None` if it can."""
@@ -345,3 +404,19 @@ class Backend:
     def rope_kv_cache_update(self, args: RopeUpdateArgs, rope: RopeConfig, config: AttentionConfig) -> None:
         """Run `vattn::rope_kv_cache_update`. Arguments are checked already."""
         raise NotImplementedError
+
+
+def _geometry(storage: Tensor) -> CacheGeometry:
+    """Return the spec of a plain storage: a uint8 one holds FP8."""
+    latents = isinstance(storage, Tensor) and storage.dim() == 3
+    if not latents and (not isinstance(storage, Tensor) or storage.dim() != 5 or storage.shape[0] != 2):
+        raise CacheError(
+            f"a storage of shape {tuple(getattr(storage, 'shape', ()))} and type {type(storage).__name__}",
+            "[2, num_blocks, block_size, num_kv_heads, head_size], or [num_blocks, block_size, width] of latents",
+            "vattn.swap_blocks takes storages of every format with their spec",
+        )
+    stored = "fp8_e4m3" if storage.dtype == torch.uint8 else dtype_name(storage.dtype)
+    if latents:
+        return MLAAttentionSpec(1, storage.shape[2], kv_cache_dtype=stored, block_size=storage.shape[1])
+    block_size, heads, width = storage.shape[2:]
+    return FullAttentionSpec(heads, width, kv_cache_dtype=stored, block_size=block_size)

@@ -43,8 +43,8 @@ class DifferentialFlashAttentionBackend(Backend):
         approximate_division=True,
     )
 
-    @staticmethod
-    def get_kv_cache_shape(num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+    @classmethod
+    def get_kv_cache_shape(cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         """Return `(2, 2, num_blocks, block_size, num_kv_heads // 2, head_size)`: halves, then keys and values.
 
         It is the shape of `kv_cache_view`, not of the storage.

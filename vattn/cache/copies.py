@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from vattn.cache.allocation import KVCacheAllocation
 from vattn.cache.bindings import check_format
 from vattn.cache.layout import CacheGeometry, kv_cache_dtype, op_views, packed_views, shape_of_storage
+from vattn.cache.specs import MLAAttentionSpec
 from vattn.config.attention import AttentionConfig
 from vattn.config.typed import is_plain, typed_on_error
 from vattn.errors import CacheError, CacheNotBoundError, ConfigError, DeviceError, ShapeError, UnsupportedRequestError
@@ -35,8 +36,11 @@ def swap_blocks(source: Tensor, destination: Tensor, block_mapping: BlockMapping
         CacheError: an id out of range, a destination named twice, or a storage of another geometry; nothing is copied.
     """
     for name, storage in (("source", source), ("destination", destination)):
-        axis = _block_axis(storage)
-        shape, dtype = shape_of_storage(storage, geometry, storage.shape[axis]), kv_cache_dtype(geometry)
+        blocks = storage.shape[_block_axis(storage)]
+        if isinstance(geometry, MLAAttentionSpec):
+            shape, dtype = geometry.storage_shape(blocks), geometry.storage_dtype
+        else:
+            shape, dtype = shape_of_storage(storage, geometry, blocks), kv_cache_dtype(geometry)
         if tuple(storage.shape) != shape or storage.dtype != dtype:
             raise CacheError(
                 f"{name} storage {tuple(storage.shape)} of {dtype_name(storage.dtype)}",
@@ -88,14 +92,14 @@ def copy_blocks(
 
 
 def _block_axis(storage: Tensor) -> int:
-    """Return the block dimension: plain storages are `[2, blocks, ...]`, those in bytes `[blocks, bytes]`."""
-    if not is_plain(storage) or storage.dim() not in (2, 5) or storage.is_meta:
+    """Return the block dimension: plain storages are `[2, blocks, ...]`, those in bytes and latents `[blocks, ...]`."""
+    if not is_plain(storage) or storage.dim() not in (2, 3, 5) or storage.is_meta:
         raise CacheError(
             f"a storage of shape {tuple(getattr(storage, 'shape', ()))} and type {type(storage).__name__}",
-            "2 or 5 dimensions, as vattn.kv_cache_shape makes them, and values",
+            "what allocate_kv_cache makes: 5 dimensions, 2 in bytes, 3 of latents, and values",
             "pass the raw storage, not a view of its keys or values",
         )
-    return 0 if storage.dim() == 2 else 1
+    return 1 if storage.dim() == 5 else 0
 
 
 def _check_mapping(mapping: BlockMapping, num_sources: int, num_destinations: int) -> Tensor:

@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 import os
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -107,6 +107,10 @@ class Sizes:
         if self.values:
             return size in self.values
         return size in self.besides or (self.low <= size <= self.high and size % self.step == 0)
+
+    def __iter__(self) -> Iterator[int]:
+        first = -(-self.low // self.step) * self.step
+        return iter(self.values or (*self.besides, *range(first, self.high + 1, self.step)))
 
     def __str__(self) -> str:
         if self.values:

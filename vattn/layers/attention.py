@@ -7,13 +7,20 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vattn.cache.specs import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
+from vattn.cache.specs import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheSpec,
+    SlidingWindowSpec,
+    TQFullAttentionSpec,
+)
 from vattn.config.attention import AttentionType, CacheConfig, check_window
 from vattn.config.typed import typed_on_error
 from vattn.distributed.group import ContextParallel
 from vattn.layers.base.arguments import alibi_kind, check_configs, check_type
 from vattn.layers.base.paged_attention import CachedAttention
 from vattn.layers.base.scales import QuantConfig
+from vattn.quantization.formats import KV_FORMATS
 
 
 class Attention(CachedAttention):
@@ -134,6 +141,10 @@ class Attention(CachedAttention):
             return None
         window, fields = self._request["sliding_window"], self._spec_fields(dtype)
         if window is None or self._request["mm_prefix"] == "full":
+            name = fields["kv_cache_dtype"]
+            if name.startswith("turboquant_"):
+                slot = KV_FORMATS[name].token_bytes(fields["head_size"], fields["head_size_v"])
+                return TQFullAttentionSpec(tq_slot_size=slot, sliding_window=window, **fields)
             return FullAttentionSpec(sliding_window=window, **fields)
         lookback = self._request["chunk_lookback"]
         if lookback is not None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vattn.backends.base import Backend
 from vattn.cache.bindings import CacheBindings, cache_kind
 from vattn.config.arguments import MOST_INT32, read_count
 from vattn.config.attention import AttentionConfig
@@ -478,3 +479,6 @@ def _capacity(name: str, size: Any, least: int = 1) -> int:
     if count > MOST_INT32:
         raise ConfigError(f"{name}={count}", f"up to {MOST_INT32}: steps count in int32", f"give a smaller {name}")
     return count
+
+
+Backend.builder = AttentionMetadataBuilder

@@ -182,7 +182,7 @@ class FlashAttentionMetadata:
     def advance_step(
         self,
         model_input: DecodeInput,
-        sampled_token_ids: Tensor,
+        sampled_token_ids: Tensor | None,
         block_size: int,
         num_seqs: int,
         num_queries: int,
@@ -196,7 +196,8 @@ class FlashAttentionMetadata:
 
         Args:
             model_input: tokens and positions that the model reads, in any object with these two tensors; written.
-            sampled_token_ids: int32 or int64 `[num_queries]` or `[num_queries, 1]`, or longer.
+            sampled_token_ids: int32 or int64 `[num_queries]` or `[num_queries, 1]`, or longer. `None`: the
+                sampler has written its tokens into `model_input.input_tokens` itself.
             block_size: tokens per cache block.
             num_seqs: requests, padding included.
             num_queries: real requests. Of these, one of length 0 is padding all the same and stays as it is, so that a
@@ -216,14 +217,15 @@ class FlashAttentionMetadata:
         if is_rewritten(self):
             raise rewritten(self, "advance_step()")
         self._check_advance(block_size, num_seqs, num_queries, turn_prefills_into_decodes)
-        if not isinstance(sampled_token_ids, Tensor) or not hasattr(model_input, "input_positions"):
+        given = sampled_token_ids is None or isinstance(sampled_token_ids, Tensor)
+        if not given or not hasattr(model_input, "input_positions"):
             raise MetadataError(
                 f"model_input of type {type(model_input).__name__}, sampled_token_ids of type "
                 f"{type(sampled_token_ids).__name__}",
-                "what has input_tokens and input_positions, such as vattn.DecodeInput, and a tensor",
+                "what has input_tokens and input_positions, such as vattn.DecodeInput, and a tensor or None",
                 "pass vattn.DecodeInput(tokens, positions) and the sampled tokens on the device",
             )
-        sampled = sampled_token_ids.reshape(-1)
+        sampled = (model_input.input_tokens if sampled_token_ids is None else sampled_token_ids).reshape(-1)
         _check_rows("input_tokens", model_input.input_tokens, num_seqs, self.slot_mapping.device)
         _check_rows("input_positions", model_input.input_positions, num_seqs, self.slot_mapping.device)
         _check_rows("sampled_token_ids", sampled, num_queries, self.slot_mapping.device, longer=True)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vattn.backends.flash_attn.backend import FlashAttentionBackend
 from vattn.config.arguments import read_count
 from vattn.errors import ConfigError, MetadataError
 from vattn.metadata.attention_metadata import AttentionMetadata, CaptureKey
@@ -200,3 +201,6 @@ class FlashAttentionMetadataBuilder:
             "num_encoder_tokens": sum(lengths),
             "cross_block_tables": None if tables is None else tables[:num_seqs],
         }
+
+
+FlashAttentionBackend.builder = FlashAttentionMetadataBuilder

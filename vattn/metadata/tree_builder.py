@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vattn.backends.tree_attn import TreeAttentionBackend
 from vattn.config.arguments import read_count
 from vattn.errors import ConfigError, MetadataError
 from vattn.metadata.attention_metadata import AttentionMetadata, CaptureKey, step_of
@@ -274,3 +275,6 @@ def _positions(queries: list[int], lengths: list[int], trees: Sequence[TokenTree
         root = length - count
         positions += [root + depth for depth in (range(count) if tree is None else tree.depths)]
     return positions
+
+
+TreeAttentionBackend.builder = TreeAttentionMetadataBuilder

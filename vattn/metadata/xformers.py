@@ -89,3 +89,6 @@ class XFormersMetadataBuilder(AttentionMetadataBuilder):
         assert isinstance(after, XFormersMetadata)
         after._bias = None
         return after
+
+
+XFormersBackend.builder = XFormersMetadataBuilder

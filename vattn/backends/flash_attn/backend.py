@@ -8,8 +8,6 @@ tree and no chunks, and ALiBi with FlashAttention-2 alone.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
@@ -28,14 +26,12 @@ from vattn.backends.flash_attn.libraries import (
     library_error,
     passed_over,
 )
-from vattn.cache.copies import BlockMapping, copy_blocks, swap_blocks
 from vattn.cache.layout import key_value_views
-from vattn.config.arguments import integer, read_count
+from vattn.config.arguments import integer
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
 from vattn.errors import CacheError
 from vattn.ops.arguments import AttentionArgs, PlanArgs, VarlenAttentionArgs
-from vattn.quantization.formats import dtype_name
 
 _TRITON = Package(module="triton", distribution="triton", minimum=(3, 6), extra="triton")
 
@@ -124,51 +120,21 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
         )
         self._run(self._library_of(args.query, config), call, args, lengths, config)
 
-    @staticmethod
-    def get_supported_head_sizes() -> list[int]:
+    def get_supported_head_sizes(self) -> list[int]:
         """Return the head sizes that every FlashAttention has."""
         return list(HEAD_SIZES)
 
-    @staticmethod
-    def get_kv_cache_shape(
-        num_blocks: int, block_size: int, num_kv_heads: int, head_size: int
-    ) -> tuple[int, int, int, int, int]:
+    @classmethod
+    def get_kv_cache_shape(cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
         """Return `(2, num_blocks, block_size, num_kv_heads, head_size)`, the shape of a layer's cache.
 
         Raises:
             CacheError: a block size that is no multiple of 16, or sizes that are no positive integers.
-
-        Example:
-            >>> from vattn.backends.flash_attn.backend import FlashAttentionBackend
-            >>> FlashAttentionBackend.get_kv_cache_shape(100, 16, 8, 128)
-            (2, 100, 16, 8, 128)
         """
         size = integer(block_size)
         if size is None or size < 1 or size % 16:
             raise CacheError(f"block_size {block_size!r:.40}: Block size must be a multiple of 16.", "16, 32", "use 16")
-        blocks, heads, width = (
-            read_count(name, count, 1, "pass the size of the cache", CacheError)
-            for name, count in (("num_blocks", num_blocks), ("num_kv_heads", num_kv_heads), ("head_size", head_size))
-        )
-        return 2, blocks, size, heads, width
-
-    @staticmethod
-    def swap_blocks(source: Tensor, destination: Tensor, source_to_destination: BlockMapping) -> None:
-        """Copy blocks, keys and values, from one storage to another: `vattn.swap_blocks` of plain storages.
-
-        Args:
-            source, destination: `[2, num_blocks, block_size, num_kv_heads, head_size]`, on the same device or not.
-            source_to_destination: pairs `(source block, destination block)`, or int64 `[n, 2]`.
-
-        Raises:
-            CacheError: another shape or dtype, an id out of range, or a destination named twice; nothing is copied.
-        """
-        swap_blocks(source, destination, source_to_destination, _geometry(source))
-
-    @staticmethod
-    def copy_blocks(kv_caches: Sequence[Tensor], source_to_destinations: BlockMapping) -> None:
-        """Copy blocks inside of every layer's storage: `vattn.copy_blocks`."""
-        copy_blocks(kv_caches, source_to_destinations)
+        return super().get_kv_cache_shape(num_blocks, size, num_kv_heads, head_size)
 
     def _problem(self, library: FlashLibrary | None) -> str | None:
         if library is not None:
@@ -285,18 +251,3 @@ def _capability_of(device: torch.device) -> tuple[int, int] | None:
 
 def _current_capability() -> tuple[int, int] | None:
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
-
-
-def _geometry(storage: Tensor) -> AttentionConfig:
-    if not isinstance(storage, Tensor) or storage.dim() != 5 or storage.shape[0] != 2:
-        raise CacheError(
-            f"a storage of shape {tuple(getattr(storage, 'shape', ()))} and type {type(storage).__name__}",
-            "[2, num_blocks, block_size, num_kv_heads, head_size]",
-            "vattn.swap_blocks takes storages of every format with their spec",
-        )
-    block_size, heads, width = storage.shape[2:]
-    name, scale = dtype_name(storage.dtype), "none"
-    stored = name
-    if storage.dtype == torch.uint8:
-        name, stored, scale = "bfloat16", "fp8_e4m3", "tensor"
-    return AttentionConfig(heads, heads, width, width, 1.0, name, stored, block_size, kv_scale=scale)

@@ -9,6 +9,7 @@ from vattn.backends.base import Backend, Capabilities, Package
 from vattn.config.device import Sizes, not_allowed
 from vattn.config.mla import WEIGHT_FORMATS, MLAConfig
 from vattn.config.rope import RopeConfig
+from vattn.errors import CacheError
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.reference.mla_rope import MLARopeUpdateArgs, rotated_rows
 from vattn.quantization.formats import MODEL_DTYPES
@@ -65,6 +66,14 @@ class MLABackend(Backend):
     """Run the latent attention requests that its capabilities accept."""
 
     capabilities: MLACapabilities
+
+    @classmethod
+    def get_kv_cache_shape(cls, num_blocks: int, block_size: int, num_kv_heads: int, head_size: int) -> tuple[int, ...]:
+        """Return `(num_blocks, block_size, head_size)`, the shape of a plain cache of latents; `num_kv_heads` is 1."""
+        shape = super().get_kv_cache_shape(num_blocks, block_size, num_kv_heads, head_size)
+        if num_kv_heads != 1:
+            raise CacheError(f"num_kv_heads={num_kv_heads} of a cache of latents", "1", "one row serves all heads")
+        return shape[1], shape[2], shape[4]
 
     def parts(self, config: Any) -> frozenset[str]:
         fields: tuple[str, ...] = ("dtype", "kv_cache_dtype", "weight_format", "output_format")
