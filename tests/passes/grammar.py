@@ -17,11 +17,13 @@ from harness import COLUMNS
 from productions import DYNAMIC_PARTS, E4M3, STATIC_PARTS
 from torch import Tensor
 
+from vattn.passes.region_run import SATURATES
+
 STATIC_BASE = ("float()", "/ s", "clamp", "to", "none")
 DYNAMIC_BASE = ("float()", "abs().amax()", "clamp 1e-10", "/", "any", "token", "clamp", "to", "[T, G]", "whole")
 
-SATURATING = ("none", "one side", "to 500")
-"""Clamps that leave it to the cast to saturate."""
+SATURATING = () if SATURATES else ("none", "one side", "to 500")
+"""Clamps that leave it to the cast to saturate, where it does not everywhere."""
 
 
 def _same(q: Tensor) -> Tensor:

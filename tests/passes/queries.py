@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import vattn
 from vattn.layers.functional import new_output
 from vattn.passes.probe import NO_CLAMP
+from vattn.passes.region_run import SATURATES
 
 KV_HEADS = 2
 GROUP = HEADS // KV_HEADS
@@ -45,7 +46,14 @@ def in_turn(q: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     return codes, s
 
 
+UNCLAMPED: dict[str, Way] = {
+    "no clamp": lambda q, s: ((q.float() / s).to(E4M3), s),
+    "clamp to 500": lambda q, s: ((q.float() / s).clamp(-500, 500).to(E4M3), s),
+}
+"""Each leaves it to the cast to saturate."""
+
 PER_TENSOR: dict[str, Way] = {
+    **(UNCLAMPED if SATURATES else {}),
     "divide": lambda q, s: (rounded(q.float() / s), s),
     "torch.div": lambda q, s: (rounded(torch.div(q.to(torch.float32), s)), s),
     "reciprocal": lambda q, s: (rounded(q.float() * s.reciprocal()), s),
@@ -101,9 +109,7 @@ def given_reciprocal(q: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 REFUSED: dict[str, tuple[Way, str, str]] = {
-    "no clamp": (lambda q, s: ((q.float() / s).to(E4M3), s), NO_CLAMP, ".to(E4M3), s)"),
     "too narrow": (lambda q, s: ((q.float() / s).clamp(-240, 240).to(E4M3), s), NOT_DIVIDED, "clamp(-240, 240)"),
-    "one side": (lambda q, s: ((q.float() / s).clamp(max=448).to(E4M3), s), NOT_DIVIDED, "clamp(max=448)"),
     "bf16 math": (lambda q, s: (rounded(q / s.bfloat16()), s), NOT_DIVIDED, "s.bfloat16()"),
     "another scale": (lambda q, s: (rounded(q.float() / s), s * 2), NOT_DIVIDED, "q.float() / s), s * 2"),
     "multiplied instead": (lambda q, s: (rounded(q.float() * s), s), NOT_DIVIDED, "q.float() * s), s)"),
@@ -111,6 +117,7 @@ REFUSED: dict[str, tuple[Way, str, str]] = {
     "no scale": (lambda q, s: (rounded(q.float()), s), NOT_DIVIDED, "clamp(-448, 448)"),
     "a constant": (lambda q, s: (rounded(q.float() / 0.03), s), NOT_DIVIDED, "q.float() / 0.03"),
     "through e5m2": (lambda q, s: (rounded(q.to(torch.float8_e5m2).float() / s), s), NOT_DIVIDED, "float8_e5m2"),
+    **({} if SATURATES else {name: (way, NO_CLAMP, "") for name, way in UNCLAMPED.items()}),
     "given reciprocal": (given_reciprocal, NOT_DIVIDED, "q.float() * s), s.reciprocal()"),
 }
 """Each is no quantisation that a query load has: the reason, and a part of the first line that differs."""

@@ -12,7 +12,7 @@ from vattn.passes.probe import NO_CLAMP, Sample
 from vattn.passes.region import FP8_DTYPES, op_name, value
 from vattn.passes.region_moves import MOVES
 from vattn.passes.region_precision import CASTS
-from vattn.passes.region_run import same_bits, unsaturated_cast
+from vattn.passes.region_run import SATURATES, same_bits, unsaturated_cast
 from vattn.quantization import codecs as quantization
 from vattn.quantization.formats import FP8_E4M3_MAX, NVFP4_GROUP_SIZE
 
@@ -34,9 +34,12 @@ def static_ways() -> dict[str, Way]:
 
     limit = torch.tensor(FP8_E4M3_MAX)
     nan = "it makes numbers of NaN; output formats keep NaN, so that it is seen"
-    return {
+    unclamped = {
         NO_CLAMP: of_scale(lambda x, s: unsaturated_cast(x / s, _E4M3)),
         f"{NO_CLAMP} (with multiplication)": of_scale(lambda x, s: unsaturated_cast(x * s, _E4M3)),
+    }
+    return {
+        **({} if SATURATES else unclamped),
         nan: of_scale(lambda x, s: _clamped((x / s).nan_to_num(0.0, FP8_E4M3_MAX, -FP8_E4M3_MAX))),
         f"{nan} ": of_scale(lambda x, s: torch.fmin(torch.fmax(x / s, -limit), limit).to(_E4M3)),
     }

@@ -2,8 +2,8 @@
 
 The inputs hold FP8 rounding midpoints (there multiplying by a reciprocal and dividing differ), values beyond the range,
 rows of zeros, subnormals, outliers, infinities and NaN, at several token counts, under scales that are no power of two,
-and every value that the model dtype has. FP8 casts are run without saturation, as an eager CUDA cast is: a region that
-needs a cast to saturate needs a clamp.
+and every value that the model dtype has. FP8 casts saturate where eager CUDA casts do, from torch 2.12 on: before
+that, a region that needs a cast to saturate needs a clamp.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ from vattn.passes.region_run import constant, run_node
 from vattn.passes.region_tokens import check_order, token_counts
 from vattn.quantization.formats import MODEL_DTYPES
 
-NO_CLAMP = "no clamp before the cast: beyond the range, casts saturate on one device and give NaN on another"
+NO_CLAMP = (
+    "no clamp before the cast: before torch 2.12, values out of range saturate on one device and give NaN on another; "
+    "write .clamp(-448, 448)"
+)
 _MOST_ROOTS = 4
 _LEAST_ROUNDS = 4
 """How often the rows are run at least, each time as other tokens."""

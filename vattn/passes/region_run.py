@@ -12,6 +12,9 @@ from torch.fx import Node
 from vattn.passes.region import FP8_DTYPES, op_name, value
 from vattn.passes.region_precision import CASTS
 
+SATURATES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
+"""Whether eager CUDA casts to e4m3 saturate, as compiled ones and those of a CPU do (pytorch/pytorch#178817)."""
+
 _LARGEST_FINITE_CAST = 464.0
 """A cast that does not saturate makes NaN of larger values; up to this it rounds to 448."""
 
@@ -54,7 +57,7 @@ def run_node(node: Node, env: dict[Node, Any]) -> Any:
     if name in CASTS or name == "copy":
         dtype: Any = args[0].dtype if name == "copy" else kwargs.get("dtype") or (args[1] if len(args) > 1 else None)
         if dtype in FP8_DTYPES:
-            return unsaturated_cast(args[1] if name == "copy" else args[0], dtype)
+            return eager_cast(args[1] if name == "copy" else args[0], dtype)
     if node.target is torch.ops.prims.device_put.default:
         return args[0]
     made = node.target(*args, **kwargs)  # type: ignore[operator]
@@ -63,8 +66,13 @@ def run_node(node: Node, env: dict[Node, Any]) -> Any:
     return made
 
 
+def eager_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cast to FP8 as eager CUDA of this torch does."""
+    return x.to(dtype) if SATURATES else unsaturated_cast(x, dtype)
+
+
 def unsaturated_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cast to FP8 as eager CUDA does: NaN beyond the range."""
+    """Cast to FP8 as eager CUDA did before torch 2.12: NaN beyond the range."""
     if dtype is not torch.float8_e4m3fn or not x.is_floating_point():
         return x.to(dtype)
     wide = x.float()

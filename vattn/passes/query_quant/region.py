@@ -31,7 +31,7 @@ from vattn.passes.region import (
     same_size,
     value,
 )
-from vattn.passes.region_run import constant, run_nodes, same_bits, unsaturated_cast
+from vattn.passes.region_run import SATURATES, constant, run_nodes, same_bits, unsaturated_cast
 from vattn.passes.region_tokens import beyond, reach
 from vattn.quantization.formats import FP8_E4M3_MAX
 
@@ -145,7 +145,7 @@ def classify_query(region: QueryRegion, config: AttentionConfig) -> str:
         if codes_are(arithmetic, lambda x: x.clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX).to(torch.float8_e4m3fn)):
             return arithmetic
     for arithmetic in _ARITHMETICS:
-        if codes_are(arithmetic, lambda x: unsaturated_cast(x, torch.float8_e4m3fn)):
+        if not SATURATES and codes_are(arithmetic, lambda x: unsaturated_cast(x, torch.float8_e4m3fn)):
             raise Refusal(probe.NO_CLAMP, near=True)
     per_token = _value_per_token(region, runs[0], config)
     if per_token is not None:
