@@ -2,8 +2,8 @@
 #
 #   PYTHON=python3.12             interpreter to start from
 #   VENV=none                     use PYTHON as it is: no virtual environment, no network, nothing installed
-#   PIP_ARGS="..."                arguments for the pip call that installs torch (to choose its CPU build)
-#   TORCH="torch==2.12.0"         another torch
+#   PIP_ARGS="..."                arguments for the pip call that installs torch (another index)
+#   TORCH="torch==2.15.0"         another torch than the newest (with a CUDA GPU) or the newest CPU build
 #   JOBS=4                        test processes (2; one with VENV=none)
 #   PYTEST_ARGS="-k cache -x"     arguments for pytest
 #   SLOW=slow                     of `make slow`, only what every push runs

@@ -6,7 +6,7 @@
 #
 #   PYTHON    interpreter to start from                       (python3)
 #   VENV      folder of the environment, or none              (.venv)
-#   TORCH     requirement for torch                           (torch==2.13.0 without a CUDA GPU, else torch>=2.11)
+#   TORCH     requirement for torch                           (with a CUDA GPU the newest, else the newest CPU build)
 #   PIP_ARGS  arguments for the pip call that installs torch  ()
 set -eu
 
@@ -40,20 +40,13 @@ if [ "$VENV" = none ]; then
     exit 0
 fi
 
-if [ -z "${TORCH:-}" ]; then
-    if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
-        TORCH='torch>=2.11'
-        why='a CUDA GPU was found'
-    else
-        TORCH='torch==2.13.0'
-        why='no CUDA GPU was found'
-    fi
-else
-    why='as asked'
+wanted=${TORCH:-}
+if [ -z "$wanted" ] && command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q '^GPU'; then
+    wanted=newest
 fi
 
 stamp=$VENV/vattn-$extras.stamp
-state="$version $TORCH $PIP_ARGS $(cksum <pyproject.toml)"
+state="$version ${wanted:-cpu} $PIP_ARGS $(cksum <pyproject.toml)"
 if [ -x "$VENV/bin/python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$state" ]; then
     exit 0
 fi
@@ -75,6 +68,28 @@ fi
 export PIP_USER=0 PIP_NO_INPUT=1 PIP_DISABLE_PIP_VERSION_CHECK=1
 quiet=-q
 [ ! -t 1 ] || quiet=
+
+# The first, so newest, version in pip's list whose name says that it is a CPU build.
+cpu_build() {
+    # shellcheck disable=SC2086
+    "$VENV/bin/python" -m pip index versions torch $PIP_ARGS 2>/dev/null | tr -d ',' | tr ' ' '\n' | grep -m 1 '+cpu$'
+}
+
+case $wanted in
+newest)
+    TORCH='torch>=2.11'
+    why='the newest, for the CUDA GPU that was found'
+    ;;
+'')
+    TORCH='torch>=2.11'
+    why='no CUDA GPU was found, and no build is named +cpu'
+    if build=$(cpu_build); then
+        TORCH="torch==$build"
+        why='the newest CPU build, as no CUDA GPU was found'
+    fi
+    ;;
+*) why='as asked' ;;
+esac
 echo "vattn: installing $TORCH ($why)${PIP_ARGS:+ with pip arguments: $PIP_ARGS}"
 # shellcheck disable=SC2086
 "$VENV/bin/python" -m pip install $quiet $PIP_ARGS "$TORCH"
