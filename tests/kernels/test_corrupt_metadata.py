@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -10,13 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-import vattn.ops.schemas  # noqa: F401  registers the ops
+import vattn
 from tests.kernels.corrupt_metadata import Guarded, check_attention, corrupted, with_corrupt_metadata, with_full_cache
 from tests.kernels.decode_support import interpret
 from tests.layers.mla_support import make_mla_config, random_mla_batch
 from tests.support import make_config, random_packed_batch, random_paged_batch
 from vattn.cache.layout import kv_cache_dtype as kv_cache_dtype_of
 from vattn.cache.layout import kv_cache_shape, op_views
+from vattn.errors import MetadataError
 from vattn.kernels.hopper.decode import launch as decode_fast
 from vattn.kernels.hopper.decode import triton_kernel
 from vattn.kernels.hopper.prefill.schedule import max_row_tiles, prefill_plan_kernel
@@ -63,6 +65,47 @@ def test_paged_attention(backend: str, feature: str, seed: int) -> None:
     limit = 5e-2 if config.output_format != "none" else 2e-2 if config.kv_cache_dtype != config.dtype else 1e-5
     args = with_corrupt_metadata(with_full_cache(batch.args), seed, 40)
     check_attention(args, call, lambda args: reference.paged_attention(args, config), limit)
+
+
+BY_HAND: dict[str, tuple[dict[str, list[Any]], list[bool], str]] = {
+    "right": ({}, [False, False, False], ""),
+    "an offset below 0": ({"query_start_loc": [-5, 1, 3]}, [False, False, False], "offsets that start at 0"),
+    "a first offset above 0": ({"query_start_loc": [1, 1, 3]}, [True, False, False], "offsets that start at 0"),
+    "offsets that end early": ({"query_start_loc": [0, 1, 2]}, [False, False, True], "padding row 2 has a slot"),
+    "a length below 0": ({"seq_lens": [-9, 20]}, [True, False, False], "seq_lens[0]=-9"),
+    "a length below its query": ({"seq_lens": [9, 1]}, [False, True, False], "shorter than its query_len"),
+    "a block that is none": ({"block_table": [[99, -1], [3, 4]]}, [True, False, False], "block ids from 0"),
+    "a length beyond the table": ({"seq_lens": [9, 99]}, [False, False, False], "its block table has"),
+}
+"""What differs from a right step of a decode and two new tokens, which rows are zeros, and what `check` says."""
+
+
+@pytest.mark.parametrize("backend", ["TORCH_SDPA", "TRITON_ATTN"])
+@pytest.mark.parametrize("case", BY_HAND)
+def test_metadata_by_hand(backend: str, case: str) -> None:
+    """`paged_attention` takes it as the device does, without reading it; `check` names what is wrong."""
+    changes, zeros, text = BY_HAND[case]
+    config = make_config(num_heads=2, num_kv_heads=1, head_size=16, block_size=16, lse=True, backend=backend)
+    right: dict[str, list[Any]] = {"query_start_loc": [0, 1, 3], "seq_lens": [9, 20], "block_table": [[1, 2], [3, 4]]}
+    tensors = {name: torch.tensor(values).int() for name, values in (right | changes).items()}
+    step = vattn.AttentionMetadata(**tensors, slot_mapping=torch.tensor([24, 66, 67]))
+    if text:
+        with pytest.raises(MetadataError, match=re.escape(text)):
+            step.check(16, 6)
+    else:
+        step.check(16, 6)
+    rng = torch.Generator().manual_seed(3)
+    cache = torch.randn(kv_cache_shape(config, 6), generator=rng)
+    query, before = torch.randn(3, 2, 16, generator=rng), cache.clone()
+    torch.use_deterministic_algorithms(True)  # Rows that stay unwritten are then NaN.
+    try:
+        output, lse, _ = vattn.paged_attention(query, cache, step, config)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert torch.equal(cache, before) and lse is not None
+    assert (output == 0).all(-1).all(-1).tolist() == zeros
+    assert (lse == -torch.inf).all(-1).tolist() == zeros
+    assert not output.isnan().any() and not lse.isnan().any()
 
 
 @pytest.mark.parametrize("backend", ["TORCH_SDPA", "TRITON_ATTN"])

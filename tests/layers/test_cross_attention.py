@@ -158,7 +158,7 @@ def test_spec_and_repr():
     layer = make_layer()
     spec = make_layer(bound=False).get_kv_cache_spec(torch.float32)
     assert isinstance(spec, vattn.CrossAttentionSpec) and spec.max_blocks(1000, max_encoder_len=17) == 3
-    assert "CrossAttention(num_heads=4" in repr(layer) and "backend=" in repr(layer)
+    assert "CrossAttention(num_heads=4" in repr(layer) and "scale=0.25, " in repr(layer) and "backend=" in repr(layer)
 
 
 # Metadata

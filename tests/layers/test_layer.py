@@ -264,7 +264,7 @@ def test_an_explicit_backend_never_falls_back():
 def test_repr_shows_the_request_and_the_backend():
     assert "backend=none yet" in repr(make_layer(bound=False))
     text = repr(make_layer(head_size_v=24, attn_backend="TORCH_SDPA", quant_config=UNIT, cache={"cache_dtype": "fp8"}))
-    for part in ("num_heads=4", "num_kv_heads=2", "head_size_v=24", "kv_cache=fp8_e4m3", "block_size=8"):
+    for part in ("num_heads=4", "num_kv_heads=2", "head_size_v=24", "scale=0.25", "kv_cache=fp8_e4m3", "block_size=8"):
         assert part in text
     assert "backend=TORCH_SDPA (requested)" in text
 

@@ -642,6 +642,7 @@ def test_scratch_is_told_and_claimed_by_profiling_calls(monkeypatch: pytest.Monk
     rows = 2 * 10 * N * (2 * L + R) + 4 * 10 * N * (V + 2)
     assert small == rows + 2 * 64 * per_token and large - rows <= 256 << 20
     assert "workspace=64 tokens" in repr(layers[1])
+    assert f"scale={layers[1].scale:.4g}," in repr(layers[1])
 
 
 def test_wrong_steps_are_refused_and_change_nothing() -> None:

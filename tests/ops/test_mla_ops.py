@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from typing import Any
 
@@ -130,6 +131,24 @@ def test_sparse_with_every_position_is_dense() -> None:
     got, _ = run_mla(args, sparse)
     expected, _ = run_mla(args._replace(topk_indices=None, config=dense.encode()), dense)
     assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("backend", ["TORCH_MLA", "TRITON_MLA"])
+@pytest.mark.parametrize("queries", [1, 9])
+def test_positions_listed_twice_count_twice(backend: str, queries: int) -> None:
+    """In decodes and prompts, which expand latents."""
+    if backend == "TRITON_MLA":
+        pytest.importorskip("triton")
+    config = make_mla_config(sparse=True, lse=True, backend=backend)
+    args = random_mla_batch(config, [queries], [40], topk=3)
+    once, log_once = run_mla(args, config)
+    assert args.topk_indices is not None and log_once is not None
+    once, log_once = once.clone(), log_once.clone()
+    twice, log_twice = run_mla(args._replace(topk_indices=args.topk_indices.repeat(1, 2)), config)
+    torch.testing.assert_close(twice, once, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(log_twice, log_once + math.log(2), rtol=1e-5, atol=1e-5)
+    uneven, _ = run_mla(args._replace(topk_indices=args.topk_indices[:, [0, 0, 0, 1, 2]]), config)
+    assert relative_l2(uneven, once) > 0.01
 
 
 @pytest.mark.parametrize("backend", ["TORCH_MLA", "TRITON_MLA"])

@@ -181,7 +181,8 @@ def paged_attention(
     """Attend queries without padding to a paged cache; `vattn.ops.arguments.AttentionArgs` documents each tensor.
 
     The config decides the mask; metadata adds flags, trees and ranges that the config names. Cross attention reads
-    the encoder's part of the metadata.
+    the encoder's part of the metadata. Lengths, offsets and tables of metadata made by hand are not looked at, since
+    that would wait for the device: `metadata.check()` does, and `docs/five-tensors.md` says what wrong ones mean.
 
     Raises:
         ConfigError, MetadataError: not a config or metadata, a step built with `causal=False` for a causal config, or
