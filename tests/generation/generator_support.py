@@ -90,3 +90,32 @@ class Faulty(torch.nn.Module):
         out = self.packed(ids, positions, rows)
         column = torch.arange(out.shape[1], device=out.device) == 7
         return out.masked_fill((ids[rows] == self.bad)[:, None] & column, torch.nan)
+
+
+CHAT = (
+    "{{ bos_token }}{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+def make_tokenizer() -> Any:
+    """Return a tokenizer of transformers: bytes, some merges, a begin and an end token, and a chat template."""
+    import tokenizers
+    import transformers
+
+    letters = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    special = ["<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+    merges = [("t", "h"), ("th", "e"), ("Ġ", "the"), ("Ã", "¯"), ("i", "n")]
+    vocab = {token: i for i, token in enumerate(special + letters + [a + b for a, b in merges])}
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    inner.add_special_tokens(special)
+    inner.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", None, [("<s>", 0)])
+    return transformers.PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", pad_token="</s>", chat_template=CHAT
+    )
+
+
+WORDS = 272
+"""A vocabulary larger than that of `make_tokenizer`, as models pad theirs."""

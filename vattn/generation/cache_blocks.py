@@ -145,6 +145,18 @@ class CacheBlocks:
                     self.pool.publish(row[place], self._name(keys[place], index))
         request.published = last
 
+    def new_keys(self, request: Request, start: int, end: int) -> list[str]:
+        """Return the content keys of the blocks that are whole after positions `start` to `end - 1`."""
+        first, last = start // self.block_size, end // self.block_size
+        return request.keys(last, self.block_size)[first:last] if self.reuse else []
+
+    def next_key(self, request: Request) -> str | None:
+        """Return the content key of the block that an opened request computes first; `None` if it finds none."""
+        place = request.cached // self.block_size
+        if not self.reuse or not request.scored or place >= (request.num_tokens - 1) // self.block_size:
+            return None
+        return request.keys(place + 1, self.block_size)[place]
+
     def forget(self, request: Request) -> None:
         """Make the blocks of a failed request unknown again."""
         if request.table is not None:

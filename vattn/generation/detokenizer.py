@@ -19,12 +19,12 @@ class TextStream:
 
     Attributes:
         text: so far, with what is held back because a stop string may begin there.
-        stopped: whether a stop string has appeared.
+        found: the stop string that has appeared, "" if none has.
     """
 
     def __init__(self, tokenizer: Any, stop_strings: Sequence[str] = (), min_tokens: int = 0) -> None:
         self.tokenizer, self.stop_strings, self._min_tokens = tokenizer, stop_strings, min_tokens
-        self.text, self.stopped = "", False
+        self.text, self.found = "", ""
         # Tokens that are decoded again, tokens with known text, and characters that were shown.
         self._start = self._decoded = self._shown = 0
         # Where stop strings may begin.
@@ -41,10 +41,11 @@ class TextStream:
         self.text += self._decode(ids, last)
         if len(ids) <= self._min_tokens:
             begin = self._searched = len(self.text)
-        found = [at for stop in self.stop_strings if (at := self.text.find(stop, begin)) >= 0]
+        found = [(at, stop) for stop in self.stop_strings if (at := self.text.find(stop, begin)) >= 0]
         if found:
-            self.text, self.stopped = self.text[: min(found)], True
-        end = len(self.text) - (0 if last or self.stopped else self._held_back())
+            at, self.found = min(found)
+            self.text = self.text[:at]
+        end = len(self.text) - (0 if last or self.found else self._held_back())
         fresh, self._shown = self.text[self._shown : end], max(self._shown, end)
         return fresh
 

@@ -19,7 +19,9 @@ from vattn.calibration.eval_mode import EvalMode
 from vattn.config.arguments import check_switches, read_count
 from vattn.errors import CacheError, ConfigError, MissingPackageError, RequestError, VattnError
 from vattn.generation.cache_blocks import CacheBlocks, longest_that_fits
+from vattn.generation.default_sampling import default_sampling
 from vattn.generation.detokenizer import TextStream
+from vattn.generation.grammar import GrammarCompiler
 from vattn.generation.model_runner import Launched, ModelRunner
 from vattn.generation.outputs import take_tokens
 from vattn.generation.prompt_lookup import PromptLookup
@@ -74,6 +76,7 @@ class Generator:
             largest. It helps where the host takes longer to launch the layers than the device to compute them.
 
     Attributes:
+        default_sampling: of requests without one, what the model's generation config asks for; without one greedy.
         graphs: the runner of the captured sizes, `None` without.
         draft_graphs: the runner of steps with drafts.
         mixed_graphs: the runner of steps with prompts.
@@ -129,6 +132,7 @@ class Generator:
         self._mode = EvalMode(model)
         self.device = cache.device
         self.stop_token_ids = end_tokens(model, stop_token_ids)
+        self.default_sampling = default_sampling(model, tokenizer)
         sizes = graph_ladder(graph_sizes, max_num_reqs, self.device)
         num_drafts = speculation.num_drafts if speculation is not None else 0
         max_seq_len = longest_request(model, max_seq_len, longest_that_fits(cache, token_budget))
@@ -144,6 +148,7 @@ class Generator:
         layers = [layer for layer in model.modules() if hasattr(layer, "bind_kv_cache")]
         self._bindings = CacheBindings(layers, cache_claim)
         self._runner = ModelRunner(forward, builder, graphs, self._blocks)
+        self._grammar_compiler: GrammarCompiler | None = None
         self._ahead: Launched | None = None
         self._statistics = Statistics(num_blocks=cache.num_blocks - cache.reserved_blocks)
         self._first: list[float] = []
@@ -155,11 +160,11 @@ class Generator:
         raise ConfigError("a copy of a generator", "one generator for a cache", "make a new one with Generator(model)")
 
     def add(self, prompt: Prompt, sampling: Sampling | None = None, *, cache_salt: Salt = "") -> Request:
-        """Queue a prompt.
+        """Queue a prompt, and return its request; with `Sampling(n=...)` the first of `request.choices`.
 
         Args:
             prompt: text, for a generator with a tokenizer, or token ids.
-            sampling: default greedy, 64 tokens.
+            sampling: default `default_sampling`.
             cache_salt: text, bytes or an integer. Requests share cached blocks with those of the same salt alone: give
                 it to keep tenants apart, and for all that makes equal ids mean something else, such as images.
 
@@ -168,19 +173,33 @@ class Generator:
                 vocabulary, or a text or stop strings without a tokenizer.
             OutOfBlocksError: even the empty cache could not hold it.
             QueueFullError: too many are waiting.
+            MissingPackageError: a grammar without xgrammar.
             ConfigError: the model, or a part of it, is in training mode; a salt of another type.
         """
         self._mode.check()
         salt_digest(self._blocks.block_size, cache_salt, "cache_salt")
         vocab_size = getattr(self.model, "vocab_size", None)
-        sampling = check_sampling(sampling, self.tokenizer, vocab_size)
+        sampling = self.default_sampling if sampling is None else sampling
+        check_sampling(sampling, self.tokenizer, vocab_size)
         ids = read_prompt(prompt, self.tokenizer, vocab_size)
         ends = self.stop_token_ids if sampling.stop_token_ids is None else frozenset(sampling.stop_token_ids)
-        request = Request(ids, sampling, ends, cache_salt, read_bad_words(sampling, self.tokenizer, vocab_size))
-        self._open_text(request)
+        words = read_bad_words(sampling, self.tokenizer, vocab_size)
+        choices = tuple(Request(ids, sampling, ends, cache_salt, words, index) for index in range(sampling.candidates))
+        for request in choices:
+            request.choices = choices
+            if sampling.grammar is not None:
+                request.matcher = self._grammars().matcher(sampling.grammar, ends)
+            self._open_text(request)
         with self._lock:
-            self.scheduler.add(request)
-        return request
+            self.scheduler.add(*choices)
+        return choices[0]
+
+    def _grammars(self) -> GrammarCompiler:
+        """Return what compiles grammars for the tokenizer, made by the first request that has one."""
+        if self._grammar_compiler is None:
+            vocab_size = getattr(self.model, "vocab_size", None)
+            self._grammar_compiler = GrammarCompiler(self.tokenizer, vocab_size, self.stop_token_ids)
+        return self._grammar_compiler
 
     def _open_text(self, request: Request) -> None:
         """Let a request's text begin anew."""
@@ -189,7 +208,7 @@ class Generator:
             request.text = ""
 
     def cancel(self, request: Request) -> None:
-        """End a request and free its blocks; one that has ended stays as it is.
+        """End a request and free its blocks; one that has ended stays as it is. The first of several ends all choices.
 
         While a step runs, in a logits processor or another thread, the request ends when the step does.
 
@@ -200,10 +219,11 @@ class Generator:
             raise RequestError(f"cancel({request!r:.60})", "what add() returned", "keep it for each prompt")
         self.scheduler.check_held(request)
         with self._lock:
-            if self._stepping:
-                self._cancelled.append(request)
-            else:
-                self.scheduler.cancel(request)
+            for choice in (request,) if request.index else request.choices:
+                if self._stepping:
+                    self._cancelled.append(choice)
+                else:
+                    self.scheduler.cancel(choice)
 
     @property
     def busy(self) -> bool:
@@ -405,7 +425,8 @@ class Generator:
             progress: show a bar (needs tqdm).
 
         Returns:
-            Requests with `output` and `text`; those that failed have an `error`, and do not stop the others.
+            Requests with `output` and `text`; those that failed have an `error`, and do not stop the others. With
+            `Sampling(n=...)` each has the others of its prompt in `choices`.
 
         Raises:
             ConfigError: no list of prompts, one that is neither a text nor a sequence, a text without a tokenizer, or
@@ -418,7 +439,7 @@ class Generator:
         requests: list[Request] = []
         bar = _bar(len(submissions)) if progress else None
         for one in self._run_to_end(submissions, requests):
-            if bar is not None and one.request.done:
+            if bar is not None and all(choice.done for choice in one.request.choices):
                 bar.update()
         if bar is not None:
             bar.close()
@@ -457,9 +478,10 @@ class Generator:
             for submission in submissions:
                 requests.append(self._add_or_fail(*submission))
             queue = deque(Progress(request, "", ()) for request in requests if request.done)
-            for request in requests:
-                request.watcher = queue
-            while queue or any(not request.done for request in requests):
+            choices = [choice for request in requests for choice in request.choices]
+            for choice in choices:
+                choice.watcher = queue
+            while queue or any(not choice.done for choice in choices):
                 if queue:
                     yield queue.popleft()
                 else:
@@ -467,7 +489,8 @@ class Generator:
         finally:
             self._streams -= 1
             for request in requests:
-                request.watcher = None
+                for choice in request.choices:
+                    choice.watcher = None
                 self.cancel(request)
 
 

@@ -45,12 +45,14 @@ def take_tokens(
         except VattnError as failed:
             request.end(FAILED, "error", failed)
             break
-        if reason != "stop token":
+        if reason == "stop token":
+            request.stop_reason = token
+        else:
             if request.logprobs is not None:
                 request.logprobs.append(logprobs[len(taken)])
             taken.append(token)
-        if request.stream is not None and request.stream.stopped:
-            reason = "stop string"
+        if request.stream is not None and request.stream.found:
+            reason, request.stop_reason = "stop string", request.stream.found
         if reason:
             request.end(FINISHED, reason)
             break
@@ -103,6 +105,6 @@ def _criteria_met(request: Request) -> bool:
 def _not_finite(request: Request) -> RequestError:
     return RequestError(
         f"logits that are not finite after {len(request.prompt) + len(request.output)} tokens",
-        "finite logits, of which the logits processors leave some",
-        "check the weights and the scales of the cache (vattn.audit), and the logits processors",
+        "finite logits, of which the logits processors leave some, and so do allowed tokens, bad words and grammars",
+        "check these, the weights, and the scales of the cache (vattn.audit)",
     )

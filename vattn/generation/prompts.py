@@ -67,15 +67,13 @@ def _takes(method: Any, option: str) -> bool:
     return option in options or any(one.kind is one.VAR_KEYWORD for one in options.values())
 
 
-def check_sampling(sampling: Any, tokenizer: Any, vocab_size: int | None) -> Sampling:
-    """Return a request's sampling, greedy for `None`.
+def check_sampling(sampling: Any, tokenizer: Any, vocab_size: int | None) -> None:
+    """Refuse what is no sampling of a request.
 
     Raises:
         ConfigError: something else.
         RequestError: settings that this model or tokenizer can never meet.
     """
-    if sampling is None:
-        return Sampling()
     if not isinstance(sampling, Sampling):
         raise ConfigError(f"sampling of type {type(sampling).__name__}", "vattn.Sampling", "vattn.Sampling(...)")
     if sampling.stop_strings and tokenizer is None:
@@ -96,7 +94,6 @@ def check_sampling(sampling: Any, tokenizer: Any, vocab_size: int | None) -> Sam
             number = max(ids) + name.endswith("logprobs")
             allowed = f"up to {vocab_size}" if name.endswith("logprobs") else f"ids from 0 to {vocab_size - 1}"
             raise RequestError(f"{name} with {number} for a vocabulary of {vocab_size}", allowed, f"change {name}")
-    return sampling
 
 
 def read_bad_words(sampling: Sampling, tokenizer: Any, vocab_size: int | None) -> list[list[int]]:

@@ -15,6 +15,8 @@ from vattn.cache.block_pool import BlockTable
 from vattn.cache.hybrid_block_table import HybridBlockTable
 from vattn.errors import RequestError, VattnError
 from vattn.generation.detokenizer import TextStream
+from vattn.generation.draws import mixed
+from vattn.generation.grammar import GrammarMatcher
 from vattn.generation.prompt_lookup import LookupIndex
 from vattn.generation.sampling import Sampling
 from vattn.kv_transfer.connector import Salt, salt_digest
@@ -31,12 +33,15 @@ class Request:
         cache_salt: it shares blocks with requests of the same salt alone.
         output: ids generated so far.
         text: their text, if the generator has a tokenizer; it ends before a stop string.
-        logprobs: of each token of `output`; `None` unless `Sampling(logprobs=...)` asks for them.
+        logprobs: of each token of `output`; `None` unless `Sampling(logprobs=...)` or `best_of` asks for them.
         prompt_logprobs: of each token of the prompt, `None` for the first, as far as they are computed; `None` unless
             `Sampling(prompt_logprobs=...)` asks for them.
         state: "waiting", "running", "finished", "failed" or "cancelled".
         reason: why it ended: "length", "stop token", "stop string", "stopping criterion", "cancelled" or "error".
+        stop_reason: the stop token or the stop string that ended it; `None` if it was neither.
         error: what it failed with.
+        choices: all requests of its prompt, with `Sampling(n=...)` several; itself among them.
+        index: its place among them.
         reused: tokens of the prompt that were in the cache already.
         drafted, accepted: tokens that were drafted for it, and those that were right.
         preemptions: how often it had to give its blocks back and start again.
@@ -52,18 +57,24 @@ class Request:
         stop_token_ids: frozenset[int] = frozenset(),
         cache_salt: Salt = "",
         bad_words: Sequence[list[int]] = (),
+        index: int = 0,
     ) -> None:
         self.prompt, self.sampling, self.cache_salt = list(prompt), sampling, cache_salt
         self.stop_token_ids, self.bad_words = stop_token_ids, bad_words
         self.limit = len(self.prompt) + sampling.max_new_tokens
         self.output: list[int] = []
         self.text = ""
-        self.logprobs: list[TokenLogprobs] | None = None if sampling.logprobs is None else []
+        self.index = index
+        self.choices: tuple[Request, ...] = (self,)
+        self.seed = mixed(sampling.seed, -1 - index) if index else sampling.seed
+        measured = sampling.logprobs is not None or sampling.candidates > sampling.n
+        self.logprobs: list[TokenLogprobs] | None = [] if measured else None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if sampling.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(self.prompt)
         self.state, self.reason = WAITING, ""
         self.error: VattnError | None = None
+        self.stop_reason: int | str | None = None
         self.reused = self.drafted = self.accepted = self.preemptions = 0
         self.arrived = time.monotonic()
         self.first_token: float | None = None
@@ -81,11 +92,13 @@ class Request:
         self.greedy, self.needs_history = sampling.greedy, sampling.needs_history
         # Whether the tokens of the prompt have the log-probabilities that they should.
         self.scored = self.prompt_logprobs is None or len(self.prompt) < 2
+        # What its grammar allows.
+        self.matcher: GrammarMatcher | None = None
         # The allowed tokens on the device, as soon as a step has read them.
         self.allowed: Tensor | None = None
         # Whether a token only extends the output: no text, no stopping criteria, no log-probabilities.
         self.plain = False
-        self.index: LookupIndex | None = None
+        self.lookup_index: LookupIndex | None = None
         self.stream: TextStream | None = None
         # The queue of the stream that reads its progress.
         self.watcher: deque[Progress] | None = None
@@ -97,6 +110,28 @@ class Request:
         reason = self.reason if self.error is None else f"{type(self.error).__name__}: {self.error}"
         state = f"{self.state}: {reason}" if reason else self.state
         return f"Request({len(self.prompt)} + {len(self.output)} tokens, {state})"
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended, in the words of OpenAI and vLLM: "length", "stop", "abort" or "error"; `None` if it has not."""
+        if not self.done:
+            return None
+        return {"length": "length", "cancelled": "abort", "error": "error"}.get(self.reason, "stop")
+
+    @property
+    def best(self) -> tuple[Request, ...]:
+        """The `n` finished choices with the highest log-probability per token, the best first; all without `best_of`.
+
+        Raises:
+            RequestError: a choice has not ended.
+        """
+        if not all(choice.done for choice in self.choices):
+            raise RequestError("choices that have not ended", "choices that have", "run the generator to its end")
+        if len(self.choices) == self.sampling.n:
+            return self.choices
+        finished = [choice for choice in self.choices if choice.state == FINISHED]
+        finished.sort(key=lambda choice: choice.cumulative_logprob / max(1, len(choice.output)), reverse=True)
+        return tuple(finished[: self.sampling.n])
 
     @property
     def cumulative_logprob(self) -> float:
@@ -152,7 +187,7 @@ class Request:
     def end(self, state: str, reason: str, error: VattnError | None = None) -> None:
         """Note how the request ended."""
         self.state, self.reason, self.error = state, reason, error
-        self.pending, self.index, self.stream = False, None, None
+        self.pending, self.lookup_index, self.stream = False, None, None
         self.ended = time.monotonic()
 
     def start_over(self, length: int) -> None:
@@ -160,9 +195,9 @@ class Request:
         del self.output[length:]
         if self.logprobs is not None:
             del self.logprobs[length:]
-        self.state, self.reason, self.error = WAITING, "", None
+        self.state, self.reason, self.error, self.stop_reason = WAITING, "", None, None
         self.table, self.row, self.freed = None, -1, []
-        self.pending, self.index, self._keys = False, None, []
+        self.pending, self.lookup_index, self._keys = False, None, []
         self.cached = self.room = self.published = 0
 
     def result(self) -> Request:

@@ -14,9 +14,10 @@ from torch import Tensor
 
 from vattn.errors import VattnError
 from vattn.generation.draws import cut, draw, uniforms
+from vattn.generation.grammar import forbid
 from vattn.generation.logit_changes import TokenCounts, change_logits, run_processors
 from vattn.generation.request import Request
-from vattn.generation.transfers import numbers_on_device, on_device
+from vattn.generation.transfers import moved, numbers_on_device, on_device
 
 
 class Chosen(NamedTuple):
@@ -67,7 +68,7 @@ class Rows:
         chosen = [requests[row] for row in rows]
         settings = [request.sampling for request in chosen]
         drawn = [s.temperature > 0 for s in settings]
-        seeds = [s.seed - (s.seed >> 63 << 64) for s in settings]
+        seeds = [request.seed - (request.seed >> 63 << 64) for request in chosen]
         top_k = [min(s.top_k or vocab_size, vocab_size) for s in settings]
         wide = any(s.top_p < 1 and not s.top_k for s in settings)
         most = vocab_size if wide else max((k for k in top_k if k < vocab_size), default=vocab_size)
@@ -152,6 +153,16 @@ class Sampler:
     def _change(self, scores: Tensor, rows: Rows, places: list[int], errors: dict[int, VattnError]) -> None:
         """Apply to scores, in place, what requests ask for."""
         change_logits(scores, rows.requests, places, self._counts)
+        masks: dict[int, Tensor] = {}
+        for i, request in enumerate(rows.requests):
+            if request.matcher is not None:
+                try:
+                    masks[i] = request.matcher.mask(request.output)
+                except VattnError as error:
+                    errors[rows.rows[i]] = error
+        if masks:
+            device = scores.device
+            forbid(scores, on_device(list(masks), device), moved(torch.stack(list(masks.values())), device))
         for i, request in enumerate(rows.requests):
             if request.sampling.logits_processors:
                 try:

@@ -10,6 +10,7 @@ from typing import Any
 
 from vattn.config.arguments import integer
 from vattn.errors import ConfigError
+from vattn.generation.grammar import Grammar
 
 
 @dataclass(frozen=True)
@@ -32,6 +33,9 @@ class Sampling:
         logprobs: how many of the likeliest tokens get a log-probability beside the chosen one, for each token of the
             output; `None`: no log-probabilities. They are those of the model's own logits.
         prompt_logprobs: the same for the tokens of the prompt, of which none is taken from the cache then.
+        n: how many outputs a prompt gets, each with a seed of its own; blocks of the prompt are shared.
+        best_of: how many outputs are generated, of which `Request.best` returns the `n` most likely ones; `None`: `n`.
+        grammar: the form that the output has; needs xgrammar and a tokenizer of transformers.
         stop_strings: end the text where one of these appears; it is removed. Needs a tokenizer.
         stop_token_ids: end at one of these tokens, which is kept out of the output; `None`: the model's own end
             tokens, `()`: none.
@@ -70,6 +74,9 @@ class Sampling:
     min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    n: int = 1
+    best_of: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         for name, (right, allowed) in _RANGES.items():
@@ -79,6 +86,8 @@ class Sampling:
             object.__setattr__(self, name, _items(name, getattr(self, name), right, allowed))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         object.__setattr__(self, "bad_words", tuple(map(_word, self.bad_words)))
+        if self.best_of is not None and self.best_of < self.n:
+            raise _refused("best_of", self.best_of, f"None, or an int from n={self.n} up")
         ignored = [name for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)) if getattr(self, name) != off]
         if self.temperature == 0 and ignored:
             raise ConfigError(
@@ -86,6 +95,17 @@ class Sampling:
                 "a temperature above 0, or greedy without it",
                 "set temperature=1.0 to sample",
             )
+        if self.temperature == 0 and self.candidates > 1:
+            raise ConfigError(
+                f"Sampling(n={self.n}, best_of={self.best_of}) with temperature=0, which gives equal outputs",
+                "a temperature above 0, or one output",
+                "set temperature=1.0 to sample",
+            )
+
+    @property
+    def candidates(self) -> int:
+        """How many outputs are generated for a prompt."""
+        return self.n if self.best_of is None else self.best_of
 
     @property
     def penalised(self) -> bool:
@@ -107,7 +127,7 @@ class Sampling:
     def needs_history(self) -> bool:
         """Whether choosing a token takes all tokens before it, on the host."""
         sequences = any(isinstance(word, str) or len(word) > 1 for word in self.bad_words)
-        return self.penalised or sequences or bool(self.logits_processors)
+        return self.penalised or sequences or self.grammar is not None or bool(self.logits_processors)
 
 
 def _whole(value: Any, least: int = 0, most: float = math.inf) -> bool:
@@ -131,6 +151,9 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "min_tokens": (_whole, "an int from 0 up"),
     "logprobs": (lambda value: value is None or _whole(value), "None, or an int from 0 up"),
     "prompt_logprobs": (lambda value: value is None or _whole(value), "None, or an int from 0 up"),
+    "grammar": (lambda value: value is None or isinstance(value, Grammar), "a vattn.Grammar, or None"),
+    "n": (lambda value: _whole(value, 1), "an int, at least 1"),
+    "best_of": (lambda value: value is None or _whole(value, 1), "None, or an int from n up"),
     "seed": (lambda value: _whole(value, 0, 2**64 - 1), "an int from 0 to 2**64 - 1"),
 }
 _ITEMS: dict[str, tuple[Callable[[Any], bool], str]] = {

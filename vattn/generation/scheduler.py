@@ -149,21 +149,23 @@ class Scheduler:
         # Identifies its requests, ended ones too.
         self.mark = object()
         self._changes = 0
+        # Content keys of the blocks that the prompts of this step fill.
+        self._filled: set[str] = set()
 
     @property
     def pool(self) -> BlockPool:
         """Where blocks come from."""
         return self.blocks.pool
 
-    def add(self, request: Request) -> None:
-        """Queue a request.
+    def add(self, *choices: Request) -> None:
+        """Queue the requests of a prompt, all or none.
 
         Raises:
             RequestError: an empty prompt, or more tokens than a request may have.
             OutOfBlocksError: even the empty pool could not hold it.
             QueueFullError: too many are waiting.
         """
-        prompt, new = len(request.prompt), request.sampling.max_new_tokens
+        prompt, new = len(choices[0].prompt), choices[0].sampling.max_new_tokens
         if not prompt:
             raise RequestError("an empty prompt", "at least one token", "begin with the model's begin token")
         if prompt + new > self.max_seq_len:
@@ -181,12 +183,15 @@ class Scheduler:
                 f"up to {usable} blocks, all of the pool",
                 "allocate more blocks or request fewer tokens",
             )
-        if self.max_queue is not None and len(self.waiting) >= self.max_queue:
+        if self.max_queue is not None and len(self.waiting) + len(choices) > self.max_queue:
             raise QueueFullError(
-                f"{len(self.waiting)} requests wait", f"up to {self.max_queue}", "run steps first, or raise max_queue"
+                f"{len(self.waiting)} requests wait, for {len(choices)} more",
+                f"up to {self.max_queue}",
+                "run steps first, or raise max_queue",
             )
-        request.holder = self.mark
-        self.waiting.append(request)
+        for request in choices:
+            request.holder = self.mark
+        self.waiting += choices
 
     def schedule(self) -> Batch:
         """Plan the next step and take its blocks."""
@@ -199,12 +204,20 @@ class Scheduler:
                 budget -= self._put(request, count, budget, ready, rest)
         if self.waiting:
             self.blocks.look()
-        while self.waiting and budget and len(self.running) < self.max_num_reqs and self.preemptions == preemptions:
-            request = self.waiting[0]
-            count = self._admit(request, budget)
-            if not count:
-                break
-            budget -= self._put(request, count, budget, ready, rest)
+        later: list[Request] = []
+        try:
+            while self.waiting and budget and len(self.running) < self.max_num_reqs and self.preemptions == preemptions:
+                request = self.waiting[0]
+                found = self._admit(request, budget)
+                if found is None:
+                    later.append(self.waiting.popleft())
+                elif found:
+                    budget -= self._put(request, found, budget, ready, rest)
+                else:
+                    break
+        finally:
+            self.waiting.extendleft(reversed(later))
+            self._filled.clear()
         ready.ready = len(ready.requests)
         ready.requests += rest.requests
         ready.starts += rest.starts
@@ -244,6 +257,8 @@ class Scheduler:
         if self.lookup is not None:
             batch.drafts.append(self._look_up(request, budget - 1) if count == 1 and request.output else [])
             end += len(batch.drafts[-1])
+        if self.waiting and start < len(request.prompt):
+            self._filled.update(self.blocks.new_keys(request, start, end))
         if not request.scored and start < len(request.prompt) - 1:
             batch.scored.append((request, start + 1, min(end, len(request.prompt) - 1) - start))
         batch.requests.append(request)
@@ -259,10 +274,10 @@ class Scheduler:
         most = min(self.lookup.num_drafts, request.limit - request.num_tokens - 1, budget)
         if most < 1 or request.pending or request.needs_history:
             return []
-        if request.index is None:
-            request.index = LookupIndex(self.lookup, request.prompt)
-        request.index.extend(request.output[len(request.index.tokens) - len(request.prompt) :])
-        drafts = request.index.drafts(most)
+        if request.lookup_index is None:
+            request.lookup_index = LookupIndex(self.lookup, request.prompt)
+        request.lookup_index.extend(request.output[len(request.lookup_index.tokens) - len(request.prompt) :])
+        drafts = request.lookup_index.drafts(most)
         if drafts:
             try:
                 self.blocks.grow(request, 1 + len(drafts))
@@ -281,10 +296,16 @@ class Scheduler:
                 self.preempt(self.running[-1])
         return False
 
-    def _admit(self, request: Request, budget: int) -> int:
-        """Move the first waiting request into the batch; return how many tokens have room, 0 if it has to wait."""
+    def _admit(self, request: Request, budget: int) -> int | None:
+        """Move the first waiting request into the batch; return how many tokens have room, 0 if it has to wait.
+
+        Returns `None` for one that begins like another one of this step: its next step finds what this one computes.
+        """
         self.blocks.open(request)
         found = request.cached
+        if self._filled and self.blocks.next_key(request) in self._filled:
+            self.blocks.close(request)
+            return None
         count = min(request.num_tokens - found, budget)
         try:
             self.blocks.grow(request, count)
