@@ -6,6 +6,7 @@ import ast
 import importlib
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 import vattn
+from vattn.config.device import parse_version
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("[0-9][0-9]_*.py"))
@@ -116,6 +118,14 @@ def test_engine() -> None:
 def test_single_request() -> None:
     printed = run("19_single_request.py", "import ")
     assert printed.count("200 tokens in") == 2 and "import sys\nimport unittest" in printed
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(parse_version(torch.__version__) < (2, 12), reason="older ones crash when they load the package")
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+def test_cpp_decode() -> None:
+    printed = run("20_cpp_decode.py", "2")
+    assert "attention of 2 layers writes FP8" in printed and "the text of vattn.Generator: True" in printed
 
 
 @pytest.mark.slow
