@@ -147,7 +147,17 @@ WRONG_REQUESTS: dict[str, tuple[Any, Any, type[Exception], str | None]] = {
     ),
     **{
         f"a prompt {wrong!r}": (wrong, None, errors.RequestError, "flat sequence of token ids")
-        for wrong in ([True, 2], {3: 4}, {3, 4}, b"abc", frozenset([5]))
+        for wrong in (
+            [True, 2],
+            {3: 4},
+            {3, 4},
+            b"abc",
+            frozenset([5]),
+            torch.ones(2).bool(),
+            torch.ones(2),
+            torch.ones(1, 2).int(),
+            torch.ones(2, device="meta").int(),
+        )
     },
     **{
         f"a prompt {wrong!r}": (wrong, None, errors.RequestError, None)

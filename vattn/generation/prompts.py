@@ -7,6 +7,8 @@ import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from vattn.errors import ConfigError, RequestError, VattnError
 from vattn.generation.sampling import Sampling
 from vattn.kv_transfer.connector import Salt, salt_digest
@@ -40,11 +42,11 @@ def read_prompt(prompt: Any, tokenizer: Any, vocab_size: int | None, special: bo
                 f"a text that the tokenizer refuses: {error}", "texts that it can encode", "check the prompt"
             ) from error
     try:
-        tokens = list(prompt)
+        tokens = list(prompt.tolist() if isinstance(prompt, Tensor) else prompt)
         if isinstance(prompt, (bytes, set, frozenset, Mapping)) or any(isinstance(token, bool) for token in tokens):
             raise TypeError("no sequence of token ids")
         ids = [operator.index(token) for token in tokens]
-    except TypeError as error:
+    except (TypeError, RuntimeError) as error:  # Tensors on meta have no ids.
         encoded = isinstance(prompt, Mapping) and "input_ids" in prompt
         raise RequestError(
             f"a prompt of {str(prompt)[:60]!r}",
