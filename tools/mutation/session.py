@@ -1,0 +1,247 @@
+"""Runs tests in forked processes: a first one records what each test reaches, one for each mutant judges it.
+
+A process imports what takes long (torch, pytest), and forks for each room. The room's process collects the tests, and
+forks for each mutant: there the code objects of the changed function are replaced. What runs while tests are collected,
+such as a module's body, is changed before vattn is imported, in a process that collects anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib.machinery
+import os
+import pickle
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+import pytest
+from hypothesis import Phase, settings
+
+from tools.mutation.operators import Mutant
+from tools.mutation.rooms import ROOT
+
+MEMORY = 12 << 30
+"""Bytes of address space that a process with a mutant may take."""
+
+BROKEN, MISFIT = 70, 71
+"""How a process ends that failed, and one whose mutant does not fit functions that exist already."""
+
+Lines = set[tuple[str, int]]
+
+
+@dataclass
+class Reach:
+    """What a test runs: lines of the room, and for how many seconds of processor time."""
+
+    lines: Lines
+    seconds: float
+
+
+class Loop:
+    """A pytest plugin: collects, and then calls `work` instead of running the tests."""
+
+    def __init__(self, work: Callable[[list[pytest.Item]], None]) -> None:
+        self.work = work
+        self.reports: list[pytest.TestReport] = []
+
+    def pytest_sessionstart(self) -> None:
+        """Let hypothesis stop at the first failure; the settings of the tests have been loaded."""
+        settings.register_profile(
+            "mutants", settings(), phases=[Phase.explicit, Phase.generate], derandomize=True, database=None
+        )
+        settings.load_profile("mutants")
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        """Do the work."""
+        self.work(session.items)
+        return True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        """Keep what pytest says about a test."""
+        self.reports.append(report)
+
+    def run(self, item: pytest.Item, following: pytest.Item | None) -> str:
+        """Run a test and return passed, failed or skipped."""
+        self.reports.clear()
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        outcomes = {report.outcome for report in self.reports}
+        return next((outcome for outcome in ("failed", "skipped") if outcome in outcomes), "passed")
+
+
+def collect(tests: Sequence[str], loop: Loop) -> int:
+    """Collect tests without their output and hand them to a loop; return pytest's exit status."""
+    quiet = "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-W", "ignore::pytest.PytestAssertRewriteWarning"
+    return int(pytest.main([*tests, *quiet], plugins=[loop]))
+
+
+def fork(work: Callable[[], int], folder: Path) -> int:
+    """Run `work` in a new process that leaves its output and its temporary files in a folder; return its id."""
+    child = os.fork()
+    if child:
+        return child
+    status = BROKEN
+    try:
+        os.setpgid(0, 0)
+        os.environ["PYTEST_DEBUG_TEMPROOT"] = os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+        with open(folder / "output", "w") as output:
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
+        status = work()
+    except BaseException:
+        import traceback
+
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+@contextlib.contextmanager
+def folder_for_one() -> Iterator[Path]:
+    """Give a process a folder."""
+    folder = Path(tempfile.mkdtemp(prefix="mutation"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def end_group(child: int) -> None:
+    """End what a process that is gone has started and left."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def traced(files: set[str], lines: Lines) -> Iterator[None]:
+    """Add the lines of some files that run, in any thread that starts meanwhile too."""
+
+    def line(frame: FrameType, event: str, argument: Any) -> Any:
+        lines.add((frame.f_code.co_filename, frame.f_lineno))
+        return line
+
+    def call(frame: FrameType, event: str, argument: Any) -> Any:
+        return line(frame, event, argument) if frame.f_code.co_filename in files else None
+
+    sys.settrace(call)
+    threading.settrace(call)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+
+
+def clear_caches() -> None:
+    """Forget results of cached functions: a test that finds one does not run the function's lines."""
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "vattn":
+            for owner in [module, *(value for value in vars(module).values() if isinstance(value, type))]:
+                for value in list(vars(owner).values()):
+                    if hasattr(value, "cache_clear") and not isinstance(value, type):
+                        value.cache_clear()
+
+
+def record(loop: Loop, items: Sequence[pytest.Item], files: set[str]) -> dict[str, Reach | None]:
+    """Run each test by itself, with fixtures of its own, and return what it reaches; `None` if that does not count."""
+    found: dict[str, Reach | None] = {}
+    for item in items:
+        clear_caches()
+        lines: Lines = set()
+        began = time.process_time()
+        with traced(files, lines):
+            outcome = loop.run(item, None)
+        counts = outcome == "passed" and lines
+        found[item.nodeid] = Reach(lines, time.process_time() - began) if counts else None
+        if outcome == "failed":
+            print(f"FAILED without a mutant: {item.nodeid}")
+    return found
+
+
+def judge(loop: Loop, items: Sequence[pytest.Item], seconds: dict[str, float], verdict: Path) -> int:
+    """Run tests until one fails; return 1 and write its name if one did, else 0. A test that hangs ends the process."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    clear_caches()
+    for item, following in zip(items, [*items[1:], None], strict=True):
+        verdict.write_text(item.nodeid)
+        signal.setitimer(signal.ITIMER_REAL, 60 + 20 * seconds[item.nodeid])
+        if loop.run(item, following) == "failed":
+            return 1
+    return 0
+
+
+def functions_of(files: set[str]) -> dict[tuple[str, str, int], list[FunctionType]]:
+    """Return every function object of some files, by file, name and first line."""
+    found: dict[tuple[str, str, int], list[FunctionType]] = {}
+    for function in gc.get_objects():
+        if type(function) is FunctionType and (code := function.__code__).co_filename in files:
+            found.setdefault((code.co_filename, code.co_name, code.co_firstlineno), []).append(function)
+    return found
+
+
+def code_in(module: CodeType, name: str, line: int) -> CodeType | None:
+    """Return the code object of a function, however deep in classes."""
+    for constant in module.co_consts:
+        if isinstance(constant, CodeType):
+            if (constant.co_name, constant.co_firstlineno) == (name, line):
+                return constant
+            if found := code_in(constant, name, line):
+                return found
+    return None
+
+
+def twins(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
+    """Yield a code object and those nested in it, each with its changed one."""
+    yield old, new
+    nested = [[c for c in code.co_consts if isinstance(c, CodeType)] for code in (old, new)]
+    for pair in zip(*nested, strict=True):
+        yield from twins(*pair)
+
+
+def replace(mutant: Mutant, functions: dict[tuple[str, str, int], list[FunctionType]]) -> bool:
+    """Give the live functions a mutant's code; False if it has to be there before vattn is imported."""
+    if mutant.function is None:
+        return False
+    path = ROOT / mutant.path
+    source = path.read_bytes()
+    old, new = (
+        code_in(compile(text, str(path), "exec", dont_inherit=True), *mutant.function)
+        for text in (source, mutant.apply(source))
+    )
+    if old is None or new is None:
+        return False
+    try:
+        pairs = list(twins(old, new))
+        for was, now in pairs:
+            for function in functions.get((str(path), was.co_name, was.co_firstlineno), []):
+                function.__code__ = now
+    except ValueError:
+        return False
+    return True
+
+
+def import_changed(mutant: Mutant) -> None:
+    """Let the import system find a file with a mutant."""
+    path, load = str(ROOT / mutant.path), importlib.machinery.SourceFileLoader.get_code
+
+    def get_code(loader: importlib.machinery.SourceFileLoader, name: str) -> CodeType | None:
+        if loader.path != path:
+            return load(loader, name)
+        return compile(mutant.apply(Path(path).read_bytes()), path, "exec", dont_inherit=True)
+
+    importlib.machinery.SourceFileLoader.get_code = get_code  # type: ignore[method-assign]
+
+
+def send(path: Path, value: Any) -> None:
+    """Leave a value for the process that forked this one."""
+    path.write_bytes(pickle.dumps(value))
