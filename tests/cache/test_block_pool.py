@@ -54,7 +54,15 @@ def test_negative_amounts_are_refused():
         BlockTable(pool, 0)
 
 
-@pytest.mark.parametrize("damage", ["leak", "twice", "owned and free"])
+def test_blocks_are_handed_out_low_ids_first_and_freed_ones_again():
+    pool = BlockPool(6, reserved=0)
+    assert pool.allocate(3) == [0, 1, 2]
+    pool.free([1])
+    pool.free([0])
+    assert pool.allocate(3) == [0, 1, 3], "the block freed last is the next one"
+
+
+@pytest.mark.parametrize("damage", ["leak", "twice", "owned and free", "negative"])
 def test_check_finds_damage(damage):
     pool = BlockPool(6)
     pool.allocate(2)
@@ -62,6 +70,8 @@ def test_check_finds_damage(damage):
         pool._free.pop()
     elif damage == "twice":
         pool._free[0] = pool._free[1]
+    elif damage == "negative":
+        pool._references[pool._free[0]] = -1
     else:
         pool._references[pool._free[0]] = 1
     with pytest.raises(BlockError, match="pool of 6 blocks"):
@@ -209,6 +219,8 @@ def test_a_key_belongs_to_one_content():
     assert pool.publish(first, "a") and not pool.publish(second, "a")
     with pytest.raises(BlockError, match=f"block {first} has key 'a' and was given 'b'"):
         pool.publish(first, "b")
+    with pytest.raises(BlockError, match="key 7"):
+        pool.publish(second, 7)
     pool.free([second])
     with pytest.raises(BlockError, match=f"not allocated: {second}"):
         pool.publish(second, "c")

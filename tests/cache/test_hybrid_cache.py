@@ -377,6 +377,28 @@ def test_out_of_blocks_changes_nothing():
         table.append(40)
     assert table.rows == rows and hybrid.pool.num_used == used and table.num_tokens == 20
     assert hybrid.pool.num_free >= 5
+
+
+def test_blocks_behind_the_window_make_room_for_the_next_unless_a_fork_holds_them():
+    cache = Hybrid().cache
+    pool = BlockPool(1 + 3 * len(cache.groups))
+    table = vattn.HybridBlockTable(pool, cache)
+    table.append(24)
+    branch = table.fork()
+    with pytest.raises(OutOfBlocksError, match="0 are free and 0 would"):
+        branch.append(1)
+    branch.free()
+    table.append(1)
+    assert pool.num_free == 0
+    pool.check()
+
+
+def test_a_model_without_cross_attention_takes_no_encoder_states():
+    hybrid = Hybrid()
+    table, _ = hybrid.request()
+    with pytest.raises(CacheError, match="no group for them"):
+        table.append_encoder(3)
+    assert hybrid.pool.num_used == 0
     table.append(8)
 
 

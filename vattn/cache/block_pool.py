@@ -312,12 +312,10 @@ class BlockTable:
         total = self.num_tokens + num_tokens
         needed = -(-total // self.block_size) - len(self.blocks)
         fresh = self.pool.allocate(needed + shared)
-        copies: list[tuple[int, int]] = []
+        copies = [(self.blocks[last], fresh[0])] if shared else []
         if shared:
-            replacement = fresh.pop(0)
-            copies.append((self.blocks[last], replacement))
             self.pool.free([self.blocks[last]])
-            self.blocks[last] = replacement
+            self.blocks[last] = fresh.pop(0)
         self.blocks += fresh
         self.num_tokens = total
         return copies
