@@ -195,13 +195,12 @@ class Scheduler:
 
     def schedule(self) -> Batch:
         """Plan the next step and take its blocks."""
-        budget, preemptions = self.token_budget, self.preemptions
-        ready, rest = Batch(), Batch()
+        budget, preemptions, batch = self.token_budget, self.preemptions, Batch()
         for request in list(self.running):
             start = request.cached
             count = min(request.uncached, budget)
             if count and (start + count <= request.room or self._grow(request, count)):
-                budget -= self._put(request, count, budget, ready, rest)
+                budget -= self._put(request, count, budget, batch)
         if self.waiting:
             self.blocks.look()
         later: list[Request] = []
@@ -212,24 +211,18 @@ class Scheduler:
                 if found is None:
                     later.append(self.waiting.popleft())
                 elif found:
-                    budget -= self._put(request, found, budget, ready, rest)
+                    budget -= self._put(request, found, budget, batch)
                 else:
                     break
         finally:
             self.waiting.extendleft(reversed(later))
             self._filled.clear()
-        ready.ready = len(ready.requests)
-        ready.requests += rest.requests
-        ready.starts += rest.starts
-        ready.ends += rest.ends
-        ready.drafts += rest.drafts
-        ready.scored += rest.scored
-        if not any(ready.drafts):
-            ready.drafts = []
-        singles = self.token_budget - budget == len(ready.requests) == len(self.running) == ready.ready
-        if singles and ready.requests and self.lookup is None:
-            ready.run = DecodeRun(ready.requests, ready.ends, self._changes, self.blocks.block_size)
-        return ready
+        if not any(batch.drafts):
+            batch.drafts = []
+        singles = self.token_budget - budget == len(batch.requests) == len(self.running) == batch.ready
+        if singles and batch.requests and self.lookup is None:
+            batch.run = DecodeRun(batch.requests, batch.ends, self._changes, self.blocks.block_size)
+        return batch
 
     def follow(self, before: Batch) -> Batch | None:
         """Plan the step after a running one without looking at every request: the same requests, one token each.
@@ -250,10 +243,11 @@ class Scheduler:
         run.left -= 1
         return Batch(run.requests, ready=before.ready, run=run, offset=offset, new_blocks=new_blocks)
 
-    def _put(self, request: Request, count: int, budget: int, ready: Batch, rest: Batch) -> int:
+    def _put(self, request: Request, count: int, budget: int, batch: Batch) -> int:
         """Put `count` tokens of a request into the batch, and drafts after them; return how many tokens there are."""
         start, end = request.cached, request.cached + count
-        batch = rest if end < request.num_tokens else ready
+        # A request gets no token only if it takes the whole budget: it is the last one.
+        batch.ready += end == request.num_tokens
         if self.lookup is not None:
             batch.drafts.append(self._look_up(request, budget - 1) if count == 1 and request.output else [])
             end += len(batch.drafts[-1])

@@ -1,0 +1,236 @@
+"""The scheduler, alone and under a model whose cache remembers which prefix each of its slots belongs to."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import vattn
+from tests.generation.generator_support import check_empty
+from vattn import errors
+from vattn.generation.cache_blocks import CacheBlocks
+from vattn.generation.request import Request
+from vattn.generation.scheduler import Scheduler
+from vattn.metadata.forward_context import current_step
+
+BLOCK, WINDOW = 4, 6
+
+
+class Chains(nn.Module):
+    """Stores with each token a digest of all tokens up to it, and chooses the next token by the digest of the last."""
+
+    vocab_size = 6
+
+    def __init__(self, num_blocks: int, hybrid: bool) -> None:
+        super().__init__()
+        config = vattn.CacheConfig(BLOCK)
+        kinds: tuple[dict[str, Any], ...] = ({}, {"per_layer_sliding_window": WINDOW}) if hybrid else ({},)
+        self.layers = nn.ModuleList(
+            vattn.Attention(1, 16, 1.0, cache_config=config, prefix=str(i), **kind) for i, kind in enumerate(kinds)
+        )
+        self.kv_cache = vattn.allocate_kv_cache(self, num_blocks=num_blocks, dtype=torch.float32, hybrid=hybrid)
+        self.eval()
+
+    @staticmethod
+    def digest(before: float, token: int) -> int:
+        # Never 0, which an empty slot holds, and exact in float32.
+        return (int(before) * 31 + token * 7919 + 17) % 1_000_003 + 1
+
+    @classmethod
+    def expected(cls, prompt: list[int], count: int) -> list[int]:
+        digest, tokens = 0, list(prompt)
+        for token in prompt:
+            digest = cls.digest(digest, token)
+        for _ in range(count):
+            tokens.append(digest // 8 % cls.vocab_size)
+            digest = cls.digest(digest, tokens[-1])
+        return tokens[len(prompt) :]
+
+    def forward(self, ids: torch.Tensor, positions: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        step = current_step()
+        assert step is not None
+        stores = [layer.kv_cache[0, :, :, 0, 0] for layer in self.layers]
+        tables = [part.block_table.tolist() for part in getattr(step, "parts", (step,))]
+        starts, logits = step.query_start_loc.tolist(), torch.zeros(len(ids), self.vocab_size)
+        for request, (begin, end) in enumerate(pairwise(starts)):
+            length = int(step.seq_lens[request])
+            for row, position in zip(range(begin, end), range(length - (end - begin), length), strict=True):
+                assert int(positions[row]) == position
+                held = [
+                    [float(store[table[request][at // BLOCK], at % BLOCK]) for at in range(position)[first:]]
+                    for store, table, first in zip(stores, tables, (0, -(WINDOW - 1)), strict=False)
+                ]
+                assert all(held[0][-len(window) :] == window for window in held[1:] if window)
+                digest = self.digest(held[0][-1] if position else 0, int(ids[row]))
+                for store, table in zip(stores, tables, strict=True):
+                    store[table[request][position // BLOCK], position % BLOCK] = digest
+                logits[row, digest // 8 % self.vocab_size] = 1
+        return logits[rows]
+
+
+def scheduler(num_blocks: int = 9, max_num_reqs: int = 2, budget: int = 8, **options: Any) -> Scheduler:
+    cache = Chains(num_blocks, hybrid=False).kv_cache
+    return Scheduler(CacheBlocks(cache, max_num_reqs, 32, reuse=False), max_num_reqs, budget, 32, **options)
+
+
+def request(length: int, new: int = 8) -> Request:
+    return Request([1 + i % 5 for i in range(length)], vattn.Sampling(new, stop_token_ids=()))
+
+
+def give(requests: list[Request]) -> None:
+    """Give requests the token that they have just computed."""
+    for one in requests:
+        one.output.append(3)
+        one.uncached += 1
+
+
+arrivals = st.tuples(
+    st.sampled_from([0, 2]),
+    st.integers(1, 14),
+    st.integers(1, 9),
+    st.integers(0, 3),
+    st.sampled_from(["run", "cancel"]),
+)
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+@given(
+    st.lists(arrivals, min_size=1, max_size=8), st.integers(1, 3), st.integers(3, 20), st.integers(8, 16),
+    st.booleans(), st.booleans(),
+)  # fmt: skip
+@settings(max_examples=25)
+def test_every_request_sees_its_own_prefix_and_keeps_its_turn(
+    hybrid: bool, traffic: Any, max_num_reqs: int, budget: int, num_blocks: int, speculate: bool, reuse: bool
+) -> None:
+    lookup = vattn.PromptLookup(shortest=1) if speculate else None
+    generator = vattn.Generator(
+        Chains(num_blocks, hybrid), max_num_reqs=max_num_reqs, token_budget=budget, speculation=lookup,
+        reuse_prefixes=reuse,
+    )  # fmt: skip
+    plan, held, waiting = generator.scheduler, list[Request](), list(traffic)
+    while waiting or generator.busy:
+        while waiting and (waiting[0][3] <= 0 or not generator.busy):
+            start, length, new, _, cancelled = waiting.pop(0)
+            prompt = [(start + i * i) % 6 for i in range(length)]
+            try:
+                held.append(generator.add(prompt, vattn.Sampling(new, stop_token_ids=())))
+            except (errors.OutOfBlocksError, errors.RequestError):
+                assert length + new > plan.max_seq_len
+                continue
+            if cancelled:
+                generator.cancel(held[-1])
+        waiting = [(*waiting[0][:3], waiting[0][3] - 1, waiting[0][4]), *waiting[1:]] if waiting else []
+        generator.step()
+        plan.pool.check()
+        order = [held.index(one) for one in (*plan.running, *plan.waiting)]
+        # One that begins like another waits for that one's blocks, and others pass it.
+        assert (reuse or order == sorted(order)) and len(plan.running) <= max_num_reqs
+        assert plan.running or not plan.waiting or generator._ahead is None
+    for one in held:
+        if one.state != "cancelled":
+            assert one.output == Chains.expected(one.prompt, one.sampling.max_new_tokens)
+    check_empty(generator)
+
+
+def test_a_run_of_decode_steps_ends_for_a_request_that_can_be_admitted() -> None:
+    for rows, follows in ((2, False), (1, True)):
+        plan = scheduler(max_num_reqs=rows)
+        plan.add(request(1))
+        batch = plan.follow(plan.schedule())
+        assert batch is not None and (batch.offset, batch.places()) == (1, [2])
+        plan.add(request(1))
+        assert (plan.follow(batch) is not None) == follows
+
+
+def test_a_run_of_decode_steps_ends_with_its_requests() -> None:
+    plan = scheduler()
+    plan.add(request(1, new=3))
+    first = plan.schedule()
+    second = plan.follow(first)
+    assert second is not None and plan.follow(second) is not None and plan.follow(second) is None
+
+    for name in ("start_over", "cancel"):
+        plan, one = scheduler(), request(1)
+        plan.add(one)
+        batch = plan.schedule()
+        getattr(plan, name)({one: 0} if name == "start_over" else one)
+        assert plan.follow(batch) is None
+
+
+def test_a_step_keeps_to_its_budget_and_its_rows() -> None:
+    plan = scheduler(budget=8, max_num_reqs=2)
+    long, short, third = request(11), request(2), request(1)
+    for one in (long, short, third):
+        plan.add(one)
+    batch = plan.schedule()
+    assert (batch.requests, batch.starts, batch.ends, batch.ready, batch.run) == ([long], [0], [8], 0, None)
+    batch = plan.schedule()
+    assert (batch.requests, batch.starts, batch.ends, batch.ready) == ([long, short], [8, 0], [11, 2], 2)
+    give([long, short])
+    batch = plan.schedule()
+    assert (batch.requests, batch.ends, list(plan.waiting)) == ([long, short], [12, 3], [third])
+    assert batch.run is not None, "each request computes one token, and one waits without a row"
+
+
+def test_the_youngest_gives_its_blocks_back_and_is_the_next_to_run() -> None:
+    plan = scheduler(num_blocks=6, max_num_reqs=3, budget=32)
+    first, second, third, fourth = requests = [request(8, 5), request(7, 5), request(4, 5), request(1)]
+    for one in requests:
+        plan.add(one)
+    assert plan.schedule().requests == [first, second, third], "five blocks are taken, and there is no row for a fourth"
+    give([first, second, third])
+    batch = plan.schedule()
+    assert batch.requests == [first, second] and list(plan.waiting) == [third, fourth]
+    assert (plan.preemptions, third.preemptions, third.state) == (1, 1, "waiting")
+    assert third.table is None and plan.pool.num_free == 0, "the block that it gave back is taken at once"
+    plan.cancel(second)
+    assert plan.schedule().requests == [third], "it comes first, and leaves no block"
+    assert third.reused == 0 and third.output == [3]
+
+
+def test_nothing_is_admitted_in_the_step_of_a_preemption() -> None:
+    plan = scheduler(num_blocks=6, max_num_reqs=3, budget=32)
+    first, second = request(8, 5), request(12, 5)
+    plan.add(first)
+    plan.add(second)
+    plan.schedule()
+    give([first, second])
+    small = request(1, 5)
+    plan.add(small)
+    assert plan.schedule().requests == [first], "two blocks are free, and the request that lost its own comes first"
+    assert list(plan.waiting) == [second, small] and plan.pool.num_free == 2
+
+
+def test_drafts_end_with_the_request_the_budget_and_the_blocks() -> None:
+    lookup = vattn.PromptLookup(num_drafts=4, shortest=1)
+    for new, budget, blocks, drafts in ((8, 8, 9, 4), (3, 8, 9, 1), (2, 8, 9, 0), (8, 4, 9, 3), (8, 8, 4, 2)):
+        plan = scheduler(num_blocks=blocks, budget=budget, lookup=lookup)
+        one = Request([2] * 5, vattn.Sampling(new, stop_token_ids=()))
+        for each in (request(1, 2), one):
+            plan.add(each)
+        while one.uncached:
+            plan.schedule()
+        one.output, one.uncached = [2], 1
+        batch = plan.schedule()
+        assert [len(each) for each in batch.drafts] == [drafts] * bool(drafts), (new, budget, blocks)
+        assert batch.ends == [6 + drafts]
+
+
+def test_what_no_cache_could_hold_is_refused_and_what_just_fits_is_not() -> None:
+    plan = scheduler(num_blocks=5, max_queue=1)
+    with pytest.raises(errors.OutOfBlocksError, match=r"10 \+ 8 tokens needs 5 blocks"):
+        plan.add(request(10, 8))
+    with pytest.raises(errors.RequestError, match="32 tokens together"):
+        plan.add(request(25, 8))
+    with pytest.raises(errors.RequestError, match="empty prompt"):
+        plan.add(request(0))
+    plan.add(request(9, 8))
+    with pytest.raises(errors.QueueFullError, match="1 requests wait"):
+        plan.add(request(1))
+    assert len(plan.waiting) == 1
