@@ -65,6 +65,7 @@ from vattn.layers.functional import (
     paged_attention,
     rope_update_kv_cache,
     update_kv_cache,
+    varlen_attention,
 )
 from vattn.layers.kv_transfer_utils import maybe_transfer_kv_layer
 from vattn.metadata.attention_metadata import AttentionMetadata
@@ -178,5 +179,6 @@ __all__ = [
     "swap_blocks",
     "token_order",
     "update_kv_cache",
+    "varlen_attention",
     "warmup",
 ]

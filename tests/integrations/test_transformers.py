@@ -82,6 +82,21 @@ def test_family_equals_its_eager_attention(name: str, device: str) -> None:
     assert relative_l2(eager_logits(model, PROMPTS[0]), expected[0]) <= (0 if device == "cpu" else 1e-5)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma2", "gpt_oss", "bloom"])
+def test_prompts_need_no_cache(name: str) -> None:
+    """Windows with soft caps, sinks and ALiBi are among them. The model has a cache afterwards, as ever."""
+    model = make_model(name)
+    expected = torch.cat([eager_logits(model, tokens) for tokens in PROMPTS])
+    packed = enable(model)
+    step = vattn.AttentionMetadataBuilder(4, 64, 64).build([len(tokens) for tokens in PROMPTS])
+    with torch.no_grad(), vattn.forward_context(step):
+        got = packed(torch.tensor([token for tokens in PROMPTS for token in tokens]), step.positions)
+    assert relative_l2(got, expected) < TOLERANCE
+    packed.allocate(num_blocks=17)
+    got = torch.cat(Runner(packed).step([(tokens, 0) for tokens in PROMPTS]))
+    assert relative_l2(got, expected) < TOLERANCE
+
+
 def test_a_model_whose_layers_were_compiled_comes_back() -> None:
     """What `enable` finds out runs as it is written, whatever was compiled while the model was on vattn before."""
     model = make_model("llama")

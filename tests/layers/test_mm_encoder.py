@@ -27,6 +27,8 @@ from vattn.errors import (
     UnknownOptionError,
     UnsupportedRequestError,
 )
+from vattn.layers.base.varlen import varlen_arguments
+from vattn.layers.encoder import mm_encoder_attention
 
 CLOSE = 2e-5
 """Relative L2 in fp32: sums in another order. A row that sees another image gives 1e-1."""
@@ -66,8 +68,11 @@ def test_rows_of_a_batch_are_sequences(backend: str, batch: int, layout: str) ->
 def test_views_of_one_projection_are_not_copied(layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Tensor] = []
     layer = vattn.MMEncoderAttention(4, 16)
-    arguments = layer._arguments
-    monkeypatch.setattr(layer, "_arguments", lambda qkv, *rest: seen.extend(qkv) or arguments(qkv, *rest))
+    monkeypatch.setattr(
+        mm_encoder_attention,
+        "varlen_arguments",
+        lambda layer, qkv, *rest: seen.extend(qkv) or varlen_arguments(layer, qkv, *rest),
+    )
     given_tensors = views(layout, 3, 9, 4, 4, 16)
     layer(*given_tensors)
     assert [t.data_ptr() for t in seen] == [t.data_ptr() for t in given_tensors]

@@ -29,7 +29,8 @@ calibrate check_cu_seqlens clip_rates compile compile_regions copy_blocks differ
 errors explain export_step fast_prefill forward_context fusion_report kept_rows kv_cache_shape load_flash_attn
 maybe_transfer_kv_layer merge_attn_states move_slots observe_clipping options pad_cu_seqlens paged_attention
 plan_key quantise_linears read_encoder_scales register_backend register_kv_format rope_update_kv_cache
-save_encoder_scales save_encoder_scales_when_full swap_blocks token_order update_kv_cache warmup
+save_encoder_scales save_encoder_scales_when_full swap_blocks token_order update_kv_cache
+varlen_attention warmup
 """.split()
 """What users may rely on: a name leaves this list only with a deprecation."""
 

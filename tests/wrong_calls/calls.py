@@ -300,6 +300,11 @@ def functions() -> dict[str, Call]:
             {**rows(), "cos": cos, "sin": cos, "kv_cache": cache(), "slot_mapping": slots(1, 2, 3, 4, 5), "rope": rope,
              "config": config()},
         ),
+        "varlen_attention": (
+            vattn.varlen_attention,
+            {**rows(), "query_start_loc": ints(0, 3, 5), "config": config().replace(block_size=0),
+             "kv_start_loc": ints(0, 3, 5)},
+        ),
         "merge_attn_states": (
             vattn.merge_attn_states,
             {"prefix_output": out, "prefix_lse": floats(5, 4), "suffix_output": out, "suffix_lse": floats(5, 4)},

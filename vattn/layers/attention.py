@@ -59,6 +59,9 @@ class Attention(CachedAttention):
     does. The cache is a non-persistent buffer: "reduce-overhead" mode captures it, and Inductor updates it in place.
     Moving the layer to another device drops the cache.
 
+    Without a cache: a layer that is bound to none runs steps that were built without block tables. Rows attend to those
+    of their own request, as for a prompt of which nothing is kept. A bound layer refuses such a step.
+
     Compile: one graph for equal layers; lengths are tensors and never recompile. Make caches with
     `vattn.allocate_kv_cache(model, ...)` first.
 
@@ -74,8 +77,6 @@ class Attention(CachedAttention):
     """
 
     takes_exact_prefill = True
-    """Whether a layer of this class, with a cache of its own, may have `CacheConfig.exact_prefill`."""
-
     takes_context_parallel = True
 
     @typed_on_error

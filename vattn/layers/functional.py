@@ -1,4 +1,4 @@
-"""The ops as functions for callers with their own cache: allocate outputs, call the op, return them."""
+"""The ops as functions, for callers with a cache of their own or without one: allocate outputs and call the op."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from vattn.config.attention import AttentionConfig
 from vattn.config.rope import RopeConfig
 from vattn.config.typed import typed_on_error
 from vattn.errors import ConfigError, MetadataError, ShapeError
+from vattn.layers.encoder.cu_seqlens import check_offsets
 from vattn.metadata.attention_metadata import AttentionMetadata, step_of
-from vattn.ops.checks import check_storage
+from vattn.ops.arguments import VarlenAttentionArgs
+from vattn.ops.checks import check_storage, check_varlen_attention
 from vattn.ops.fusion_notes import noted
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
 
@@ -232,6 +234,93 @@ def paged_attention(
         None,
         noted(config.encode()),
     )
+    return result
+
+
+@typed_on_error
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    query_start_loc: Tensor,
+    config: AttentionConfig,
+    *,
+    kv_start_loc: Tensor | None = None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    v_scale: Tensor | None = None,
+    output_scale: Tensor | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> AttentionOutput:
+    """Attend packed queries to packed keys without a cache, as to score prompts or to embed texts.
+
+    Args:
+        query: `[T, num_heads, head_size]`, sequences one after the other.
+        key, value: `[Tk, num_kv_heads, head_size]` and `[Tk, num_kv_heads, head_size_v]`, in the model dtype or the
+            config's FP8 format.
+        query_start_loc: int32 or int64 `[B + 1]`, where each sequence starts; rows after the last are padding, and
+            come out zero.
+        config: with `block_size=0`. A causal row sees keys up to its own position; a sequence ends with its last key.
+        kv_start_loc: the same for the keys; default `query_start_loc`. With more keys than queries, queries are the
+            last positions.
+        q_scale, k_scale, v_scale, output_scale, alibi_slopes, sinks: as for the ops, where the config has them.
+
+    Raises:
+        ConfigError: not a config, or one with a cache.
+        MetadataError: offsets on the CPU that do not start at 0, fall, or end after the rows. Compiled code and CUDA
+            leave that to `vattn.check_cu_seqlens`; nothing outside of the tensors is read.
+        UnsupportedRequestError: no backend, or not the one named in the config, runs it on the query's device.
+        ShapeError, DtypeError, DeviceError, StrideError, ScaleError: a tensor contradicts the config.
+
+    Example:
+        >>> import torch, vattn
+        >>> config = vattn.AttentionConfig(2, 1, 16, 16, 0.25, "float32", "float32", block_size=0, sliding_window=8)
+        >>> starts = torch.tensor([0, 5, 9])
+        >>> query, key, value = torch.randn(9, 2, 16), torch.randn(9, 1, 16), torch.ones(9, 1, 16)
+        >>> vattn.varlen_attention(query, key, value, starts, config).output.shape
+        torch.Size([9, 2, 16])
+    """
+    _check_config(config)
+    _check_tensors(query=query, key=key, value=value, query_start_loc=query_start_loc)
+    _check_tensors(
+        optional=True, kv_start_loc=kv_start_loc, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
+        output_scale=output_scale, alibi_slopes=alibi_slopes, sinks=sinks,
+    )  # fmt: skip
+    kv_start_loc = query_start_loc if kv_start_loc is None else kv_start_loc
+    result = new_output(query, config)
+    args = VarlenAttentionArgs(
+        query=query,
+        key=key,
+        value=value,
+        query_start_loc=query_start_loc,
+        kv_start_loc=kv_start_loc,
+        output=result.output,
+        output_block_scale=result.block_scale,
+        lse=result.lse,
+        output_scale=output_scale,
+        q_scale=q_scale,
+        k_scale=k_scale,
+        v_scale=v_scale,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        causal_flags=None,
+        bias=None,
+        tree_id=None,
+        mm_ranges=None,
+        plan=[],
+        workspace=None,
+        config=noted(config.encode()),
+    )
+    if not torch.compiler.is_compiling():
+        check_varlen_attention(args)
+        for name, offsets, rows in (
+            ("query_start_loc", query_start_loc, query.shape[0]),
+            ("kv_start_loc", kv_start_loc, key.shape[0]),
+        ):
+            if offsets.device.type == "cpu":
+                check_offsets(name, offsets, rows, None, padded=True)
+    torch.ops.vattn.varlen_attention(*args)
     return result
 
 

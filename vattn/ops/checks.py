@@ -158,8 +158,8 @@ def check_varlen_attention(args: VarlenAttentionArgs) -> None:
     dtypes = (KV_FORMATS[config.kv_cache_dtype].value_dtype,)
     check_rows("key", args.key, (num_keys, num_kv_heads, config.head_size), dtypes, device)
     check_rows("value", args.value, (num_keys, num_kv_heads, config.head_size_v), dtypes, device)
-    check_tensor("kv_start_loc", args.kv_start_loc, (num_reqs + 1,), INDEX_DTYPES, device)
     check_tensor("query_start_loc", args.query_start_loc, (num_reqs + 1,), INDEX_DTYPES, device)
+    check_tensor("kv_start_loc", args.kv_start_loc, (num_reqs + 1,), INDEX_DTYPES, device)
     _check_shared(args, config, num_reqs, device)
 
 

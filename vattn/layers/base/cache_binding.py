@@ -40,6 +40,7 @@ from vattn.layers.base.dcp import check_context_parallel, partial_request
 from vattn.layers.base.scales import QuantConfig
 from vattn.layers.base.step import CacheViews
 from vattn.layers.base.two_parts import CascadeOps, cascade_ops, context_request, step_ops, step_request
+from vattn.layers.base.varlen import ops_without_cache
 from vattn.quantization.formats import KV_FORMATS, dtype_name, resolve_kv_cache_dtype
 
 
@@ -57,6 +58,10 @@ class BoundCache(CacheScales):
 
     writes_tokens = True
     """Whether a layer with a cache of its own writes keys for the rows of its query."""
+
+    takes_exact_prefill = False
+    """Whether a layer of this class can attend to the keys of a step as they are given: with
+    `CacheConfig.exact_prefill`, and without a cache."""
 
     takes_context_parallel = False
     """Whether this class runs over a cache that several ranks share."""
@@ -146,7 +151,11 @@ class BoundCache(CacheScales):
         # Buffers made in inference mode could not be calculated or loaded outside of it.
         with torch.inference_mode(False):
             self._register_tensors(alibi_slopes, sinks)
-        self._request_config(torch.bfloat16)
+        config = self._request_config(torch.bfloat16)
+        self._ops_without_cache: dict[str, tuple[str, str]] = {}
+        """Of `ops_without_cache`: for steps without block tables, while the layer is bound to no cache."""
+        if self.takes_exact_prefill and kv_sharing_target_layer_name is None and context_parallel is None:
+            self._ops_without_cache = ops_without_cache(config, self._cache_dtype, self.cache_config.exact_prefill)
 
     def _register_tensors(
         self, alibi_slopes: Tensor | Sequence[float] | None, sinks: Tensor | Sequence[float] | None

@@ -18,6 +18,7 @@ from vattn.layers.base.checks import check_bound, check_inputs, check_no_gradien
 from vattn.layers.base.dcp import all_heads, attend_parts, check_step_ranks, partial_arguments
 from vattn.layers.base.step import CacheViews, LayerResult, LayerStep, given, part_of, split_heads
 from vattn.layers.base.two_parts import Part, attend_in_parts, cascade_parts, step_parts, suffix_config
+from vattn.layers.base.varlen import attend_without_cache
 from vattn.layers.kv_transfer_utils import save_kv_layer, wait_for_layer_load
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.hybrid import GroupedMetadata
@@ -57,7 +58,7 @@ class CachedAttention(BoundCache):
             key, value: same with KV heads; both `None` for a layer that shares a cache.
             output_shape: shape of the result; default `[T, num_heads * head_size_v]`.
             metadata: this step's; default the one of `vattn.forward_context`. Without any this is a profiling call: the
-                result is zero and no cache is needed.
+                result is zero and no cache is needed. `Attention` needs none either in steps without block tables.
 
         Returns:
             The output in the query's dtype (or the output format's container); rows of padding are zero. With an output
@@ -75,6 +76,10 @@ class CachedAttention(BoundCache):
         result = LayerResult.empty(query, self.head_size_v, self.quant_config.output_format, output_shape)
         if metadata is None:
             return result.zeroed()
+        if self._ops_without_cache and self.config is None and not metadata.block_table.shape[-1]:
+            assert key is not None and value is not None  # `_check_given`
+            attend_without_cache(self, self._ops_without_cache, (query, key, value), metadata, result)
+            return result.returned()
         compiling = torch.compiler.is_compiling()
         # A module looks for a tensor in three dictionaries, and an eager step reads ten of them.
         own = self if compiling else _OwnTensors(layer=self, **self._parameters, **self._buffers)

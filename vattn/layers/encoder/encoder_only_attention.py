@@ -23,11 +23,10 @@ from vattn.layers.base.buffers import own_tensor
 from vattn.layers.base.checks import check_tokens, given_step
 from vattn.layers.base.scales import QuantConfig
 from vattn.layers.base.step import LayerResult, split_heads
+from vattn.layers.base.varlen import attend_rows, check_rows
 from vattn.layers.encoder.varlen_attention import VarlenAttention
 from vattn.metadata.attention_metadata import AttentionMetadata
-from vattn.ops.fusion_notes import noted
 from vattn.ops.index_dtypes import as_int32
-from vattn.quantization.codecs import encode_kv, encode_query
 from vattn.quantization.formats import KV_FORMATS, dtype_name, resolve_kv_cache_dtype
 
 
@@ -187,20 +186,12 @@ class EncoderOnlyAttention(VarlenAttention):
         query = split_heads("query", query, self.num_heads, self.head_size)
         key = split_heads("key", key, self.num_kv_heads, self.head_size)
         value = split_heads("value", value, self.num_kv_heads, self.head_size_v)
-        op_config, kv_format = self._op_config(query.dtype), self._kv_formats[dtype_name(query.dtype)]
-        self._check_same_rows(query, key, value)
-        self._check_dtypes(query, key, value)
+        op = self._op_config(query.dtype), self._kv_formats[dtype_name(query.dtype)]
+        check_rows(self, op[1], query, key, value)
         result = LayerResult.empty(query, self.head_size_v, self.quant_config.output_format, output_shape)
         if metadata is None:
             return result.zeroed()
-        starts = (self._starts(query, metadata),) * 2
-        if self.q_scale is not None:
-            query = encode_query(query, self.q_scale, self.num_kv_heads)
-        key, value = encode_kv(key, kv_format, self.k_scale), encode_kv(value, kv_format, self.v_scale)
-        scales = (self.q_scale, self.k_scale, self.v_scale)
-        torch.ops.vattn.varlen_attention(
-            *self._arguments((query, key, value), starts, result.output, result.block_scale, scales, noted(op_config))
-        )
+        attend_rows(self, op, (query, key, value), self._starts(query, metadata), result)
         return result.returned()
 
     def _starts(self, query: Tensor, metadata: AttentionMetadata) -> Tensor:

@@ -10,6 +10,7 @@ from vattn.config.typed import typed_on_error
 from vattn.errors import ConfigError, DtypeError, MetadataError, ShapeError
 from vattn.layers.base.scales import make_scale
 from vattn.layers.base.step import not_strided
+from vattn.layers.base.varlen import varlen_arguments
 from vattn.layers.encoder.cu_seqlens import check_offsets
 from vattn.layers.encoder.fp8_scales import (
     HISTORY_STEPS,
@@ -19,7 +20,6 @@ from vattn.layers.encoder.fp8_scales import (
     scales_of_layer,
 )
 from vattn.layers.encoder.varlen_attention import VarlenAttention
-from vattn.ops.fusion_notes import noted
 from vattn.ops.index_dtypes import INDEX_DTYPES
 from vattn.quantization.codecs import encode_kv, encode_query
 from vattn.quantization.formats import OUTPUT_FORMATS, dtype_name
@@ -166,7 +166,7 @@ class MMEncoderAttention(VarlenAttention):
                 got = None if tensor is None else type(tensor).__name__
                 allowed = "a tensor [b, s, columns] or [b, s, heads, head_size]"
                 raise ShapeError(f"{name} is {got} in layer {self.prefix!r}", allowed, f"pass {name} as a tensor")
-        op_config = noted(self._op_config(query.dtype))
+        op_config = self._op_config(query.dtype)
         for name, tensor, heads in (("query", query, self.num_heads), ("key", key, self.num_kv_heads)):
             if tensor.dim() not in (3, 4):
                 raise self._shape_error(name, tensor, heads)
@@ -188,7 +188,7 @@ class MMEncoderAttention(VarlenAttention):
             op_config = self._cross_ops[dtype_name(query.dtype)]
         output, _ = OUTPUT_FORMATS["none"].allocate(packed[0], self.head_size, query.dtype)
         if self.quant_config is None:
-            args = self._arguments(packed, (starts, kv_starts), output, None, (None, None, None), op_config)
+            args = varlen_arguments(self, packed, (starts, kv_starts), output, None, (None, None, None), op_config)
         else:
             args = self._fp8_arguments(packed, (starts, kv_starts), output, cu_seqlens is not None, op_config)
         torch.ops.vattn.varlen_attention(*args)
@@ -308,14 +308,14 @@ class MMEncoderAttention(VarlenAttention):
             if not torch.compiler.is_compiling():
                 codes = [torch.empty_like(tensor, dtype=torch.float8_e4m3fn) for tensor in packed]
                 scale = self.amax_history[0, :1]
-                args = self._arguments(codes, starts, output, None, (scale, scale, scale), op_config)
+                args = varlen_arguments(self, codes, starts, output, None, (scale, scale, scale), op_config)
                 self._check_call(args, packed)
             ends = (starts[0][-1], starts[1][-1], starts[1][-1]) if masked else (None, None, None)
             amax = [largest_value(tensor, end) for tensor, end in zip(packed, ends, strict=True)]
             scales = record_amax(self.amax_history, self.amax_steps, torch.stack(amax))
         query = encode_query(packed[0], scales[0], self.num_kv_heads)
         key, value = encode_kv(packed[1], _FP8, scales[1]), encode_kv(packed[2], _FP8, scales[2])
-        return self._arguments((query, key, value), starts, output, None, scales, op_config)
+        return varlen_arguments(self, (query, key, value), starts, output, None, scales, op_config)
 
     def extra_repr(self) -> str:
         """Show the request."""

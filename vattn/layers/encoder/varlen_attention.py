@@ -14,12 +14,12 @@ from torch import Tensor
 
 from vattn.backends import selector
 from vattn.config.attention import AttentionConfig
-from vattn.errors import DtypeError, ShapeError
+from vattn.errors import DtypeError
 from vattn.layers.base.buffers import OwnBuffers
 from vattn.layers.base.checks import check_no_gradients
 from vattn.ops import checks
 from vattn.ops.arguments import VarlenAttentionArgs
-from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, dtype_name, resolve_kv_cache_dtype
+from vattn.quantization.formats import MODEL_DTYPES, dtype_name, resolve_kv_cache_dtype
 
 
 class VarlenAttention(OwnBuffers):
@@ -80,31 +80,6 @@ class VarlenAttention(OwnBuffers):
             )
         return self._ops[name]
 
-    def _check_same_rows(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Refuse keys and values with other rows than the query; all are `[T, heads, width]`.
-
-        Compiled code checks this too: the offsets of the query would read past the end of a shorter key.
-        """
-        for name, tensor in (("key", key), ("value", value)):
-            if tensor.shape[0] != query.shape[0]:
-                raise ShapeError(
-                    f"{name} has {tensor.shape[0]} tokens and query {query.shape[0]} in layer {self.prefix!r}",
-                    "the same tokens for query, key and value",
-                    "check the projections",
-                )
-
-    def _check_dtypes(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """Refuse keys and values that are neither in the query's dtype nor stored already in the layer's FP8 format."""
-        stored = KV_FORMATS[self._kv_formats[dtype_name(query.dtype)]]
-        allowed = [query.dtype, stored.value_dtype] if stored.quantised else [query.dtype]
-        for name, tensor in (("key", key), ("value", value)):
-            if tensor.dtype not in allowed:
-                raise DtypeError(
-                    f"{name} is {dtype_name(tensor.dtype)} in layer {self.prefix!r}",
-                    " or ".join(map(dtype_name, allowed)),
-                    f"convert it to the query's dtype, {dtype_name(query.dtype)}",
-                )
-
     def _check_call(self, args: tuple[Any, ...], inputs: Sequence[Tensor | None]) -> None:
         """Refuse what the op would refuse, before any state of the layer changes. Eager calls only."""
         check_no_gradients(self, inputs)
@@ -112,29 +87,6 @@ class VarlenAttention(OwnBuffers):
         config = AttentionConfig.parse(packed.config)
         selector.choose(config, packed.query.device)
         checks.check_varlen_attention(packed)
-
-    def _arguments(
-        self,
-        qkv: Sequence[Tensor],
-        starts: tuple[Tensor, Tensor],
-        output: Tensor,
-        block_scale: Tensor | None,
-        scales: Sequence[Tensor | None],
-        op_config: str,
-    ) -> tuple[Any, ...]:
-        """Return the arguments of `vattn::varlen_attention` in the schema's order.
-
-        Args:
-            starts: offsets of queries and of keys.
-            scales: of q, k and v.
-        """
-        # AOTInductor hands an op None for an empty list, so that an exported one holds a schedule of no elements.
-        plan = [starts[0].new_empty(0)] if torch.compiler.is_exporting() else []
-        nothing = (None, None, None, None)  # causal_flags, bias, tree_id, mm_ranges
-        return (
-            *(*qkv, *starts, output, block_scale, None, self.output_scale),
-            *(*scales, self.alibi_slopes, self.sinks, *nothing, plan, None, op_config),
-        )
 
     def _backend_repr(self) -> str:
         return "backend=auto" if self.attn_backend == "auto" else f"backend={self.attn_backend} (requested)"
