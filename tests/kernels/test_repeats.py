@@ -24,23 +24,28 @@ class Call:
         self.known: dict[Any, Any] = {}
         self.runs, self.launched = 0, list[list[Any]]()
 
+    def launch(self, *values: Any, stream: int) -> None:
+        assert stream == 7
+        self.launched.append([*values])
+
     def __call__(self, *tensors: Tensor, work: Any = None) -> list[Any]:
         def run() -> None:
             self.runs += 1
             values = [5, *(tensors if work is None else work(*tensors))]
             self.launched.append(values)
             if repeats.noting.notes is not None:
-                repeats.noting.notes.launches.append((lambda *given: self.launched.append([*given]), [*values]))
+                repeats.noting.notes.launches.append((self.launch, [*values]))
 
         self.launched.clear()
-        repeats.repeat(self.known, tensors, run)
+        repeats.repeat(self.known, [*tensors], run)
         (launched,) = self.launched
         return [value.data_ptr() if isinstance(value, Tensor) else value for value in launched]
 
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch) -> Call:
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(repeats, "_device", lambda: 0)
+    monkeypatch.setattr(repeats, "_stream", lambda device: 7)
     return Call()
 
 
@@ -57,14 +62,16 @@ def test_a_second_call_gets_its_own_addresses(call: Call) -> None:
 
 def test_views_and_new_memory_are_found(call: Call) -> None:
     def work(first: Tensor, second: Tensor) -> list[Tensor]:
-        room = torch.empty(100, dtype=torch.uint8)
-        return [second[16:], first.view(torch.int32), room, room[32:]]
+        room, counter = torch.empty(100, dtype=torch.uint8), torch.zeros(9, dtype=torch.int32)
+        return [second[16:], first.view(torch.int32), room, room[32:], counter]
 
     call(zeros(), zeros(), work=work)
     first, second = zeros(), zeros()
-    _, tail, whole, room, part = call(first, second, work=work)
+    _, tail, whole, room, part, counter = call(first, second, work=work)
     assert call.runs == 1 and tail == second.data_ptr() + 64 and whole == first.data_ptr()
-    assert part == room + 32 and room not in (first.data_ptr(), second.data_ptr())
+    assert part == room + 32 and len({room, counter, first.data_ptr(), second.data_ptr()}) == 4
+    (calls,) = call.known.values()
+    assert calls.rooms == [(torch.empty, 100), (torch.zeros, 36)]
 
 
 @pytest.mark.parametrize("aligned", [True, False])
@@ -112,7 +119,9 @@ def test_an_error_leaves_nothing_noted(call: Call) -> None:
 
 
 REPEATED = """
-from vattn.kernels.repeats import repeat
+from vattn.kernels import repeats
+from vattn.kernels.repeats import repeat, tensors_of
+repeats._device, repeats._stream = lambda: 0, lambda device: 0
 
 def addresses(calls):
     def number(value):
@@ -123,8 +132,8 @@ def addresses(calls):
 
 def again(args, update):
     launches.clear()
-    repeat(known[0], args, lambda: decode.decode(args, config))
-    repeat(known[1], update, lambda: general.update_kv_cache(update, config))
+    repeat(known[0], tensors_of(args), lambda: decode.decode(args, config))
+    repeat(known[1], tensors_of(update), lambda: general.update_kv_cache(update, config))
     return addresses(launches)
 
 known = {}, {}

@@ -20,7 +20,7 @@ from vattn.config.device import DeviceInfo, has_triton
 from vattn.config.mla import MLAConfig
 from vattn.config.rope import RopeConfig
 from vattn.errors import UnsupportedRequestError
-from vattn.kernels.repeats import repeat
+from vattn.kernels.repeats import repeat, tensors_of
 from vattn.ops import checks, checks_mla, kv_transfer_points, schemas
 from vattn.ops.arguments import (
     AttentionArgs,
@@ -64,9 +64,10 @@ def _by_backend(name: str, kind: Any, tensor: str, check: Callable[[Any], dict[A
 
     def run(*arguments: Any) -> None:
         args = kind(*arguments)
-        if getattr(args, "plan", None):
+        plan = getattr(args, "plan", ())
+        if plan and not all(schedule.numel() for schedule in plan):
             # AOTInductor passes a schedule of no elements for an empty list.
-            args = args._replace(plan=[schedule for schedule in args.plan if schedule.numel()])
+            args = args._replace(plan=[schedule for schedule in plan if schedule.numel()])
         backend, config = _resolve(args.config, getattr(args, tensor).device)
         known = check(args)
         if name == "kv_cache_update":
@@ -74,7 +75,7 @@ def _by_backend(name: str, kind: Any, tensor: str, check: Callable[[Any], dict[A
         if not backend.capabilities.reads_any_memory:
             backend, config = _resolve(args.config, getattr(args, tensor).device, _memory_of(args))
         if name in backend.repeats and getattr(args, tensor).is_cuda:
-            repeat(known, args, lambda: getattr(backend, name)(with_read_dtypes(args), config))
+            repeat(known, tensors_of(args), lambda: getattr(backend, name)(with_read_dtypes(args), config))
         else:
             getattr(backend, name)(with_read_dtypes(args), config)
 

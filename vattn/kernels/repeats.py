@@ -6,8 +6,8 @@ What a launcher decides depends on shapes, strides, dtypes and alignment. Decidi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,40 +22,53 @@ noting = _Noting()
 """What notes the launches of this thread's call, if any."""
 
 
-def repeat(known: dict[Any, Any], args: Sequence[Any], run: Callable[[], None]) -> None:
+def tensors_of(args: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors among an op's arguments, those of schedules too, in their order."""
+    found = [arg for arg in args if isinstance(arg, Tensor)]
+    return found + [tensor for arg in args if type(arg) is list for tensor in arg]
+
+
+def repeat(known: dict[Any, Any], tensors: list[Tensor], run: Callable[[], None]) -> None:
     """Run an op's call; from the second one on by launching its kernels alone, where that is all it does.
 
     Args:
         known: what was noted of calls that have the shapes, strides, dtypes, devices and config of this one.
-        args: all arguments of the call.
+        tensors: of the call, in an order that is the same for all of these.
     """
-    tensors = [x for arg in args for x in (arg if type(arg) is list else (arg,)) if isinstance(x, Tensor)]
-    starts = [tensor.data_ptr() for tensor in tensors]
-    # Triton compiles for addresses that 16 divides. Where two are equal, a noted one stands for both.
-    places = [start & 15 for start in starts] if any(start & 15 for start in starts) else 0
-    twins = [starts.index(start) for start in starts] if len(set(starts)) < len(starts) else 0
-    key = torch.cuda.current_device(), str(places), str(twins)
-    if key not in known:
+    key = again(known, tensors)
+    if key in known:
+        run()
+    elif key is not None:
         with Notes() as notes:
             run()
-        known[key] = notes.calls(tensors, starts)
-        return
-    calls = known[key]
+        known[key] = notes.calls(tensors)
+
+
+def again(known: dict[Any, Any], tensors: list[Tensor]) -> Any:
+    """Launch again what a call was noted for; return the key in `known` of one that is not noted."""
+    starts = [tensor.data_ptr() for tensor in tensors]
+    index, bits = tensors[0].get_device(), 0
+    for start in starts:
+        bits |= start
+    # Triton compiles for addresses that 16 divides. Where two are equal, a noted one stands for both.
+    places = tuple([start & 15 for start in starts]) if bits & 15 else ()
+    twins = tuple([starts.index(start) for start in starts]) if len(set(starts)) < len(starts) else ()
+    key = _device(), places, twins
+    calls = known.get(key)
     if calls is None:
-        run()
-        return
-    sizes, launches = calls
-    rooms = [torch.empty(size, dtype=torch.uint8, device=tensors[0].device) for size in sizes]
-    bases = [*tensors, *rooms]
+        return key
+    rooms = [make(size, dtype=torch.uint8, device=tensors[0].device) for make, size in calls.rooms]
     starts += [room.data_ptr() for room in rooms]
-    for launch, template, addresses, maps in launches:
+    stream = _stream(index)
+    for launch, template, addresses, maps in calls.launches:
         values = template.copy()
         for place, source, offset in addresses:
             values[place] = starts[source] + offset
         for place, source, kind, fields in maps:
             values[place] = boxes = object.__new__(kind)
-            vars(boxes).update(fields, base=bases[source])
-        launch(*values)
+            boxes.__dict__.update(fields, base=tensors[source])
+        launch(*values, stream=stream)
+    return None
 
 
 def once(kernel: Any) -> Any:
@@ -65,12 +78,26 @@ def once(kernel: Any) -> Any:
     return kernel
 
 
+class Calls(NamedTuple):
+    """What a call did.
+
+    Attributes:
+        rooms: how it allocates memory for its kernels, and bytes.
+        launches: functions that launch kernels; arguments by position; where addresses go, and of which tensor or room
+            with which offset; where tensor maps go, of which tensor, their class and what else they hold.
+    """
+
+    rooms: list[tuple[Callable[..., Tensor], int]]
+    launches: list[tuple[Any, list[Any], list[tuple[int, int, int]], list[tuple[int, int, type, dict[str, Any]]]]]
+
+
 class Notes(TorchDispatchMode):
     """What a call does: its launches as functions that make them again with arguments by position, and its memory."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.complete, self.rooms, self.launches = True, list[Tensor](), list[tuple[Any, list[Any]]]()
+        self.complete, self.launches = True, list[tuple[Any, list[Any]]]()
+        self.rooms = list[tuple[Callable[..., Tensor], Tensor]]()
 
     def __enter__(self) -> Notes:
         noting.notes = self
@@ -83,21 +110,21 @@ class Notes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in (torch.ops.aten.empty.memory_format, torch.ops.aten.empty_like.default):
-            self.rooms.append(result)
+        if func in _ALLOCATIONS:
+            self.rooms.append((_ALLOCATIONS[func], result))
         elif not func.is_view:
             self.complete = False
         return result
 
-    def calls(self, tensors: list[Tensor], starts: list[int]) -> tuple[list[int], list[Any]] | None:
-        """Return the sizes of allocations, and the launches with the sources of their addresses.
+    def calls(self, tensors: list[Tensor]) -> Calls | None:
+        """Return the launches with the sources of their addresses.
 
         `None`: the call launched nothing, did other work too, or it is not known whose memory a kernel got.
         """
         if not self.complete or not self.launches:
             return None
-        owned = [*tensors, *self.rooms]
-        starts = [*starts, *(room.data_ptr() for room in self.rooms)]
+        owned = [*tensors, *(room for _, room in self.rooms)]
+        starts = [tensor.data_ptr() for tensor in owned]
         storages = [tensor.untyped_storage().data_ptr() for tensor in owned]
         found = []
         for launch, values in self.launches:
@@ -115,8 +142,21 @@ class Notes(TorchDispatchMode):
                     return None
                 if tensor is value:
                     addresses.append((place, source, start - starts[source]))
-                else:
+                elif source < len(tensors):
                     maps.append((place, source, type(value), {**vars(value), "base": None}))
+                else:
+                    return None
                 values[place] = None
             found.append((launch, values, addresses, maps))
-        return [room.untyped_storage().nbytes() for room in self.rooms], found
+        return Calls([(make, room.untyped_storage().nbytes()) for make, room in self.rooms], found)
+
+
+# `torch.cuda.current_device` looks each time whether CUDA has been initialised.
+_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+_ALLOCATIONS: dict[Any, Callable[..., Tensor]] = {
+    torch.ops.aten.empty.memory_format: torch.empty,
+    torch.ops.aten.empty_like.default: torch.empty,
+    torch.ops.aten.zeros.default: torch.zeros,
+}

@@ -118,7 +118,9 @@ class OncePerSignature(Generic[Args]):
         before, self._ahead = self._ahead, None
         if before is not None and _same_objects(before[0], args):
             return before[1]  # type: ignore[no-any-return]
-        plan, cache = getattr(args, "plan", ()), getattr(args, "key_cache", getattr(args, "kv_cache", None))
+        plan, cache = getattr(args, "plan", ()), getattr(args, "key_cache", None)
+        if cache is None:
+            cache = getattr(args, "kv_cache", None)
         signature = [
             (x.shape, x.stride(), x.dtype, x.device) if x is not None and isinstance(x, Tensor) else x
             for x in (*args, *plan)

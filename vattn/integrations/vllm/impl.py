@@ -121,7 +121,7 @@ class VattnImpl(AttentionImpl):
         if query.shape[0] != num_tokens:
             query, rows = query[:num_tokens], output[:num_tokens]
         encoded = "" if output_scale is None else self._fp8_output
-        self._layer.attend(query, self._cache, attn_metadata, rows, output_scale, self.sinks, encoded)
+        self._layer.attend(query, attn_metadata, rows, output_scale, self.sinks, encoded)
         return output
 
     def do_kv_cache_update(
@@ -133,16 +133,15 @@ class VattnImpl(AttentionImpl):
         num_tokens = slot_mapping.shape[0]
         if key.shape[0] != num_tokens:
             key, value = key[:num_tokens], value[:num_tokens]
-        self._layer.write(key, value, self._cache, slot_mapping)
+        self._layer.write(key, value, slot_mapping)
 
     def _bind(self, layer: Any, kv_cache: Tensor) -> None:
         """Take keys and values out of a cache `[blocks, heads, tokens, key and value columns]`, without a copy."""
-        self._cache = views_of(kv_cache, self.head_size, layer.head_size_v)
-        device, block_size, layout = kv_cache.device, kv_cache.shape[2], layout_of(self._cache[0])
-        config = self.config(layer, block_size, layout, device)
+        views, device = views_of(kv_cache, self.head_size, layer.head_size_v), kv_cache.device
+        config = self.config(layer, kv_cache.shape[2], layout_of(views[0]), device)
         k_scale, v_scale = (None, None) if config.kv_scale == "none" else (layer._k_scale, layer._v_scale)
         slopes = None if self.alibi_slopes is None else self.alibi_slopes.to(device)
-        self._layer = EngineLayer(config, device, k_scale, v_scale, slopes)
+        self._layer = EngineLayer(config, *views, k_scale, v_scale, slopes)
         self._fp8_output = config.replace(output_format="fp8_static").encode()
         self._bound = kv_cache
 
