@@ -349,7 +349,7 @@ HOPPER_GPU = DeviceInfo("cuda", (9, 0), "a Hopper GPU")
 MISSED: dict[str, tuple[dict[str, Any], str | None, str | None]] = {
     "none": ({}, None, None),
     "heads of 256, an FP8 cache": ({"head_size": 256, "kv_cache_dtype": "fp8_e4m3"}, None, None),
-    "head": ({"head_size": 96}, "head_size 96", "head_size 96"),
+    "head": ({"head_size": 24}, "head_size 24", "head_size 24"),
     "block": ({"block_size": 24}, "block_size 24", "block_size 24"),
     "block of 16 boxes": ({"block_size": 528}, None, None),
     "packed": ({"kv_cache_dtype": "int4_per_token_head"}, None, "kv_cache_dtype int4_per_token_head"),
@@ -390,7 +390,9 @@ def test_latent_layers_say_which_blocks_miss_hoppers_kernels(size: int, decodes:
 
 
 def test_what_xformers_decodes_misses_no_kernel_of_ours() -> None:
-    base = {"num_heads": 32, "num_kv_heads": 8, "head_size": 32, "dtype": "bfloat16", "backend": "XFORMERS"}
+    # Groups of 32 miss the decode kernel, and negative scales the one for prompts.
+    base: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 1, "head_size": 64, "backend": "XFORMERS"}
+    base |= {"dtype": "bfloat16", "scale": -1.0}
     backend = selector.get_backend("XFORMERS")
     paged = make_config(**base, block_size=256)
     assert [step.split()[0] for step in backend.general_steps(paged, HOPPER_GPU)] == ["prompts"]

@@ -82,6 +82,30 @@ def test_groups(heads: tuple[int, int], head_size: int, cache: dict[str, Any]) -
     check(decode_batch(RAGGED, num_heads=heads[0], num_kv_heads=heads[1], head_size=head_size, **cache))
 
 
+PADDED: list[tuple[int, dict[str, Any]]] = [(size, {}) for size in (32, 40, 80, 96, 112, 120, 160, 192, 224)]
+PADDED += [(size, FP8) for size in (48, 80, 96, 112, 160, 192, 224)]
+
+
+@pytest.mark.parametrize(("size", "cache"), PADDED, ids=str)
+def test_heads_that_zeros_are_added_to(size: int, cache: dict[str, Any]) -> None:
+    """In either kernel, with and without splits, several rows at a time, and in formats with scales of groups."""
+    for heads, requests, changes in (
+        ((3, 3), RAGGED, {"sinks": True}),
+        ((10, 2), [*RAGGED, 5000], {"sliding_window": 100, "logits_soft_cap": 5.0}),
+        ((16, 4), RAGGED * 3, {"kv_cache_layout": "HND"}),
+        ((8, 2), [3000], {}),
+    ):
+        check(decode_batch(requests, num_heads=heads[0], num_kv_heads=heads[1], head_size=size, **changes, **cache))
+    batch = decode_batch(RAGGED, tokens=3, head_size=size, padding=2, **cache)
+    if decode_fast.attends_drafts(batch.config):
+        check(batch)
+    for name in ("fp8_static", "nvfp4"):
+        batch = decode_batch(RAGGED, head_size=size, output_format=name, **cache)
+        decode(batch.args, batch.config)
+        output, lse = batch.expected()
+        compare(on_cpu(batch), output.cpu(), lse.cpu())
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("kv_scale", ["none", "tensor", "head"])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

@@ -59,6 +59,14 @@ def test_masks_and_padding(cache: dict[str, Any]) -> None:
     check(decode_batch(LENGTHS, padding=2, **changes, **cache), heads=1)
 
 
+@pytest.mark.parametrize(("size", "cache"), [(32, {}), (80, FP8), (120, {}), (96, FP8), (192, {})], ids=str)
+def test_heads_that_zeros_are_added_to(size: int, cache: dict[str, Any]) -> None:
+    """What lies behind a head, the next one's numbers or NaN, is neither read nor overwritten."""
+    check(decode_batch(LENGTHS, padding=1, sinks=True, head_size=size, num_kv_heads=3, **cache))
+    # More requests: one program reduces a head's columns.
+    check(decode_batch([300, 5, 9, 1, 200, 33], head_size=size, **cache))
+
+
 def test_wide_groups_and_heads_that_do_not_fill_a_cta() -> None:
     check(decode_batch([17, 60], num_heads=33, num_kv_heads=3))
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.support import make_config
+from vattn.kernels.hopper.columns import padded_columns, part_start, parts_between
 from vattn.kernels.hopper.decode import launch as decode_fast
 from vattn.kernels.hopper.decode.schedule import plan_kernel
 from vattn.kernels.hopper.schedule import WAVES
@@ -271,7 +272,7 @@ def test_drafts_of_few_tiles_go_in_chunks(monkeypatch: pytest.MonkeyPatch) -> No
     )
 
 
-@pytest.mark.parametrize("head_size", [64, 128, 256])
+@pytest.mark.parametrize("head_size", [64, 128, 256, 48, 80, 192])
 @pytest.mark.parametrize("cache", ["bfloat16", "fp8_e4m3"])
 def test_tunings_fit_shared_memory(cache: str, head_size: int) -> None:
     """Of the Gluon kernel: a ring of tiles of keys and values, and sums of every slot to be merged."""
@@ -286,10 +287,17 @@ def test_tunings_fit_shared_memory(cache: str, head_size: int) -> None:
             cut = decode_fast.choose_tuning(config, num_reqs, tokens, chunked)
             if not cut.slots:
                 continue
-            columns = cut.slots * cut.heads * head_size * stored
+            columns = cut.slots * cut.heads * padded_columns(head_size) * stored
             rows = 8 if tokens * group <= decode_fast.QUERY_ROWS.value else 16
             need = cut.stages * 2 * decode_fast.TILE_TOKENS.value * columns + columns // 2 * rows * 4 + 1024
             assert need <= 227 << 10, (config, num_reqs, tokens, cut)
             assert cut.ctas * (need + 1024) <= 228 << 10, (config, num_reqs, tokens, cut)
             seen += 1
-    assert seen or head_size == 256
+    assert seen or padded_columns(head_size) == 256
+
+
+def test_heads_are_multiplied_as_64_128_or_256_columns() -> None:
+    assert [padded_columns(size) for size in (32, 64, 72, 128, 136, 256)] == [64, 64, 128, 128, 256, 256]
+    # What a product of 112 columns, or of 240 of which 128 are in registers, is made of.
+    for first, end, starts in ((0, 112, [0, 64, 96, 112]), (128, 240, [128, 192, 224, 240]), (0, 64, [0, 64])):
+        assert [part_start(first, end, part) for part in range(parts_between(first, end) + 1)] == starts

@@ -30,6 +30,8 @@ def prefill_batch(requests: list[tuple[int, int]] = ODD, *, seed: int = 0, paddi
     )  # fmt: skip
 
 
+SHORT = [(9, 700), (1, 5), (0, 7), (30, 333), (12, 12), (3, 2000)]
+
 FP8 = {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "head"}
 NATIVE = {**FP8, "query_format": "fp8_e4m3", "query_scale": "head"}
 
@@ -73,6 +75,32 @@ CACHES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("block_size", [16, 32, 64, 128, 256, 48, 528, 2048])
 def test_caches(block_size: int, layout: str, cache: str) -> None:
     check(prefill_batch(block_size=block_size, kv_cache_layout=layout, padding=150, **CACHES[cache]))
+
+
+PADDED = {"plain": (32, 40, 80, 96, 112, 120, 160, 192, 224), "fp8": (48, 80, 96, 112, 160, 192, 224)}
+"""Head sizes behind which tensor maps fill in zeros."""
+
+PADDED_CASES: list[tuple[int, dict[str, Any]]] = [(size, {}) for size in PADDED["plain"]]
+PADDED_CASES += [(size, {"dtype": "float16"}) for size in (80, 192)]
+PADDED_CASES += [(size, products) for size in PADDED["fp8"] for products in (FP8, NATIVE)]
+
+
+@pytest.mark.parametrize(("size", "products"), PADDED_CASES, ids=str)
+def test_heads_that_zeros_are_added_to(size: int, products: dict[str, Any]) -> None:
+    """Alone and side by side in a tile, whatever lies behind a head; one that is NaN stays the only one."""
+    for changes in ({}, {"sliding_window": 333, "logits_soft_cap": 20.0, "sinks": True, "kv_cache_layout": "HND"}):
+        check(prefill_batch(head_size=size, padding=9, block_size=32, **changes, **products))
+    batch = prefill_batch(SHORT, head_size=size, num_heads=10, padding=9, output_format="fp8_static", **products)
+    tiles = prefill_launch.TileConfig(1, prefill_launch.padded_pack(batch.config), ahead=True)
+    prefill_launch.prefill(batch.args, batch.config, tiles)
+    compare_rows(batch)
+    batch = prefill_batch(head_size=size, num_kv_heads=8, **products)
+    if batch.args.query.dtype != torch.float8_e4m3fn:
+        batch.args.query[:, 3] = float("nan")
+        prefill_launch.prefill(batch.args, batch.config)
+        assert batch.args.output[:, 3].isnan().all(1)[:1000].all()
+        others = [0, 1, 2, 4, 5, 6, 7]
+        assert not batch.args.output[:, others].isnan().any()
 
 
 @pytest.mark.parametrize("cache", CACHES)

@@ -30,7 +30,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"kv_cache_dtype": "fp8_e4m3", "query_format": "fp8_e4m3", "query_load": "divide"},
         "query_load divide",
     ),
-    "head": ({"head_size": 80}, "head_size 80"),
+    "head": ({"head_size": 264}, "head_size 264"),
+    "small head": ({"head_size": 24}, "head_size 24"),
+    "head of FP8": (
+        {"head_size": 120, "kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"},
+        "head_size 120 over fp8_e4m3",
+    ),
     "unequal heads": ({"head_size_v": 64}, "unequal_head_sizes"),
     "block": ({"block_size": 24}, "block_size 24"),
     "no cache": ({"block_size": 0}, "contiguous_kv"),
@@ -49,7 +54,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals(case: str) -> None:
     changes, named = REFUSED[case]
-    for taken in ({}, {"logits_soft_cap": 1e6}):
+    for taken in ({}, {"logits_soft_cap": 1e6}, *({"head_size": size} for size in (32, 80, 120, 192, 256))):
         assert prefill_launch.refusals(make_config(**{**LLAMA, **taken}), HOPPER) == []
     assert named in " ".join(prefill_launch.refusals(make_config(**{**LLAMA, **changes}), HOPPER))
 

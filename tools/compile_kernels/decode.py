@@ -36,6 +36,10 @@ def configs() -> Iterator[AttentionConfig]:
         yield layer.replace(num_heads=128)
         yield layer.replace(num_heads=8, num_kv_heads=1)
         yield layer.replace(num_heads=64, head_size=64, head_size_v=64, num_kv_heads=1 if formats else 8)
+        for size in (48, 80, 112, 192):
+            sized = layer.replace(head_size=size, head_size_v=size, output_format="fp8_static")
+            yield sized
+            yield sized.replace(num_heads=128, output_format="nvfp4")
     wide = base.replace(head_size=256, head_size_v=256)
     yield wide
     yield wide.replace(**fp8, **features, num_heads=16, output_format="fp8_group128")

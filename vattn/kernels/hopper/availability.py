@@ -11,11 +11,15 @@ import torch
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo, Sizes, not_allowed
 from vattn.config.features import requested_features
+from vattn.quantization.formats import KV_FORMATS
 
 CAPABILITY = (9, 0)
 DTYPES = ("float16", "bfloat16")
+HEAD_SIZES = Sizes(step=8, low=32, high=256)
+"""Of paged attention, as all of it that follows."""
+
 FEATURES = frozenset({"sliding_window", "logits_soft_cap", "sinks", "kv_scale_per_head", "lse", "hnd_layout"})
-"""Of paged attention, in every kernel made for Hopper."""
+"""In every kernel made for Hopper."""
 
 
 def refusals(device: DeviceInfo, config: Any, dtypes: Collection[str]) -> list[str]:
@@ -31,6 +35,9 @@ def layer_refusals(
 ) -> list[str]:
     """Return why paged attention of a layer cannot run; `features`: those that a kernel has besides `FEATURES`."""
     found = refusals(device, config, DTYPES)
+    row_bytes = config.head_size * KV_FORMATS[config.kv_cache_dtype].element_size
+    if not KV_FORMATS[config.kv_cache_dtype].packed and row_bytes % 16:
+        found.append(f"head_size {config.head_size} over {config.kv_cache_dtype} (runs heads of multiples of 16 bytes)")
     found += not_allowed(config, {"head_size": head_sizes, "block_size": block_sizes, "attn_type": ("decoder",)})
     return found + [
         f"{name} is not implemented" for name in sorted(requested_features(config) - FEATURES - {*features})

@@ -48,7 +48,9 @@ def route_of(config: AttentionConfig, num_tokens: int, num_reqs: int, device: to
     if num_tokens >= MOST_ROWS_PER_REQUEST * num_reqs or tiles < LEAST_TILES_PER_PROCESSOR * processors:
         return ""
     # The decode kernel of FP8 heads of 256 has not been timed beside the prefill kernel.
-    return "packed_gqa" if config.head_size == 256 and products_of(config) != "plain" else "two_kernels"
+    return (
+        "packed_gqa" if prefill_launch.columns_of(config) == 256 and products_of(config) != "plain" else "two_kernels"
+    )
 
 
 def is_speculative(config: AttentionConfig, num_tokens: int, num_reqs: int) -> bool:

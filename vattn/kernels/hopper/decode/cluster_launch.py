@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vattn.cache.layout import key_value_views
 from vattn.config.attention import AttentionConfig
-from vattn.config.device import not_allowed
+from vattn.config.device import Sizes, not_allowed
 from vattn.kernels.hopper import fp4_rows
 from vattn.kernels.hopper.decode import launch as decode_fast
 from vattn.kernels.hopper.decode.cluster_kernel import decode_cluster_kernel
@@ -23,7 +23,7 @@ from vattn.kernels.triton.common.epilogue import groups_fit_heads
 from vattn.ops.arguments import AttentionArgs
 from vattn.quantization.formats import OUTPUT_FORMATS
 
-HEAD_SIZES = decode_fast.SPECULATIVE_HEAD_SIZES
+HEAD_SIZES = Sizes(values=(64, 128))
 MAX_GROUP_SIZE = 8
 """Query heads per KV head: the rows that the kernel keeps of a product, and CTAs of the smaller clusters."""
 

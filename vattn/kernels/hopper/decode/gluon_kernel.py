@@ -12,6 +12,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+from vattn.kernels.hopper.columns import padded_columns
 from vattn.kernels.hopper.compat import let_next_kernel_start, load_box, wait_for_previous_kernel
 from vattn.kernels.hopper.decode.products import (
     keep_rows,
@@ -204,7 +205,8 @@ def consume(
     """Attend the rows of this CTA's items."""
     HEAD_GROUPS: gl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     GROUP: gl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    WIDTH: gl.constexpr = HEAD_SIZE // 2 if FP8 else HEAD_SIZE
+    COLUMNS: gl.constexpr = padded_columns(HEAD_SIZE)
+    WIDTH: gl.constexpr = COLUMNS // 2 if FP8 else COLUMNS
     PER_BLOCK: gl.constexpr = BLOCK_SIZE // TILE_TOKENS
     BATCH: gl.constexpr = SLOTS * HEADS
     MMA: gl.constexpr = gl.NVMMADistributedLayout(
@@ -305,9 +307,14 @@ def consume(
             present = mask_q & (token_q < rows_left)
             if FP8:
                 column = pair_q // 2 * 4 + pair_q % 2
+                # Heads of FP8 are multiples of 16 columns.
+                if HEAD_SIZE < COLUMNS:
+                    present = present & (column < HEAD_SIZE)
                 query_a = load_query(query, query_rows, column, present, query_step, QUERY_LOAD, FP8, DTYPE)
                 query_b = load_query(query, query_rows, column + 2, present, query_step, QUERY_LOAD, FP8, DTYPE)
             else:
+                if HEAD_SIZE < COLUMNS:
+                    present = present & (pair_q < HEAD_SIZE)
                 query_a = load_query(query, query_rows, pair_q, present, query_step, QUERY_LOAD, FP8, DTYPE)
                 query_b = query_a
             if ROWS == 8:
@@ -381,7 +388,7 @@ def consume(
                 accs.store(acc_b.reshape([SLOTS, HEADS, WIDTH, ROWS]))
                 result_b = gl.sum(accs.load(MERGE) * weight, 0)
             mask_m = (head_m < NUM_KV_HEADS) & (row_m < TOKENS * GROUP) & (token_m < rows_left)
-            mask = mask_m.expand_dims(1) & (pair_m < WIDTH)
+            mask = mask_m.expand_dims(1) & (column_m < HEAD_SIZE)
             if partial_output is not None and slot >= 0:
                 place = (slot.to(gl.int64) * TOKENS + token_m) * NUM_HEADS + head_of_row
                 stats = partial_stats + place * 2
@@ -442,7 +449,8 @@ def decode_kernel(
     """
     ROWS: gl.constexpr = 8 if TOKENS * (NUM_HEADS // NUM_KV_HEADS) <= 8 else 16
     HEAD_GROUPS: gl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
-    WIDTH: gl.constexpr = HEAD_SIZE // 2 if FP8 else HEAD_SIZE
+    COLUMNS: gl.constexpr = padded_columns(HEAD_SIZE)
+    WIDTH: gl.constexpr = COLUMNS // 2 if FP8 else COLUMNS
     let_next_kernel_start()
     keys = gl.allocate_shared_memory(key_boxes.dtype, [STAGES, SLOTS, HEADS, TILE_TOKENS, WIDTH], key_boxes.layout)
     values = gl.allocate_shared_memory(

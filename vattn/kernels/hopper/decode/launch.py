@@ -25,6 +25,7 @@ from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo, Sizes
 from vattn.errors import ShapeError
 from vattn.kernels.hopper import availability as hopper
+from vattn.kernels.hopper.columns import padded_columns
 from vattn.kernels.hopper.decode.schedule import plan_kernel
 from vattn.kernels.hopper.decode.triton_kernel import (
     FP16_QUERY_SHRINK,
@@ -41,8 +42,7 @@ from vattn.kernels.triton.common.launching import launch as launch_again
 from vattn.ops.arguments import AttentionArgs
 from vattn.quantization.formats import KV_FORMATS, OUTPUT_FORMATS
 
-HEAD_SIZES = Sizes(values=(64, 128, 256))
-SPECULATIVE_HEAD_SIZES = Sizes(values=(64, 128))
+SPECULATIVE_COLUMNS = (64, 128)
 BLOCK_SIZES = Sizes(step=16, low=16, high=2048)
 MAX_GROUP_SIZE = 16
 """Query heads per KV head; where several rows of a request are attended at a time, that times the rows."""
@@ -106,9 +106,10 @@ def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1, chunk
         tokens: rows of a request that are attended at a time; `chunked`: it has more on average.
     """
     heads = heads_per_cta(config.num_kv_heads, 2)
-    row_bytes = config.head_size * KV_FORMATS[config.kv_cache_dtype].element_size
+    columns = padded_columns(config.head_size)
+    row_bytes = columns * KV_FORMATS[config.kv_cache_dtype].element_size
     plain = config.kv_cache_dtype not in QUANTISED_CACHES
-    if config.head_size == 256 and not plain:
+    if columns == 256 and not plain:
         return _wide_tuning(config, tokens)
     large = num_reqs >= 16 and heads == 2 and row_bytes <= 256
     if tokens > 1 or (large and (plain or config.group_size > 4)):
@@ -120,7 +121,7 @@ def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1, chunk
         # With fewer registers the reduction's programs run while this kernel does, and the next step's after them.
         registers = 128 if plain and tokens == 1 else None
         return Tuning(heads, stages, ctas=1, slots=4, overlap=True, max_registers=registers)
-    if large and config.head_size == 128 and _fills_waves(num_reqs, config.num_kv_heads):
+    if large and columns == 128 and _fills_waves(num_reqs, config.num_kv_heads):
         return Tuning(heads, 4, ctas=2, slots=2, max_registers=128)
     ctas = (4 if row_bytes <= 256 else 2) * 2 // heads
     return Tuning(heads, 5 if row_bytes < 128 else 3, ctas, overlap=heads == 2 and row_bytes == 256)
@@ -151,12 +152,12 @@ def whole_tuning(args: AttentionArgs, config: AttentionConfig) -> Tuning | None:
     """
     num_reqs, room = args.seq_lens.shape[0], args.block_table.shape[1] * config.block_size
     plain = config.kv_cache_dtype not in QUANTISED_CACHES
-    fits = config.num_kv_heads % 2 == 0 and config.head_size in SPECULATIVE_HEAD_SIZES
+    fits = config.num_kv_heads % 2 == 0 and attends_drafts(config)
     if not fits or room > MOST_WHOLE_TOKENS or args.query.shape[0] != num_reqs:
         return None
     if not LEAST_WHOLE_WAVE <= num_reqs * config.num_kv_heads / 2 / devices.multiprocessors(args.query.device) <= 1:
         return None
-    stages = 512 // (config.head_size * KV_FORMATS[config.kv_cache_dtype].element_size) if plain else 4
+    stages = 512 // (padded_columns(config.head_size) * KV_FORMATS[config.kv_cache_dtype].element_size) if plain else 4
     return Tuning(2, stages, 1, slots=4, overlap=True, max_registers=128, whole=True)
 
 
@@ -173,7 +174,7 @@ def heads_per_cta(num_kv_heads: int, most: int) -> int:
 
 def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
     """Return why the fast path cannot run a layer, empty if it can. The general kernel runs what this one refuses."""
-    found = hopper.layer_refusals(config, device, HEAD_SIZES, BLOCK_SIZES, {"query_scale_per_head"})
+    found = hopper.layer_refusals(config, device, hopper.HEAD_SIZES, BLOCK_SIZES, {"query_scale_per_head"})
     if config.kv_cache_dtype not in (config.dtype, *QUANTISED_CACHES):
         found.append(f"kv_cache_dtype {config.kv_cache_dtype} (runs the model dtype and {', '.join(QUANTISED_CACHES)})")
     if config.group_size > MAX_GROUP_SIZE:
@@ -201,7 +202,7 @@ def rows_at_a_time(config: AttentionConfig, num_tokens: int, num_reqs: int, devi
 
 def attends_drafts(config: AttentionConfig) -> bool:
     """Return whether the kernel attends several rows of a request at a time."""
-    return config.head_size in SPECULATIVE_HEAD_SIZES
+    return padded_columns(config.head_size) in SPECULATIVE_COLUMNS
 
 
 def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
@@ -416,7 +417,8 @@ def computes_scales(config: AttentionConfig, num_reqs: int, tuning: Tuning, toke
         and num_reqs <= FEW_REQUESTS
         and 2 * OUTPUT_FORMATS[config.output_format].group_size > config.head_size
     )
-    return groups_fit_heads(config) and not sixteen_rows and not wide
+    whole = padded_columns(config.head_size) == config.head_size
+    return whole and groups_fit_heads(config) and not sixteen_rows and not wide
 
 
 def launch(
@@ -436,7 +438,7 @@ def launch(
     """
     written = config if output is args.output else config.with_plain_output()
     common = common_arguments(args, written, output)
-    groups = -(-config.num_kv_heads // tuning.heads)
+    groups, columns = -(-config.num_kv_heads // tuning.heads), padded_columns(config.head_size)
     kernel, warps, grid = decode_kernel, tuning.heads, sizes.ctas * groups
     partial: dict[str, Tensor | None] = {"schedule": None, "partial_output": None, "partial_stats": None}
     lengths: dict[str, Tensor | None] = {}
@@ -451,7 +453,8 @@ def launch(
     else:
         partial = {"schedule": schedule, **scratch(args, config, sizes.max_items * tokens)}
     key, value = key_value_views(args.key_cache, args.value_cache, config)
-    boxes = {"key_boxes": _boxes(key, tuning), "value_boxes": _boxes(value, tuning), "num_blocks": key.shape[0]}
+    boxes = {"key_boxes": _boxes(key, tuning, columns), "value_boxes": _boxes(value, tuning, columns)}
+    boxes["num_blocks"] = key.shape[0]
     options = {"num_warps": warps, "launch_pdl": bool(tuning.overlap), "maxnreg": tuning.max_registers}
     arguments, constants = dict[str, Any](), dict[str, Any]()
     for name, value in common.items():
@@ -489,7 +492,7 @@ def launch_reduction(
     for name, value in common.items():
         (constants if name.isupper() else arguments)[name] = value
     sizes_of = {"max_items": sizes.max_items, "num_tokens": args.query.shape[0]}
-    own = {"TOKENS": tokens, "COLUMNS": config.head_size // parts, "SPLITS": splits, "OVERLAP": overlap}
+    own = {"TOKENS": tokens, "COLUMNS": padded_columns(config.head_size) // parts, "SPLITS": splits, "OVERLAP": overlap}
     launch_again(
         reduce_kernel, (min(num_reqs * tokens * config.num_heads * parts, most),), sizes_of | partial | arguments,
         own | constants | {"num_warps": warps, "launch_pdl": True},
@@ -539,13 +542,14 @@ def score_scales(config: AttentionConfig, shrink: float = 1.0) -> tuple[float, f
     return (scale / shrink, 1.0) if cap is None else (2.0 * scale / cap / shrink, cap * LOG2E.value)
 
 
-def _boxes(cache: Tensor, tuning: Tuning) -> Any:
+def _boxes(cache: Tensor, tuning: Tuning, columns: int) -> Any:
     """Return a tensor map over keys or values `[blocks, block_size, K, D]`; a box is a tile of the heads of one CTA.
 
+    A box has `columns` of a head, zeros where the head has fewer.
     An FP8 cache is seen as int16 pairs of columns.
     """
     if cache.itemsize == 1:
-        cache = cache.view(torch.int16)
+        cache, columns = cache.view(torch.int16), columns // 2
     signature = (cache.dtype, cache.data_ptr() % 16, cache.shape, cache.stride(), tuning.heads, tuning.slots > 0)
     boxes: Any
     if signature in _maps:
@@ -554,14 +558,14 @@ def _boxes(cache: Tensor, tuning: Tuning) -> Any:
         vars(boxes).update(fields, base=cache)
         return boxes
     shape, strides = map_dimensions(cache)
-    box = [1, tuning.heads, TILE_TOKENS.value, cache.shape[3]]
+    box = [1, tuning.heads, TILE_TOKENS.value, columns]
     if not tuning.slots:
         boxes = TensorDescriptor(cache, shape, strides, box)
     else:
         from triton.experimental.gluon import language as gl
         from triton.experimental.gluon.nvidia.hopper import TensorDescriptor as GluonDescriptor
 
-        layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * cache.shape[3]), element_bitwidth=16, rank=4)
+        layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=4)
         boxes = GluonDescriptor(cache, shape, strides, box, layout)
     _maps[signature] = type(boxes), {**vars(boxes), "base": None}
     return boxes

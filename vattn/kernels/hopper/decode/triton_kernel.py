@@ -17,6 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from vattn.kernels.hopper.columns import padded_columns
 from vattn.kernels.hopper.schedule import FIELDS
 from vattn.kernels.triton.common.codec import INTERPRETED, cast, decode
 from vattn.kernels.triton.common.epilogue import (
@@ -251,14 +252,18 @@ def finish_rows(
     head = kv_head[:, None] * GROUP + in_group[None, :]
     mask = (kv_head < NUM_KV_HEADS)[:, None] & (in_group < GROUP)[None, :]
     STEP: tl.constexpr = 2 if FP8 else 1
-    columns = head[:, None, :] * HEAD_SIZE + STEP * tl.arange(0, WIDTH)[None, :, None]
+    column = STEP * tl.arange(0, WIDTH)[None, :, None]
+    columns = head[:, None, :] * HEAD_SIZE + column
+    column_mask = mask[:, None, :]
+    if HEAD_SIZE < STEP * WIDTH:
+        column_mask = column_mask & (column < HEAD_SIZE)
     total = tl.sum(total, 2)
     if slot >= 0:
         stats = partial_stats + (slot.to(tl.int64) * NUM_HEADS + head) * 2
         tl.store(stats, maximum, mask=mask)
         tl.store(stats + 1, total, mask=mask)
         partial = partial_output + slot.to(tl.int64) * (NUM_HEADS * HEAD_SIZE)
-        store_columns(partial + columns, acc_a, acc_b, mask, None, FP8, MODEL, "partial")
+        store_columns(partial + columns, acc_a, acc_b, column_mask, None, FP8, MODEL, "partial")
     else:
         maximum, total, decay = take_sinks(maximum, total, sinks, head, mask, is_padding)
         norm = decay * value_factor[:, None] / tl.where(total == 0.0, 1.0, total)
@@ -273,7 +278,7 @@ def finish_rows(
                 GROUPS,
             )  # fmt: skip
         else:
-            store_columns(start + columns, acc_a, acc_b, mask, scale, FP8, MODEL, OUTPUT)
+            store_columns(start + columns, acc_a, acc_b, column_mask, scale, FP8, MODEL, OUTPUT)
         if lse is not None:
             log = LN2 * (maximum + tl.log2(total))
             tl.store(lse + row.to(tl.int64) * NUM_HEADS + head, log, mask=mask)
@@ -281,10 +286,13 @@ def finish_rows(
 
 @triton.jit
 def store_columns(pointers, even, odd, mask, scale, FP8: tl.constexpr, MODEL: tl.constexpr, OUTPUT: tl.constexpr):
-    """Store transposed results `[heads, W, 8]`: all columns, or the even and the odd ones of an FP8 cache's values."""
-    store_rows(pointers, even, mask[:, None, :], scale, MODEL, OUTPUT)
+    """Store transposed results `[heads, W, 8]`: all columns, or the even and the odd ones of an FP8 cache's values.
+
+    `mask` `[heads, W or 1, 8]`.
+    """
+    store_rows(pointers, even, mask, scale, MODEL, OUTPUT)
     if FP8:
-        store_rows(pointers + 1, odd, mask[:, None, :], scale, MODEL, OUTPUT)
+        store_rows(pointers + 1, odd, mask, scale, MODEL, OUTPUT)
 
 
 @triton.jit
@@ -411,7 +419,7 @@ def decode_kernel(
         tl.extra.cuda.gdc_wait()
     HEAD_GROUPS: tl.constexpr = (NUM_KV_HEADS + HEADS - 1) // HEADS
     GROUP: tl.constexpr = NUM_HEADS // NUM_KV_HEADS
-    WIDTH: tl.constexpr = HEAD_SIZE // 2 if FP8 else HEAD_SIZE
+    WIDTH: tl.constexpr = padded_columns(HEAD_SIZE) // 2 if FP8 else padded_columns(HEAD_SIZE)
     TILES_PER_BLOCK: tl.constexpr = BLOCK_SIZE // TILE_TOKENS
     head0 = (tl.program_id(0) % HEAD_GROUPS) * HEADS
     kv_head = head0 + tl.arange(0, HEADS)
@@ -419,6 +427,11 @@ def decode_kernel(
     in_group = tl.arange(0, 2 * QUERY_ROWS)
     query_mask = kv_head_mask[:, None, None] & (in_group < GROUP)[None, :, None]
     column_a, column_b = operand_columns(WIDTH, FP8, ASSEMBLY)
+    query_mask_a = query_mask
+    query_mask_b = query_mask
+    if HEAD_SIZE < padded_columns(HEAD_SIZE):
+        query_mask_a = query_mask & (column_a < HEAD_SIZE)[None, None, :]
+        query_mask_b = query_mask & (column_b < HEAD_SIZE)[None, None, :]
     query_step, score_factor, value_factor = scale_factors(
         q_scale, k_scale, v_scale, score_scale, kv_head, kv_head_mask, HEADS, QUERY_SCALE, KV_SCALE
     )
@@ -444,10 +457,10 @@ def decode_kernel(
             )
             query_head = kv_head[:, None, None] * GROUP + in_group[None, :, None]
             rows = row.to(tl.int64) * query_stride + query_head * query_head_stride
-            query_a = load_query(query, rows, column_a, query_mask, query_step, QUERY_LOAD, FP8, ASSEMBLY, DTYPE)
+            query_a = load_query(query, rows, column_a, query_mask_a, query_step, QUERY_LOAD, FP8, ASSEMBLY, DTYPE)
             query_b = query_a
             if FP8:
-                query_b = load_query(query, rows, column_b, query_mask, query_step, QUERY_LOAD, FP8, ASSEMBLY, DTYPE)
+                query_b = load_query(query, rows, column_b, query_mask_b, query_step, QUERY_LOAD, FP8, ASSEMBLY, DTYPE)
 
             low_maximum = tl.full([HEADS, QUERY_ROWS], LOWEST_MAXIMUM, tl.float32)
             low_total = tl.zeros([HEADS, QUERY_ROWS, TILE_TOKENS], tl.float32)
@@ -515,7 +528,7 @@ def reduce_kernel(
         # What that kernel wrote (a schedule, scales) is there once the main kernel is done, and not before.
         tl.extra.cuda.gdc_wait()
     num_splits = tl.load(schedule + 1, eviction_policy=KEEP)
-    PARTS: tl.constexpr = HEAD_SIZE // COLUMNS
+    PARTS: tl.constexpr = padded_columns(HEAD_SIZE) // COLUMNS
     splits = schedule + (max_items + 1) * FIELDS
     split_rows = num_splits * TOKENS
     num_rows = split_rows
@@ -558,9 +571,10 @@ def reduce_kernel(
             partial = (slot.to(tl.int64) * TOKENS + token) * NUM_HEADS + head
             part_maximum = tl.load(partial_stats + partial * 2, mask=present, other=LOWEST_MAXIMUM)
             part_total = tl.load(partial_stats + partial * 2 + 1, mask=present, other=0.0)
-            part = tl.load(
-                partial_output + partial[:, None] * HEAD_SIZE + column[None, :], mask=present[:, None], other=0.0
-            )
+            part_mask = present[:, None]
+            if HEAD_SIZE < PARTS * COLUMNS:
+                part_mask = part_mask & (column < HEAD_SIZE)[None, :]
+            part = tl.load(partial_output + partial[:, None] * HEAD_SIZE + column[None, :], mask=part_mask, other=0.0)
             new_maximum = tl.maximum(maximum, tl.max(part_maximum, 0))
             weight = tl.exp2(part_maximum - new_maximum)
             decay = tl.exp2(maximum - new_maximum)

@@ -187,7 +187,7 @@ def finish(
     else:
         store_rows(
             output, lse, block_scale, output_scale, scale_stride, group_stride, result, log_sum, first_row, rows, head,
-            GROUP_INDEX, HEADS, VALUES, 1, 1, MODEL, OUTPUT, OUTPUT_GROUPS,
+            GROUP_INDEX, HEADS, VALUES, VALUES, 1, 1, MODEL, OUTPUT, OUTPUT_GROUPS,
         )  # fmt: skip
 
 

@@ -137,7 +137,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
             held = query
             if HELD > 0:
                 held = query.slice(0, HELD, dim=1).load(QUERY)
-            raw0 = multiply_keys(held, query, keys.index(stage), no_scores, HELD, D)
+            raw0 = multiply_keys(held, query, keys.index(stage), no_scores, HELD, SHAPE.USED, D)
             if PING_PONG:
                 ping_pong_signal(NEXT)
             raw0 = warpgroup_mma_wait(num_outstanding=0, deps=(raw0,))
@@ -169,7 +169,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
                 missing = read_word(words.index(next_step % WORDS), 4)
                 if PING_PONG and not LONG_PING_PONG:
                     ping_pong_wait(MINE)
-                raw = multiply_keys(held, query, keys.index(next_stage), no_scores, HELD, D)
+                raw = multiply_keys(held, query, keys.index(next_stage), no_scores, HELD, SHAPE.USED, D)
                 if PING_PONG:
                     ping_pong_signal(NEXT)
                 raw, acc = warpgroup_mma_wait(num_outstanding=0, deps=(raw, acc))
@@ -210,7 +210,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
             result = acc * gl.convert_layout(norm, RESULT_ROW)[:, None]
             store_rows(
                 output, lse, block_scale, output_scale, scale_stride, group_stride, result, log_sum, first_row, rows,
-                head, GROUP_INDEX, HEADS, D, PACK, FILLED, MODEL, OUTPUT, OUTPUT_GROUPS, DIRECT,
+                head, GROUP_INDEX, HEADS, D, SHAPE.SIZE, PACK, FILLED, MODEL, OUTPUT, OUTPUT_GROUPS, DIRECT,
             )  # fmt: skip
         else:
             empty = gl.full([GROUP_ROWS], float("-inf"), gl.float32, ROW)
@@ -221,7 +221,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
             nothing = gl.zeros([GROUP_ROWS, D], gl.float32, RESULT)
             store_rows(
                 output, lse, block_scale, output_scale, scale_stride, group_stride, nothing, empty, first_row, rows,
-                head, GROUP_INDEX, HEADS, D, PACK, FILLED, MODEL, OUTPUT, OUTPUT_GROUPS, DIRECT,
+                head, GROUP_INDEX, HEADS, D, SHAPE.SIZE, PACK, FILLED, MODEL, OUTPUT, OUTPUT_GROUPS, DIRECT,
             )  # fmt: skip
         message += 1
         rows, first_row, tile_position, seq_len, first, end, packed = receive(

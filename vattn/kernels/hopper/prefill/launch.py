@@ -28,6 +28,7 @@ from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo, Sizes, not_allowed
 from vattn.kernels.hopper import availability as hopper
 from vattn.kernels.hopper import fp4_rows
+from vattn.kernels.hopper.columns import padded_columns
 from vattn.kernels.hopper.decode import launch as decode_fast
 from vattn.kernels.hopper.prefill.kernel import prefill_kernel
 from vattn.kernels.hopper.prefill.load import GROUP_ROWS
@@ -40,7 +41,6 @@ from vattn.kernels.triton.common.launching import launch as launch_again
 from vattn.ops.arguments import AttentionArgs
 from vattn.quantization.formats import OUTPUT_FORMATS
 
-HEAD_SIZES = Sizes(values=(64, 128, 256))
 BLOCK_SIZES = Sizes(16, 16, 2048)
 MIN_ROWS_PER_REQUEST = 64
 """On average; below, row tiles of 128 are mostly empty."""
@@ -97,6 +97,11 @@ class TileConfig:
         return GROUP_ROWS.value * self.groups // self.pack
 
 
+def columns_of(config: AttentionConfig) -> int:
+    """Return how many columns the kernel multiplies for a head."""
+    return padded_columns(config.head_size)
+
+
 def packs(config: AttentionConfig) -> int:
     """Return how many heads of a token may be rows of one tile: a whole group if it fills tiles evenly, else 1."""
     group = config.group_size
@@ -117,12 +122,12 @@ def choose_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int, proces
         return TileConfig(1, packs(config), converters, keys=64, residents=residents)
     groups = warpgroups(config, num_tokens // num_reqs)
     # Heads side by side take as long for prompts and a share of the time for requests of few rows among them.
-    side_by_side = config.head_size == 256 or (groups == 2 and products_of(config) == "plain")
+    side_by_side = columns_of(config) == 256 or (groups == 2 and products_of(config) == "plain")
     together = heads_together(config, num_tokens // num_reqs)
     # Prompts of 8k rows take 0.7 % longer by halves, chunks of 512 rows 2 % and prompts of 1k rows 5 % less.
-    halves = config.head_size == 128 and products_of(config) == "native" and num_tokens // num_reqs < LONG_REQUEST
+    halves = columns_of(config) == 128 and products_of(config) == "native" and num_tokens // num_reqs < LONG_REQUEST
     tiles = TileConfig(groups, packs(config) if side_by_side else 1, together=together, halves=halves)
-    timed = config.head_size == 128 and products_of(config) != "widened"
+    timed = columns_of(config) == 128 and products_of(config) != "widened"
     heads = config.num_heads // min(tiles.pack, config.group_size)
     if timed and (num_tokens // tiles.tokens + num_reqs - 1) * heads <= processors:
         # The longest of few row tiles are the step: half as many rows take less time.
@@ -133,7 +138,7 @@ def choose_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int, proces
 def sees_few_keys(config: AttentionConfig) -> bool:
     """Return whether row tiles see no more than about two tiles of keys, and heads side by side fill them."""
     narrow = config.sliding_window is not None and config.sliding_window <= NARROW_WINDOW
-    return narrow and config.head_size == 64 and packs(config) > 1
+    return narrow and columns_of(config) == 64 and packs(config) > 1
 
 
 def heads_together(config: AttentionConfig, rows_per_request: int) -> int:
@@ -141,7 +146,7 @@ def heads_together(config: AttentionConfig, rows_per_request: int) -> int:
 
     Not timed: heads of 128 with an FP8 cache that is widened.
     """
-    timed = config.head_size == 256 or (config.head_size == 128 and products_of(config) != "widened")
+    timed = columns_of(config) == 256 or (columns_of(config) == 128 and products_of(config) != "widened")
     return 8 if timed and config.sliding_window is None and LEAST_TOGETHER <= rows_per_request <= MOST_TOGETHER else 2
 
 
@@ -153,7 +158,7 @@ def items_of(config: AttentionConfig, num_tokens: int, num_reqs: int, tiles: Til
 
 def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
     """Return why the kernel cannot run a layer, empty if it can. The general kernel runs what this one refuses."""
-    found = hopper.layer_refusals(config, device, HEAD_SIZES, BLOCK_SIZES, {"query_scale_per_head"})
+    found = hopper.layer_refusals(config, device, hopper.HEAD_SIZES, BLOCK_SIZES, {"query_scale_per_head"})
     if config.kv_cache_dtype not in (config.dtype, "fp8_e4m3"):
         found.append(f"kv_cache_dtype {config.kv_cache_dtype} (runs the model dtype and fp8_e4m3)")
     is_fp8 = config.kv_cache_dtype == "fp8_e4m3"
@@ -248,8 +253,8 @@ def computes_scales(config: AttentionConfig) -> bool:
     cache under a 16-bit query leave no shared memory for groups.
     """
     is_long = OUTPUT_FORMATS[config.output_format].static_scale or config.output_arithmetic == "divide"
-    has_room = config.head_size < 256 or products_of(config) != "widened"
-    return groups_fit_heads(config) and not is_long and has_room
+    has_room = columns_of(config) < 256 or products_of(config) != "widened"
+    return columns_of(config) == config.head_size and groups_fit_heads(config) and not is_long and has_room
 
 
 def launch(
@@ -309,7 +314,7 @@ def key_tile(config: AttentionConfig, tiles: TileConfig) -> int:
     """Return keys of a tile: registers hold fewer scores beside a wide result."""
     if tiles.keys:
         return tiles.keys
-    return 64 if config.head_size == 256 else 128
+    return 64 if columns_of(config) == 256 else 128
 
 
 def box_tokens(config: AttentionConfig, tiles: TileConfig) -> int:
@@ -322,7 +327,7 @@ def warpgroups(config: AttentionConfig, rows_per_request: int) -> int:
 
     The assembler of Triton 3.9 (CUDA 13) keeps much of three warpgroups' state in memory, that of 3.6 nothing.
     """
-    fits = config.head_size == 64 and triton.__version__.startswith("3.6.")
+    fits = columns_of(config) == 64 and triton.__version__.startswith("3.6.")
     return 3 if fits and rows_per_request >= LONG_REQUEST else 2
 
 
@@ -332,20 +337,23 @@ def takes_late(config: AttentionConfig, tiles: TileConfig, items: int, ctas: int
     So the longest that are left go to the first free CTA, which counts while tiles are few; with many it costs a wait a
     tile. Three warpgroups leave no registers for it, and wide heads were not timed so.
     """
-    return items <= LATE_BELOW * ctas and not tiles.ahead and tiles.groups < 3 and config.head_size < 256
+    return items <= LATE_BELOW * ctas and not tiles.ahead and tiles.groups < 3 and columns_of(config) < 256
 
 
 def shape_of(config: AttentionConfig, tiles: TileConfig, late: bool, kind: str = "any") -> Shape:
     """Return what the kernel is specialised for; `late`: see `takes_late`, `kind`: see `map_of`."""
     cache = products_of(config)
     stages, raw_stages = ring_sizes(config, tiles)
-    wide = config.head_size == 256 and cache != "native" and tiles.groups == 2
+    wide = columns_of(config) == 256 and cache != "native" and tiles.groups == 2
+    depth = 32 if cache == "native" else 16
     return Shape(
         HEADS=config.num_heads,
         KV_HEADS=config.num_kv_heads,
         # Heads that share keys run together too, so that the keys of a few heads stay in L2.
         KV_GROUP=math.gcd(config.num_kv_heads, tiles.together),
-        D=config.head_size,
+        D=columns_of(config),
+        SIZE=config.head_size,
+        USED=-(-config.head_size // depth) * depth,
         PACK=tiles.pack,
         KEYS=key_tile(config, tiles),
         BLOCK_SIZE=config.block_size,
@@ -390,22 +398,22 @@ def launch_options(config: AttentionConfig, tiles: TileConfig) -> dict[str, Any]
 def converter_warps(config: AttentionConfig, tiles: TileConfig) -> int:
     """Return the warps that convert an FP8 cache."""
     # Beside wide results, or three warpgroups', there are no registers for more.
-    if tiles.groups == 3 or config.head_size == 256:
+    if tiles.groups == 3 or columns_of(config) == 256:
         return 2
     if products_of(config) == "native":
-        return 4 if config.head_size == 128 else 2
+        return 4 if columns_of(config) == 128 else 2
     return 8 if tiles.groups == 1 else 4
 
 
 def panel_tokens(config: AttentionConfig) -> int:
     """Return the tokens of a panel of transposed values."""
-    return 32 if config.head_size == 64 else 64
+    return 32 if columns_of(config) == 64 else 64
 
 
 def ring_sizes(config: AttentionConfig, tiles: TileConfig) -> tuple[int, int]:
     """Return tiles of keys and values under way, as they are multiplied and as they are loaded: what memory holds."""
-    cache, narrow = products_of(config), config.head_size == 64
-    if tiles.groups == 1 and config.head_size == 128:
+    cache, narrow = products_of(config), columns_of(config) == 64
+    if tiles.groups == 1 and columns_of(config) == 128:
         # Few rows a tile are bound by loads, and their queries take less room.
         return {"plain": (3, 1), "native": (4, 3), "widened": (2, 2)}[cache]
     if tiles.residents > 1:
@@ -421,9 +429,10 @@ def panels(element_size: int, width: int, rank: int) -> gl.NVMMASharedLayout:
 def query_boxes(query: Tensor, pack: int = 1) -> TensorDescriptor:
     """Return a tensor map over queries `[T, H, D]` with boxes of one warpgroup's rows, of one head or of `pack`."""
     tokens, heads, width = query.shape
-    if pack > 1:
-        box = [GROUP_ROWS.value // pack, pack, width]
-        return TensorDescriptor(query, list(query.shape), list(query.stride()), box, panels(query.itemsize, width, 3))
+    padded = padded_columns(width)
+    if pack > 1 or padded > width:
+        box = [GROUP_ROWS.value // pack, pack, padded]
+        return TensorDescriptor(query, list(query.shape), list(query.stride()), box, panels(query.itemsize, padded, 3))
     columns = (heads - 1) * query.stride(1) + width
     layout = panels(query.itemsize, width, 2)
     return TensorDescriptor(query, [tokens, columns], [query.stride(0), 1], [GROUP_ROWS.value, width], layout)
@@ -432,11 +441,12 @@ def query_boxes(query: Tensor, pack: int = 1) -> TensorDescriptor:
 def map_of(*views: Tensor) -> str:
     """Return how tensor maps hold keys and values `[blocks, block_size, K, D]`, which must be the same for both.
 
-    - "tokens": the heads of a token follow each other without gaps, as columns of one row;
+    - "tokens": the heads of a token follow each other without gaps, as columns of one row; not where a map has to fill
+      in columns that a head lacks;
     - "heads": those of a block do and blocks too, so heads of all blocks are one dimension;
     - "any": blocks and heads are two dimensions. That costs an instruction a box, 1 % of the time with small blocks.
     """
-    if all(view.stride(2) == view.shape[3] for view in views):
+    if all(view.stride(2) == view.shape[3] == padded_columns(view.shape[3]) for view in views):
         return "tokens"
     return "heads" if all(view.stride(0) == view.shape[2] * view.stride(2) for view in views) else "any"
 
@@ -451,5 +461,6 @@ def cache_boxes(cache: Tensor, config: AttentionConfig, tiles: TileConfig, kind:
     elif kind == "heads":
         # The stride of a single head may be anything.
         shape, strides = [blocks * heads, block_size, width], [by_head if heads > 1 else by_block, by_token, 1]
+    width = padded_columns(width)
     box = [1] * (len(shape) - 2) + [box_tokens(config, tiles), min(width, 128 // cache.itemsize)]
     return TensorDescriptor(cache, shape, strides, box, panels(cache.itemsize, width, len(shape)))

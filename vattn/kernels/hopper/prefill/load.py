@@ -124,7 +124,7 @@ def produce(arguments, SHAPE: gl.constexpr):
                 for group in gl.static_range(GROUPS):
                     mbarrier.wait(query_empty.index(group), (used & 1) ^ 1)
                     mbarrier.expect(query_full.index(group), QUERY_BYTES)
-                    if PACK == 1:
+                    if PACK == 1 and SHAPE.SIZE == D:
                         place = [first_row + group * GROUP_ROWS, head * query_head_stride]
                         load_box(query_boxes, place, query_full.index(group), queries.index(group))
                     else:

@@ -9,7 +9,9 @@ class Shape(NamedTuple):
     """Constants of a launch; `launch.shape_of` makes them. Triton's compile hooks write them as JSON.
 
     Attributes:
-        HEADS, KV_HEADS, D: of the layer.
+        HEADS, KV_HEADS, SIZE: of the layer; heads have SIZE columns.
+        D: columns of a head in shared memory, zeros behind SIZE.
+        USED: columns of queries and keys that are multiplied, SIZE and what fills up an instruction.
         KV_GROUP: KV heads with row tiles that run together.
         PACK: rows of a token in one tile: 1, or as many as its KV head has query heads, or more.
         KEYS: tokens of a key tile.
@@ -40,6 +42,8 @@ class Shape(NamedTuple):
     KV_HEADS: int
     KV_GROUP: int
     D: int
+    SIZE: int
+    USED: int
     PACK: int
     KEYS: int
     BLOCK_SIZE: int

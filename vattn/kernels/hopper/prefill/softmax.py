@@ -6,6 +6,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 
+from vattn.kernels.hopper.columns import part_start, parts_between
 from vattn.kernels.hopper.compat import as_tiles, block_barrier
 from vattn.kernels.hopper.prefill.load import GROUP_ROWS
 from vattn.kernels.hopper.prefill.ping_pong import ping_pong_wait
@@ -46,18 +47,28 @@ def load_sinks(sinks, head, row, PACK: gl.constexpr, FILLED: gl.constexpr):
 
 
 @gluon.jit
-def multiply_keys(held, query, keys, no_scores, HELD: gl.constexpr, D: gl.constexpr):
+def multiply_keys(held, query, keys, no_scores, HELD: gl.constexpr, USED: gl.constexpr, D: gl.constexpr):
     """Start the product of this warpgroup's queries and a tile of keys; HELD columns of the queries are in registers.
 
-    Shared memory has those fewer to read for every tile.
+    Shared memory has those fewer to read for every tile. Columns from USED on are zeros, and left out.
     """
-    if HELD == 0:
-        return warpgroup_mma(query, keys.permute((1, 0)), no_scores, use_acc=False, is_async=True)
-    else:
+    scores = no_scores
+    if HELD > 0:
         first = keys.slice(0, HELD, dim=1).permute((1, 0))
         scores = warpgroup_mma(held, first, no_scores, use_acc=False, is_async=True)
-        rest = keys.slice(HELD, D - HELD, dim=1).permute((1, 0))
-        return warpgroup_mma(query.slice(HELD, D - HELD, dim=1), rest, scores, is_async=True)
+    if HELD == 0 and USED == D:
+        scores = warpgroup_mma(query, keys.permute((1, 0)), no_scores, use_acc=False, is_async=True)
+    else:
+        for i in gl.static_range(parts_between(HELD, USED)):
+            scores = multiply_part(query, keys, scores, part_start(HELD, USED, i), part_start(HELD, USED, i + 1))
+    return scores
+
+
+@gluon.jit
+def multiply_part(query, keys, scores, FIRST: gl.constexpr, END: gl.constexpr):
+    """Start adding the products of columns from FIRST to END, the first of which begin the sums."""
+    part = keys.slice(FIRST, END - FIRST, dim=1).permute((1, 0))
+    return warpgroup_mma(query.slice(FIRST, END - FIRST, dim=1), part, scores, use_acc=FIRST > 0, is_async=True)
 
 
 @gluon.jit

@@ -13,8 +13,9 @@ from vattn.kernels.hopper.prefill.softmax import tokens_of
 @gluon.jit
 def store_rows(
     output, lse, block_scale, output_scale, scale_stride, group_stride, result, log_sum, first_row, rows, head,
-    GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, PACK: gl.constexpr, FILLED: gl.constexpr,
-    MODEL: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr, DIRECT: gl.constexpr = False,
+    GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, SIZE: gl.constexpr, PACK: gl.constexpr,
+    FILLED: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
+    DIRECT: gl.constexpr = False,
 ):  # fmt: skip
     """Store this warpgroup's rows of a tile, and their logs if requested: FILLED of a token's PACK rows.
 
@@ -23,23 +24,23 @@ def store_rows(
     if DIRECT:
         store_columns(
             output, block_scale, output_scale, scale_stride, group_stride, result, first_row, rows, head, 0,
-            GROUP_INDEX, HEADS, D, D, PACK, FILLED, MODEL, OUTPUT, OUTPUT_GROUPS, True,
+            GROUP_INDEX, HEADS, SIZE, D, PACK, FILLED, MODEL, OUTPUT, OUTPUT_GROUPS, True,
         )  # fmt: skip
     elif D == 256:
         # By halves: the shared memory through which rows are sorted is scarce.
         low, high = result.reshape(GROUP_ROWS, 2, 128).permute(0, 2, 1).split()
         store_columns(
             output, block_scale, output_scale, scale_stride, group_stride, low, first_row, rows, head, 0, GROUP_INDEX,
-            HEADS, D, 128, PACK, FILLED, MODEL, OUTPUT, OUTPUT_GROUPS,
+            HEADS, SIZE, 128, PACK, FILLED, MODEL, OUTPUT, OUTPUT_GROUPS,
         )  # fmt: skip
         store_columns(
             output, block_scale, output_scale, scale_stride, group_stride, high, first_row, rows, head, 128,
-            GROUP_INDEX, HEADS, D, 128, PACK, FILLED, MODEL, OUTPUT, OUTPUT_GROUPS,
+            GROUP_INDEX, HEADS, SIZE, 128, PACK, FILLED, MODEL, OUTPUT, OUTPUT_GROUPS,
         )  # fmt: skip
     else:
         store_columns(
             output, block_scale, output_scale, scale_stride, group_stride, result, first_row, rows, head, 0,
-            GROUP_INDEX, HEADS, D, D, PACK, FILLED, MODEL, OUTPUT, OUTPUT_GROUPS,
+            GROUP_INDEX, HEADS, SIZE, D, PACK, FILLED, MODEL, OUTPUT, OUTPUT_GROUPS,
         )  # fmt: skip
     if lse is not None:
         log_row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=log_sum.type.layout)
@@ -54,7 +55,7 @@ def store_rows(
 @gluon.jit
 def store_columns(
     output, block_scale, output_scale, scale_stride, group_stride, result, first_row, rows, head, FIRST: gl.constexpr,
-    GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, D: gl.constexpr, COLUMNS: gl.constexpr, PACK: gl.constexpr,
+    GROUP_INDEX: gl.constexpr, HEADS: gl.constexpr, SIZE: gl.constexpr, COLUMNS: gl.constexpr, PACK: gl.constexpr,
     FILLED: gl.constexpr, MODEL: gl.constexpr, OUTPUT: gl.constexpr, OUTPUT_GROUPS: gl.constexpr,
     DIRECT: gl.constexpr = False,
 ):  # fmt: skip
@@ -67,18 +68,18 @@ def store_columns(
         rounded = gl.convert_layout(rounded, coalesced)
     if OUTPUT_GROUPS[0] > 0:
         store_row_groups(
-            output, block_scale, rounded, first_row, GROUP_INDEX * GROUP_ROWS, rows, head * D + FIRST,
-            load_scale(output_scale), scale_stride, group_stride, PACK, FILLED, D, HEADS * D, MODEL,
+            output, block_scale, rounded, first_row, GROUP_INDEX * GROUP_ROWS, rows, head * SIZE + FIRST,
+            load_scale(output_scale), scale_stride, group_stride, PACK, FILLED, SIZE, HEADS * SIZE, MODEL,
             OUTPUT_GROUPS,
         )  # fmt: skip
     else:
         row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, coalesced))
         column = FIRST + gl.arange(0, COLUMNS, layout=gl.SliceLayout(0, coalesced))
         token = tokens_of(row, PACK)
-        offsets = (first_row + token)[:, None].to(gl.int64) * (HEADS * D) + head * D + column[None, :]
+        offsets = (first_row + token)[:, None].to(gl.int64) * (HEADS * SIZE) + head * SIZE + column[None, :]
         if PACK > 1:
-            offsets += (row % PACK * D)[:, None]
-        mask = (token[:, None] < rows) & (column[None, :] >= 0)
+            offsets += (row % PACK * SIZE)[:, None]
+        mask = (token[:, None] < rows) & (column[None, :] < SIZE)
         if FILLED < PACK:
             mask = mask & (row % PACK < FILLED)[:, None]
         if OUTPUT == "none":
