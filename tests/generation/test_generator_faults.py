@@ -140,13 +140,13 @@ WRONG_REQUESTS: dict[str, tuple[Any, Any, type[Exception], str | None]] = {
         r"stop_strings=\('x',\) for a generator without a tokenizer",
     ),
     "what a tokenizer returned": (
-        {"input_ids": [3, 4], "attention_mask": [1, 1]},
+        {"input_ids": [3, 4], "attention_mask": [1, 1], "pixel_values": [0.5]},
         None,
         errors.RequestError,
-        "pass its input_ids",
+        "a prompt with pixel_values",
     ),
     **{
-        f"a prompt {wrong!r}": (wrong, None, errors.RequestError, "flat sequence of token ids")
+        f"a prompt {wrong!r}": (wrong, None, errors.RequestError, "a flat sequence of token ids")
         for wrong in (
             [True, 2],
             {3: 4},
@@ -155,7 +155,7 @@ WRONG_REQUESTS: dict[str, tuple[Any, Any, type[Exception], str | None]] = {
             frozenset([5]),
             torch.ones(2).bool(),
             torch.ones(2),
-            torch.ones(1, 2).int(),
+            torch.ones(2, 2).int(),
             torch.ones(2, device="meta").int(),
         )
     },
@@ -232,7 +232,7 @@ def test_wrong_calls(packed: PackedModel) -> None:
     for prompts, sampling, text in (
         ("a text", None, "a list of prompts"), (3, None, "prompts=3"), ([[1]], {"top_k": 3}, "sampling of type dict"),
         ([[1]], [GREEDY] * 2, "2 samplings for 1 prompts"),
-        ({"input_ids": [3, 4]}, GREEDY, "input_ids"),
+        ({"inputs": [3, 4]}, GREEDY, "a list of prompts"),
         ([1, 2, 3], None, r"prompts\[0\]=1 of type int.*pass \[ids\]"), ([[1], None], None, r"prompts\[1\]=None"),
         (torch.arange(3), None, r"prompts\[0\]=tensor\(0\) of type Tensor"),
         ([[1], "hello"], None, r"prompts\[1\]='hello', a text for a generator without a tokenizer"),

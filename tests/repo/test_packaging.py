@@ -18,7 +18,7 @@ OPTIONAL = ("triton", "transformers", "flashinfer", "flash_attn", "xformers", "s
 
 PUBLIC_NAMES = """
 Attention AttentionConfig AttentionMetadata AttentionMetadataBuilder AttentionOutput AttentionType Audit BlockPool
-CUDAGraphRunner CacheConfig Calibration ChunkedLocalAttentionSpec CrossAttention CrossAttentionSpec DecodeInput
+CUDAGraphRunner CacheConfig Calibration Chat ChunkedLocalAttentionSpec CrossAttention CrossAttentionSpec DecodeInput
 DifferentialAttention EncoderFP8Config EncoderOnlyAttention EncoderOnlyAttentionSpec FileConnector
 FlashAttentionMetadata FlashAttentionMetadataBuilder FullAttentionSpec FusionReport Generator Grammar GroupedMetadata
 GroupedMetadataBuilder HostMemoryConnector HybridBlockTable KVCacheSpec KVConnector KVTransfer MLAAttention

@@ -1,5 +1,6 @@
 """Serve many requests on one paged cache: requests, the scheduler, sampling, and the loop that runs them."""
 
+from vattn.generation.chat import Chat
 from vattn.generation.generator import Generator
 from vattn.generation.grammar import Grammar
 from vattn.generation.model_runner import model_inputs
@@ -8,4 +9,14 @@ from vattn.generation.request import Progress, Request
 from vattn.generation.sampling import Sampling
 from vattn.generation.statistics import Statistics
 
-__all__ = ["Generator", "Grammar", "Progress", "PromptLookup", "Request", "Sampling", "Statistics", "model_inputs"]
+__all__ = [
+    "Chat",
+    "Generator",
+    "Grammar",
+    "Progress",
+    "PromptLookup",
+    "Request",
+    "Sampling",
+    "Statistics",
+    "model_inputs",
+]

@@ -19,8 +19,9 @@ from vattn.calibration.eval_mode import EvalMode
 from vattn.config.arguments import check_switches, read_count
 from vattn.errors import CacheError, ConfigError, MissingPackageError, RequestError, VattnError
 from vattn.generation.cache_blocks import CacheBlocks, longest_that_fits
+from vattn.generation.chat import Chat, is_conversation
 from vattn.generation.default_sampling import default_sampling
-from vattn.generation.detokenizer import TextStream
+from vattn.generation.detokenizer import TextStream, takes
 from vattn.generation.grammar import GrammarCompiler
 from vattn.generation.model_runner import Launched, ModelRunner
 from vattn.generation.outputs import take_tokens
@@ -148,6 +149,7 @@ class Generator:
         layers = [layer for layer in model.modules() if hasattr(layer, "bind_kv_cache")]
         self._bindings = CacheBindings(layers, cache_claim)
         self._runner = ModelRunner(forward, builder, graphs, self._blocks)
+        self._skips_special_tokens = takes(getattr(tokenizer, "decode", None), "skip_special_tokens")
         self._grammar_compiler: GrammarCompiler | None = None
         self._ahead: Launched | None = None
         self._statistics = Statistics(num_blocks=cache.num_blocks - cache.reserved_blocks)
@@ -163,7 +165,8 @@ class Generator:
         """Queue a prompt, and return its request; with `Sampling(n=...)` the first of `request.choices`.
 
         Args:
-            prompt: text, for a generator with a tokenizer, or token ids.
+            prompt: text, for a generator with a tokenizer; token ids, in a list or a tensor; what a tokenizer returned,
+                with `input_ids`; or a `Chat`.
             sampling: default `default_sampling`.
             cache_salt: text, bytes or an integer. Requests share cached blocks with those of the same salt alone: give
                 it to keep tenants apart, and for all that makes equal ids mean something else, such as images.
@@ -204,7 +207,9 @@ class Generator:
     def _open_text(self, request: Request) -> None:
         """Let a request's text begin anew."""
         if self.tokenizer is not None:
-            request.stream = TextStream(self.tokenizer, request.sampling.stop_strings, request.sampling.min_tokens)
+            sampling, skip = request.sampling, request.sampling.skip_special_tokens
+            skip = True if skip is None and self._skips_special_tokens else skip
+            request.stream = TextStream(self.tokenizer, sampling.stop_strings, sampling.min_tokens, skip)
             request.text = ""
 
     def cancel(self, request: Request) -> None:
@@ -419,7 +424,7 @@ class Generator:
         """Run prompts to their end and return their requests, in the order of the prompts.
 
         Args:
-            prompts: texts or lists of token ids.
+            prompts: a list of prompts, see `add`, or what a tokenizer returned for several texts.
             sampling: one for all, or one each.
             cache_salt: one for all, or one each; see `add`.
             progress: show a bar (needs tqdm).
@@ -444,6 +449,30 @@ class Generator:
         if bar is not None:
             bar.close()
         return requests
+
+    def chat(
+        self,
+        messages: Sequence[Any],
+        sampling: Sampling | Sequence[Sampling] | None = None,
+        *,
+        cache_salt: Salt | Sequence[Salt] = "",
+        progress: bool = False,
+        **options: Any,
+    ) -> Any:
+        """Answer a conversation, or several, and return its request, or theirs.
+
+        Args:
+            messages: a conversation, or a list of conversations; see `Chat`.
+            sampling, cache_salt, progress: see `generate`.
+            **options: see `Chat`.
+
+        Raises:
+            ConfigError: see `generate`; no conversation.
+        """
+        alone = is_conversation(messages)
+        chats = [Chat(each, **options) for each in ([messages] if alone else messages)]
+        done = self.generate(chats, sampling, cache_salt=cache_salt, progress=progress)
+        return done[0] if alone else done
 
     def statistics(self) -> Statistics:
         """Return counts and times since the generator was made, and the requests and blocks that it holds."""

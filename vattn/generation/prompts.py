@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from torch import Tensor
-
 from vattn.errors import ConfigError, RequestError, VattnError
+from vattn.generation.chat import Chat
+from vattn.generation.detokenizer import takes
 from vattn.generation.sampling import Sampling
 from vattn.kv_transfer.connector import Salt, salt_digest
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any] | Chat
+"""A text, token ids, what a tokenizer returned, or a conversation."""
 
 
 def read_prompt(prompt: Any, tokenizer: Any, vocab_size: int | None, special: bool = True) -> list[int]:
@@ -33,25 +33,35 @@ def read_prompt(prompt: Any, tokenizer: Any, vocab_size: int | None, special: bo
                 "give the generator tokenizer=, or pass ids",
             )
         try:
-            plain = (
-                {} if special or not _takes(tokenizer.encode, "add_special_tokens") else {"add_special_tokens": False}
-            )
-            prompt = tokenizer.encode(prompt, **plain)
+            # A chat template has written the begin token already.
+            begin = getattr(tokenizer, "bos_token", None)
+            alone = not special or (isinstance(begin, str) and prompt.startswith(begin))
+            alone = alone and takes(tokenizer.encode, "add_special_tokens")
+            prompt = tokenizer.encode(prompt, **({"add_special_tokens": False} if alone else {}))
         except Exception as error:
             raise RequestError(
                 f"a text that the tokenizer refuses: {error}", "texts that it can encode", "check the prompt"
             ) from error
+    if isinstance(prompt, Chat):
+        prompt = prompt.token_ids(tokenizer)
+    elif isinstance(prompt, Mapping) and "input_ids" in prompt:
+        rows = encoded_rows(prompt)
+        if len(rows) != 1:
+            raise RequestError(f"a prompt of {len(rows)} sequences", "one", "pass each, or all of them to generate()")
+        prompt = rows[0]
     try:
-        tokens = list(prompt.tolist() if isinstance(prompt, Tensor) else prompt)
+        if hasattr(prompt, "tolist"):
+            # Tensors and arrays, such as those of return_tensors="pt": one sequence, in a batch or not.
+            prompt = (prompt[0] if getattr(prompt, "ndim", 1) == 2 and len(prompt) == 1 else prompt).tolist()
+        tokens = list(prompt)
         if isinstance(prompt, (bytes, set, frozenset, Mapping)) or any(isinstance(token, bool) for token in tokens):
             raise TypeError("no sequence of token ids")
         ids = [operator.index(token) for token in tokens]
     except (TypeError, RuntimeError) as error:  # Tensors on meta have no ids.
-        encoded = isinstance(prompt, Mapping) and "input_ids" in prompt
         raise RequestError(
             f"a prompt of {str(prompt)[:60]!r}",
-            "a text or a flat sequence of token ids",
-            "pass its input_ids" if encoded else "encode it first, each prompt apart",
+            "a text, a flat sequence of token ids, what a tokenizer returned, or a vattn.Chat",
+            "encode it first, each prompt apart",
         ) from error
     wrong = [token for token in ids if token < 0 or (vocab_size is not None and token >= vocab_size)]
     if wrong:
@@ -60,13 +70,29 @@ def read_prompt(prompt: Any, tokenizer: Any, vocab_size: int | None, special: bo
     return ids
 
 
-def _takes(method: Any, option: str) -> bool:
-    """Return whether a tokenizer's method has an option."""
-    try:
-        options = inspect.signature(method).parameters
-    except (TypeError, ValueError):
-        return False
-    return option in options or any(one.kind is one.VAR_KEYWORD for one in options.values())
+def encoded_rows(encoded: Mapping[str, Any]) -> list[Any]:
+    """Return the token ids of each sequence that a tokenizer encoded, without padding.
+
+    Raises:
+        RequestError: inputs besides ids.
+    """
+    others = sorted(set(encoded) - {"input_ids", "attention_mask", "token_type_ids"})
+    if others:
+        raise RequestError(
+            f"a prompt with {', '.join(others)}", "input_ids and attention_mask, for a text model", "pass its input_ids"
+        )
+    ids: Any = encoded["input_ids"]
+    mask: Any = encoded.get("attention_mask")
+    ids, mask = (value.tolist() if hasattr(value, "tolist") else value for value in (ids, mask))
+    if not _nested(ids):
+        ids, mask = [ids], None if mask is None else [mask]
+    if mask is None or not _nested(mask):
+        return list(ids)
+    return [[token for token, real in zip(*row, strict=True) if real] for row in zip(ids, mask, strict=True)]
+
+
+def _nested(rows: Any) -> bool:
+    return isinstance(rows, (list, tuple)) and len(rows) > 0 and isinstance(rows[0], (list, tuple))
 
 
 def check_sampling(sampling: Any, tokenizer: Any, vocab_size: int | None) -> None:
@@ -83,6 +109,14 @@ def check_sampling(sampling: Any, tokenizer: Any, vocab_size: int | None) -> Non
             f"stop_strings={sampling.stop_strings!r} for a generator without a tokenizer",
             "stop_token_ids, or a generator with tokenizer=",
             "give the generator tokenizer=",
+        )
+    if sampling.skip_special_tokens is not None and not takes(
+        getattr(tokenizer, "decode", None), "skip_special_tokens"
+    ):
+        raise RequestError(
+            f"skip_special_tokens={sampling.skip_special_tokens} for a tokenizer without this option",
+            "None, or a tokenizer of transformers",
+            "leave it out",
         )
     check_stop_ids(sampling.stop_token_ids or (), vocab_size, RequestError)
     for name, ids in (
@@ -133,12 +167,10 @@ def read_prompts(prompts: Any, sampling: Any, cache_salt: Any, tokenizer: Any) -
         ConfigError: no list of prompts, texts without a tokenizer, or samplings or salts that are neither one nor as
             many as the prompts.
     """
-    if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
-        raise ConfigError(
-            f"prompts={prompts!s:.60}",
-            "a list of prompts",
-            "pass [prompt] for one, or what is encoded by its input_ids",
-        )
+    if isinstance(prompts, Mapping) and "input_ids" in prompts:
+        prompts = encoded_rows(prompts)
+    if isinstance(prompts, (str, bytes, Mapping, Chat)) or not isinstance(prompts, Iterable):
+        raise ConfigError(f"prompts={prompts!s:.60}", "a list of prompts", "pass [prompt] for one")
     prompts = list(prompts)
     for index, prompt in enumerate(prompts):
         _check_kind(index, prompt, tokenizer)
@@ -169,6 +201,8 @@ def _check_kind(index: int, prompt: Any, tokenizer: Any) -> None:
                 "lists of token ids",
                 "give the generator tokenizer=, or pass ids",
             )
+        return
+    if isinstance(prompt, Chat):
         return
     try:
         # Tensors and arrays without dimensions have the method and refuse the call.

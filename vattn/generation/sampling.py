@@ -36,6 +36,7 @@ class Sampling:
         n: how many outputs a prompt gets, each with a seed of its own; blocks of the prompt are shared.
         best_of: how many outputs are generated, of which `Request.best` returns the `n` most likely ones; `None`: `n`.
         grammar: the form that the output has; needs xgrammar and a tokenizer of transformers.
+        skip_special_tokens: whether the text is without special tokens; `None`: if the tokenizer has the option.
         stop_strings: end the text where one of these appears; it is removed. Needs a tokenizer.
         stop_token_ids: end at one of these tokens, which is kept out of the output; `None`: the model's own end
             tokens, `()`: none.
@@ -77,6 +78,7 @@ class Sampling:
     n: int = 1
     best_of: int | None = None
     grammar: Grammar | None = None
+    skip_special_tokens: bool | None = None
 
     def __post_init__(self) -> None:
         for name, (right, allowed) in _RANGES.items():
@@ -152,6 +154,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "logprobs": (lambda value: value is None or _whole(value), "None, or an int from 0 up"),
     "prompt_logprobs": (lambda value: value is None or _whole(value), "None, or an int from 0 up"),
     "grammar": (lambda value: value is None or isinstance(value, Grammar), "a vattn.Grammar, or None"),
+    "skip_special_tokens": (lambda value: value is None or isinstance(value, bool), "True, False or None"),
     "n": (lambda value: _whole(value, 1), "an int, at least 1"),
     "best_of": (lambda value: value is None or _whole(value, 1), "None, or an int from n up"),
     "seed": (lambda value: _whole(value, 0, 2**64 - 1), "an int from 0 to 2**64 - 1"),

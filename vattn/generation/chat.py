@@ -1,0 +1,76 @@
+"""`Chat`: a conversation as a prompt, by the chat template of the tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from vattn.errors import ConfigError, RequestError
+
+
+class Chat:
+    """A conversation as a prompt: what the tokenizer's chat template makes of it.
+
+    Args:
+        messages: mappings with `role` and `content`, as transformers and OpenAI have them; the last one is answered.
+        **options: for `tokenizer.apply_chat_template`, such as `tools`, `chat_template`, `continue_final_message=True`
+            or what the template itself knows. `add_generation_prompt` is true unless the last message is continued.
+
+    Raises:
+        ConfigError: something else than a sequence of mappings.
+
+    Example:
+        >>> import vattn
+        >>> vattn.Chat([{"role": "user", "content": "Hello"}])
+        Chat(1 message)
+    """
+
+    def __init__(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> None:
+        if not is_conversation(messages):
+            raise ConfigError(f"Chat({messages!r:.60})", "a list of messages", '[{"role": "user", "content": "..."}]')
+        self.messages, self.options = [dict(message) for message in messages], options
+
+    def __repr__(self) -> str:
+        return f"Chat({len(self.messages)} message{'s' if len(self.messages) > 1 else ''})"
+
+    def token_ids(self, tokenizer: Any) -> list[int]:
+        """Return the prompt's token ids.
+
+        Raises:
+            RequestError: a tokenizer without a chat template, a conversation that it refuses, or one with more than
+                texts.
+        """
+        if not callable(getattr(tokenizer, "apply_chat_template", None)):
+            raise RequestError(
+                "a chat for a generator whose tokenizer has no chat template",
+                "a tokenizer with apply_chat_template",
+                "give the generator tokenizer=AutoTokenizer.from_pretrained(folder)",
+            )
+        for message in self.messages:
+            content = message.get("content")
+            parts = content if isinstance(content, (list, tuple)) else ()
+            kinds = [part.get("type") for part in parts if isinstance(part, Mapping) and part.get("type") != "text"]
+            if kinds:
+                raise RequestError(
+                    f"a message with content of type {kinds[0]!r}",
+                    "texts, for a text model",
+                    "leave it out of the chat",
+                )
+        options = {"add_generation_prompt": not self.options.get("continue_final_message", False)} | self.options
+        try:
+            return list(tokenizer.apply_chat_template(self.messages, **options | _AS_IDS)["input_ids"])
+        except Exception as error:
+            raise RequestError(
+                f"a chat that the tokenizer refuses: {error}",
+                "what its chat template takes",
+                "check the messages and tokenizer.chat_template",
+            ) from error
+
+
+_AS_IDS = {"tokenize": True, "return_dict": True, "return_tensors": None, "padding": False}
+
+
+def is_conversation(messages: Any) -> bool:
+    """Return whether something is a sequence of messages."""
+    whole = isinstance(messages, Sequence) and not isinstance(messages, (str, bytes)) and len(messages) > 0
+    return whole and all(isinstance(message, Mapping) and "role" in message for message in messages)
