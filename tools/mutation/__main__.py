@@ -78,7 +78,7 @@ class Run:
     @property
     def files(self) -> set[str]:
         """The paths of the room's files."""
-        return {str(ROOT / path) for path in ROOMS[self.room].files()}
+        return {str(ROOT / path) for path in ROOMS[self.room].files}
 
     def chosen(self, mutant: Mutant, early: bool) -> list[str]:
         """Return the tests that reach a mutant, fastest first; of an early one those that reach its file."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 
 from tools.mutation.operators import Mutant, mutants_of
@@ -11,16 +11,19 @@ from tools.mutation.operators import Mutant, mutants_of
 ROOT = Path(__file__).parents[2]
 
 
-@dataclass(frozen=True)
+def _found(patterns: Sequence[str]) -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for pattern in patterns for path in ROOT.glob(pattern))
+
+
 class Room:
-    """Files that are changed, and folders or files of tests that shall notice."""
+    """Files that are changed, and folders or files of tests that shall notice, as patterns.
 
-    sources: tuple[str, ...]
-    tests: tuple[str, ...]
+    Attributes:
+        files, tests: their paths from the root of the repository.
+    """
 
-    def files(self) -> list[str]:
-        """Return its files, from the root of the repository."""
-        return sorted(str(path.relative_to(ROOT)) for source in self.sources for path in ROOT.glob(source))
+    def __init__(self, files: Sequence[str], tests: Sequence[str]) -> None:
+        self.files, self.tests = _found(files), _found(tests)
 
 
 ROOMS = {
@@ -30,10 +33,14 @@ ROOMS = {
     ),
     "block_pool": Room(("vattn/cache/block_pool.py", "vattn/cache/hybrid_block_table.py"), ("tests/cache",)),
     "metadata": Room(("vattn/metadata/*.py",), ("tests/metadata",)),
-    "reference": Room(("vattn/ops/reference/*.py",), ("tests/ops",)),
+    "reference": Room(
+        ("vattn/ops/reference/*.py",),
+        ("tests/ops/test_reference*.py", "tests/ops/test_mla_*.py", "tests/ops/test_rope_*.py"),
+    ),
     "passes": Room(("vattn/passes/**/*.py",), ("tests/passes",)),
     "selector": Room(
-        ("vattn/backends/selector.py", "vattn/backends/base.py", "vattn/backends/choice_table.py"), ("tests/backends",)
+        ("vattn/backends/selector.py", "vattn/backends/base.py", "vattn/backends/choice_table.py"),
+        ("tests/backends/test_selector.py", "tests/backends/test_choice_table.py", "tests/backends/test_recorded_*.py"),
     ),
 }
 
@@ -41,7 +48,7 @@ ROOMS = {
 def draw(room: str, seed: str, count: int) -> list[Mutant]:
     """Return `count` mutants of a room: the operators take turns, and the seed chooses among the changes of each."""
     by_operator: dict[str, list[Mutant]] = {}
-    for path in ROOMS[room].files():
+    for path in ROOMS[room].files:
         for mutant in mutants_of(path, (ROOT / path).read_bytes()):
             by_operator.setdefault(mutant.operator, []).append(mutant)
     rng = random.Random(f"{seed} {room}")
