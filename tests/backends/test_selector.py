@@ -2,6 +2,7 @@
 
 import dataclasses
 import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.support import make_config
 from vattn.backends import selector
 from vattn.backends.base import Backend, Capabilities, Exclusion, Package
 from vattn.backends.mla.registry import mla_backends
+from vattn.cache.memory import CacheMemory
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo, Sizes, parse_version
 from vattn.config.features import FEATURES, requested_features
@@ -107,6 +109,58 @@ def test_accepts_what_it_names():
 def test_all_reasons_are_given_at_once():
     found = reasons(dtype="float32", kv_cache_dtype="float32", logits_soft_cap=5.0, block_size=8)
     assert [text.split()[0] for text in found] == ["dtype", "kv_cache_dtype", "block_size", "logits_soft_cap"]
+
+
+def test_a_packed_format_needs_blocks_whose_scales_lie_at_even_bytes():
+    packed = dataclasses.replace(
+        NARROW, kv_cache_dtypes=("turboquant_3bit_nc",), block_sizes=Sizes(), head_sizes=Sizes(),
+        features=frozenset(FEATURES),
+    )  # fmt: skip
+    rows = {"kv_cache_dtype": "turboquant_3bit_nc", "head_size": 8, "head_size_v": 8}
+    assert reasons(capabilities=packed, **rows, num_kv_heads=2, block_size=2) == []
+    (found,) = reasons(capabilities=packed, **rows, num_kv_heads=1, block_size=1)
+    assert "in blocks of 1 rows" in found
+    (found,) = reasons(capabilities=packed, **rows, block_size=0)
+    assert found.startswith("kv_cache_dtype turboquant_3bit_nc without a paged cache")
+
+
+@pytest.mark.parametrize("aligned", [False, True])
+@pytest.mark.parametrize("strided", [False, True])
+def test_memory_that_kernels_cannot_read_is_refused_by_what_is_wrong(strided, aligned):
+    able = dataclasses.replace(NARROW, strided_caches=strided, row_alignment=1 if aligned else 16)
+    assert able.reads_any_memory == (strided and aligned)
+    gaps, order = CacheMemory(dense=False, row_alignment=8), CacheMemory(dense=True, row_alignment=16)
+    found = [text.split()[0] for text in able.memory_refusals(gaps)]
+    assert found == ["gaps"] * (not strided) + ["rows"] * (not aligned)
+    assert able.memory_refusals(order) == []
+
+
+def test_features_that_a_backend_is_for_are_asked_of_every_request():
+    tree = dataclasses.replace(NARROW, required_features=frozenset({"lse", "sinks", "sliding_window"}), exclusions=())
+    found = [text.split(",")[0] for text in reasons(capabilities=tree, lse=True)]
+    assert found == ["no sinks", "no sliding_window"]
+    assert reasons(capabilities=tree, lse=True, sinks=True, sliding_window=3) == []
+
+
+def test_output_variants_are_refused_one_by_one():
+    able = dataclasses.replace(NARROW, output_variants=True)
+    for name, value, output in (
+        ("output_arithmetic", "multiply", "fp8_static"), ("output_min_scale", 0.25, "fp8_group128")
+    ):  # fmt: skip
+        asked = {name: value, "output_format": output}
+        (found,) = reasons(**asked)
+        assert found.startswith(f"{name} {value} ")
+        assert reasons(capabilities=able, **asked) == []
+
+
+def test_a_backend_that_says_nothing_more_plans_nothing():
+    backend = Narrow()
+    assert (backend.plan_shape(PLAIN, 3, 2, 4), backend.host_plan_size(PLAIN)) == ((), 0)
+    assert (backend.plan_key(PLAIN), backend.runs_on(PLAIN, HOPPER)) == ("NARROW", "NARROW")
+    assert backend.notes(PLAIN) == backend.general_steps(PLAIN, HOPPER) == []
+    assert backend.running() == ("torch", torch.__version__.split("+")[0])
+    with pytest.raises(UnsupportedRequestError, match="NARROW, which runs without schedules"):
+        backend.plan(None, PLAIN)
 
 
 FEATURE_EXAMPLES = {
@@ -243,6 +297,30 @@ def test_explain_raises_nothing_for_a_refusal(registry):
     accepted = registry.explain(PLAIN, "cpu")
     assert accepted.chosen == "WIDE"
     assert "WIDE   : accepts" in str(accepted)
+
+
+def test_explain_reads_a_layer(registry):
+    storage = torch.zeros(4, 16, 2, 72, dtype=torch.float16)[..., :64]
+    for views in ((storage, storage), (storage, None)):
+        layer = SimpleNamespace(config=PLAIN, cache_views=lambda views=views: views)
+        found = registry.explain(layer)
+        assert found == registry.explain(PLAIN, "cpu", CacheMemory.of(*views)) and found.memory.row_alignment == 16
+        assert "cache  : gaps" in str(found)
+        assert registry.explain(layer, HOPPER).device == HOPPER
+    with pytest.raises(ConfigError, match="a layer without a KV cache"):
+        registry.explain(SimpleNamespace(config=None, cache_views=None))
+    with pytest.raises(ConfigError, match="a request of type int"):
+        registry.explain(3)
+
+
+def test_a_backend_that_cannot_read_the_memory_is_passed_over(registry, monkeypatch):
+    dense = dataclasses.replace(NARROW, strided_caches=False)
+    monkeypatch.setattr(Narrow, "capabilities", dense)
+    gaps = CacheMemory(dense=False, row_alignment=16)
+    assert registry.choose(PLAIN, HOPPER).name == "NARROW"
+    assert registry.choose(PLAIN, HOPPER, memory=gaps).name == "WIDE"
+    refused = registry.explain(PLAIN, HOPPER, gaps).refusals
+    assert refused["WIDE"] == () and refused["NARROW"][0].startswith("gaps between")
 
 
 def test_unknown_backend_is_named(registry):
