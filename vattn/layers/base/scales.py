@@ -14,7 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from vattn.config.typed import typed
+from vattn.config.typed import is_plain, typed
 from vattn.errors import ConfigError, ScaleError
 from vattn.quantization.formats import OUTPUT_FORMATS, QUERY_FORMATS
 
@@ -92,10 +92,12 @@ def make_scale(name: str, source: ScaleSource, sizes: Sequence[int]) -> Tensor:
 
 
 def as_numbers(source: object) -> Tensor | None:
-    """Return an fp32 copy of a tensor, a number or a list of numbers; `None` of anything else, bools among it.
+    """Return an fp32 copy of a plain tensor, a number or a list of numbers; `None` of anything else, bools among it.
 
     Numbers keep their values where modules are made on meta.
     """
+    if isinstance(source, Tensor) and not is_plain(source):
+        return None
     device = source.device if isinstance(source, Tensor) else "cpu"
     try:
         kind = torch.as_tensor(source, device=device).dtype
