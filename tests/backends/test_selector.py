@@ -113,7 +113,7 @@ def test_all_reasons_are_given_at_once():
 
 def test_a_packed_format_needs_blocks_whose_scales_lie_at_even_bytes():
     packed = dataclasses.replace(
-        NARROW, kv_cache_dtypes=("turboquant_3bit_nc",), block_sizes=Sizes(), head_sizes=Sizes(),
+        NARROW, kv_cache_dtypes=("turboquant_3bit_nc",), block_sizes=Sizes(values=(1, 2)), head_sizes=Sizes(),
         features=frozenset(FEATURES),
     )  # fmt: skip
     rows = {"kv_cache_dtype": "turboquant_3bit_nc", "head_size": 8, "head_size_v": 8}
