@@ -25,8 +25,8 @@ SPILLS = 512
 """Bytes of a thread's registers that may go to memory: Triton 3.9 keeps up to a hundred values there where an output
 computes scales and the LSE is wanted too; Triton 3.6, with which these kernels were timed, a value at most."""
 
-HEAD_SIZES = (64, 128, 256, 32, 80, 96, 120, 192)
-"""Those that are multiplied as they are, and some that zeros are added to."""
+WHOLE_SIZES, PADDED_SIZES = (64, 128, 256), (32, 80, 112, 192)
+"""Heads that are multiplied as they are, and some that zeros are added to."""
 
 FEATURES: tuple[dict[str, Any], ...] = (
     {},
@@ -73,7 +73,8 @@ def _prefill(config: AttentionConfig, tiles: TileConfig, early: bool = False, ga
 
 def _prompts() -> Iterator[Launch]:
     for dtype, layout, block_size in itertools.product(DTYPES, ("NHD", "HND"), (16, 32, 64, 128, 256, 528, 2048)):
-        for size, cache, features in itertools.product(HEAD_SIZES, CACHES, FEATURES):
+        sizes = WHOLE_SIZES + (PADDED_SIZES if block_size == 16 else ())
+        for size, cache, features in itertools.product(sizes, CACHES, FEATURES):
             config = _layer(32, size, dtype, block_size=block_size, kv_cache_layout=layout, **cache, **features)
             for groups in sorted({launch.warpgroups(config, rows) for rows in (64, 8192)}):
                 yield from _prefill(config, TileConfig(groups))
@@ -81,7 +82,7 @@ def _prompts() -> Iterator[Launch]:
 
 def _between_decode_and_prefill() -> Iterator[Launch]:
     """Yield tiles of few rows, of heads packed as rows, and by halves."""
-    for size, cache, features in itertools.product(HEAD_SIZES, CACHES, FEATURES[::2]):
+    for size, cache, features in itertools.product(WHOLE_SIZES + PADDED_SIZES, CACHES, FEATURES[::2]):
         for heads in (8, 32, 128) if features in FEATURES[:3] else (32,):
             config = _layer(heads, size, "bfloat16", block_size=16, **cache, **features)
             for groups in (1, 2):
@@ -105,7 +106,7 @@ def _narrow_windows() -> Iterator[Launch]:
 
 def _side_by_side() -> Iterator[Launch]:
     """Yield prompts, and steps with few rows, over keys and values side by side."""
-    for size, cache in itertools.product(HEAD_SIZES, CACHES):
+    for size, cache in itertools.product(WHOLE_SIZES + PADDED_SIZES, CACHES):
         config = _layer(32, size, "bfloat16", block_size=16, **cache)
         yield from _prefill(config, TileConfig(2), gaps=True)
         yield from _prefill(config, TileConfig(2, launch.packs(config), ahead=True), early=True, gaps=True)
