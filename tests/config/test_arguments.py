@@ -10,6 +10,7 @@ import numpy
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import vattn
 from tests.support import relative_l2
@@ -236,6 +237,8 @@ def test_what_is_something_else_is_refused(name: str) -> None:
 def test_sinks_that_are_no_numbers_yet() -> None:
     """Parameters get their values later; a sink of -inf adds nothing."""
     vattn.Attention(2, 16, 0.25, sinks=nn.Parameter(torch.tensor([0.5, math.nan])))
+    with FakeTensorMode():
+        vattn.Attention(2, 16, 0.25, sinks=[0.5, 0.5], alibi_slopes=[0.5, 0.5])
     rows, results = torch.randn(5, 2, 16), []
     for sinks in (None, [-math.inf, 5.0]):
         layer = vattn.Attention(2, 16, 0.25, sinks=sinks)

@@ -12,6 +12,7 @@ from vattn.backends import selector
 from vattn.cache.bindings import count_binding
 from vattn.cache.layout import CACHE_BUFFERS
 from vattn.config.attention import AttentionConfig
+from vattn.config.typed import is_plain
 from vattn.errors import ConfigError, ShapeError
 from vattn.layers.base.scales import as_numbers
 
@@ -48,8 +49,9 @@ def own_tensor(name: str, source: Tensor | Sequence[float], least: float = -MOST
     values = as_numbers(source)
     if values is None:
         raise ConfigError(f"{name}: {source!r:.60} instead of numbers", "a tensor or a list of floats", "correct it")
-    # NaN compares with nothing.
-    if not values.is_meta and not bool(((values >= least) & (values <= MOST)).all()):
+    # NaN compares with nothing; a FakeTensorMode makes tensors without values.
+    known = is_plain(values) and not values.is_meta
+    if known and not bool(((values >= least) & (values <= MOST)).all()):
         allowed = "finite numbers" + (", or -inf" if least < -MOST else "")
         raise ConfigError(f"{name}={values.tolist()!s:.80}", allowed, "check the checkpoint's values")
     return values
@@ -99,12 +101,14 @@ class OwnBuffers(nn.Module):
         return f"{text}, scale={self.scale:.4g}"
 
     def _register_per_head(self, name: str, values: Tensor | Sequence[float] | None) -> None:
-        """Keep a parameter, or an fp32 copy of anything else, with one value per query head.
+        """Keep sinks that are a parameter, or an fp32 copy of anything else, with one value per query head.
 
         A parameter may get its values later, so they are not looked at.
         """
-        least = -torch.inf if name == "sinks" else -MOST  # A sink of -inf is none.
-        tensor = values if values is None or isinstance(values, nn.Parameter) else own_tensor(name, values, least)
+        if values is None or (isinstance(values, nn.Parameter) and name == "sinks"):
+            tensor: Tensor | None = values
+        else:
+            tensor = own_tensor(name, values, -torch.inf if name == "sinks" else -MOST)  # A sink of -inf is none.
         if tensor is not None and tuple(tensor.shape) != (self.num_heads,):
             allowed = f"({self.num_heads},), one per query head"
             raise ShapeError(f"{name} has shape {tuple(tensor.shape)}", allowed, "check num_heads")

@@ -33,7 +33,6 @@ from vattn.layers.base.arguments import (
     scale_kind,
     step_configs,
 )
-from vattn.layers.base.buffers import own_tensor
 from vattn.layers.base.cache_scales import CacheScales
 from vattn.layers.base.checks import check_storage_kind
 from vattn.layers.base.dcp import check_context_parallel, partial_request
@@ -160,8 +159,7 @@ class BoundCache(CacheScales):
     def _register_tensors(
         self, alibi_slopes: Tensor | Sequence[float] | None, sinks: Tensor | Sequence[float] | None
     ) -> None:
-        slopes = None if alibi_slopes is None else own_tensor("alibi_slopes", alibi_slopes)
-        self._register_per_head("alibi_slopes", slopes)
+        self._register_per_head("alibi_slopes", alibi_slopes)
         self._register_per_head("sinks", sinks)
         quantised = self._cache_dtype != "auto" and KV_FORMATS[self._canonical(torch.bfloat16)].quantised
         self._register_scales(quantised, shared=self.kv_sharing_target_layer_name is not None)

@@ -19,7 +19,6 @@ from vattn.layers.base.arguments import (
     own_cache_dtype,
     scale_kind,
 )
-from vattn.layers.base.buffers import own_tensor
 from vattn.layers.base.checks import check_tokens, given_step
 from vattn.layers.base.scales import QuantConfig
 from vattn.layers.base.step import LayerResult, split_heads
@@ -116,8 +115,7 @@ class EncoderOnlyAttention(VarlenAttention):
         self.sliding_window = window
         # Buffers made in inference mode could not be loaded outside of it.
         with torch.inference_mode(False):
-            slopes = None if alibi_slopes is None else own_tensor("alibi_slopes", alibi_slopes)
-            self._register_per_head("alibi_slopes", slopes)
+            self._register_per_head("alibi_slopes", alibi_slopes)
             self._register_per_head("sinks", sinks)
             cache_dtype = self._register_scales()
         self._set_request(
