@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import vattn
-from tests.support import unchanged, with_cache
+from tests.support import make_config, unchanged, with_cache
 from vattn.distributed import ContextParallel
 from vattn.errors import MetadataError
 
@@ -111,6 +111,15 @@ def test_only_the_last_step_can_be_advanced() -> None:
         builder.build([1], [2000], [[1, 2]])
     # A step that was refused has touched nothing.
     assert builder.advance(second, []).seq_lens.tolist() == [22, 0]
+
+
+@pytest.mark.usefixtures("planned_backends")
+def test_schedules_are_made_of_the_new_lengths() -> None:
+    builder = make(layers=[make_config(block_size=16, backend="PLANNED")])
+    step = builder.advance(builder.build([1, 1], [5, 20], [[1], [2, 3]]), [])
+    (plan,) = step.plans.values()
+    assert plan[0].tolist() == [6, 21]
+    assert step.decode_metadata is step and step.prefill_metadata is None
 
 
 def test_reserved_blocks_and_groups() -> None:

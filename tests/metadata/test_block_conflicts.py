@@ -14,6 +14,7 @@ import vattn
 from tests.support import unchanged
 from vattn.distributed import ContextParallel
 from vattn.errors import MetadataError
+from vattn.metadata.block_conflicts import BlockConflicts
 
 SIZE = 4
 
@@ -235,13 +236,20 @@ def test_ranks_that_share_a_cache(rank: int) -> None:
         builder.build([1], [9 + rank * SIZE], [[5, 5]])
 
 
+def test_a_plain_step_is_judged_by_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockConflicts, "refuse", None)
+    make().build([2, 1], [8, 10], [[1, 2], [4, 5, 6]])
+
+
 def test_groups_that_share_storages() -> None:
     model = torch.nn.ModuleList(vattn.Attention(2, 16, 0.25, per_layer_sliding_window=w) for w in (None, 24))
     vattn.allocate_kv_cache(model, num_blocks=16, dtype=torch.float32, hybrid=True)
     builder = vattn.GroupedMetadataBuilder(2, 8, max_seq_len=96, layers=model)
     builder.build([1], [49], [[[1, 2, 3, 4]], [[0, 5, 6, 7]]])
     builder.build([1], [49], [[[1, 2, 3, 4]], [[4, 5, 6, 7]]])  # what stands behind the window nobody reads
+    builder.build([1], [49], [[[1, 2, 3, 4, 7, 4]], [[4, 5, 6, 7]]])  # and so it is behind the last token
     for tables, text in (
+        ([[[1, 2, 3, 4, 9, 9]], [[9, 5, 4, 7]]], r"block 4 is .* used by request 0 of CacheGroup.1 of 2, window"),
         (
             [[[1, 2, 3, 7]], [[0, 5, 6, 7]]],
             r"block 7 is written .*\(entry 3 .* and used by request 0 of CacheGroup.*\(entry 3",

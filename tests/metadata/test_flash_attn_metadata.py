@@ -397,6 +397,23 @@ def test_steps_that_cannot_move_on_are_refused_and_nothing_changes(lens, options
     assert snapshot(step, inputs) == before
 
 
+def test_requests_behind_the_queries_stay_where_they_are() -> None:
+    step = plain_builder().build([1, 1, 1], [20, 9, 37], TABLES, batch_size=4, num_lookahead_slots=1)
+    inputs = DecodeInput(torch.zeros(4).long(), torch.zeros(4).long())
+    step.advance_step(inputs, torch.zeros(2, dtype=torch.int64), BLOCK, 4, 2)
+    assert step.seq_lens == step.seq_lens_tensor[:3].tolist() == [21, 10, 37]
+
+
+def test_prompts_that_become_decodes_run_no_encoder_again() -> None:
+    builder = plain_builder(max_encoder_len=16)
+    encoder = {"encoder_lens": [9], "new_encoder": [1], "cross_block_tables": [[6]]}
+    step = builder.build([5], [5], [[4]], num_lookahead_slots=1, **encoder)
+    assert step.common.cross_slot_mapping is not None
+    inputs = DecodeInput(torch.zeros(1).long(), torch.zeros(1).long())
+    step.advance_step(inputs, torch.zeros(1, dtype=torch.int64), BLOCK, 1, 1, turn_prefills_into_decodes=True)
+    assert step.common.cross_slot_mapping is step.common.encoder_start_loc is step.cross_slot_mapping is None
+
+
 @pytest.mark.parametrize(
     ("arguments", "options", "why"),
     [

@@ -106,7 +106,9 @@ def test_dtypes_and_presence() -> None:
 
 
 def test_one_request_is_padded_to_two() -> None:
-    step = AttentionMetadataBuilder(1, 4, 16, BLOCK).build([2], [2], [[0]])
+    builder = AttentionMetadataBuilder(1, 4, 16, BLOCK)
+    assert builder.max_num_reqs == 2
+    step = builder.build([2], [2], [[0]])
     assert step.seq_lens.tolist() == [2, 0] and step.query_start_loc.tolist() == [0, 2, 2]
     assert step.num_reqs == 1
 

@@ -29,10 +29,14 @@ class Room:
 ROOMS = {
     "scheduler": Room(
         ("vattn/generation/scheduler.py", "vattn/generation/cache_blocks.py", "vattn/generation/request.py"),
-        ("tests/generation",),
+        ("tests/generation/test_scheduler.py", "tests/generation/test_generator.py", "tests/generation/test_choices.py")
+        + tuple(f"tests/generation/test_generator_{name}.py" for name in ("faults", "hybrid", "runs", "speculation")),
     ),
     "block_pool": Room(("vattn/cache/block_pool.py", "vattn/cache/hybrid_block_table.py"), ("tests/cache",)),
-    "metadata": Room(("vattn/metadata/*.py",), ("tests/metadata",)),
+    "metadata": Room(
+        ("vattn/metadata/*.py",),
+        ("tests/metadata", "tests/layers/test_kv_sharing.py", "tests/backends/test_xformers.py"),
+    ),
     "reference": Room(
         ("vattn/ops/reference/*.py",),
         ("tests/ops/test_reference*.py", "tests/ops/test_mla_*.py", "tests/ops/test_rope_*.py"),

@@ -218,7 +218,7 @@ def _clusters(model: nn.Module, groups: Sequence[CacheGroup]) -> list[list[int]]
     for index, own in enumerate(storages):
         together = [cluster for cluster in clusters if any(storages[other] & own for other in cluster)]
         clusters = [cluster for cluster in clusters if cluster not in together]
-        clusters.append(sorted([index, *(other for cluster in together for other in cluster)]))
+        clusters.append([*(other for cluster in together for other in cluster), index])
     return clusters
 
 
