@@ -1,4 +1,4 @@
-"""Serve `/v1/completions` as OpenAI's clients expect it: FastAPI handlers, and one thread that steps the generator.
+"""Serve `/v1/completions` and `/v1/chat/completions` as OpenAI's clients expect them, with FastAPI.
 
 pip install ".[transformers]" fastapi uvicorn
 uvicorn --app-dir examples 15_http_server:app
@@ -13,7 +13,6 @@ import json
 import logging
 import os
 import secrets
-import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -25,7 +24,7 @@ import torch
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
 import vattn
@@ -35,7 +34,7 @@ from vattn.integrations.transformers import enable
 
 logger = logging.getLogger("uvicorn.error")
 DEMO_MODEL = Path(__file__).parent / "demo_model"
-OFF = {"n": 1, "best_of": 1, "echo": False, "logit_bias": {}, "presence_penalty": 0, "frequency_penalty": 0, "user": ""}
+OFF = {"echo": False, "user": "", "store": False}
 """Options of OpenAI's that this server does not have, each with the value that changes nothing."""
 
 
@@ -50,17 +49,20 @@ class Limits:
     seconds: float = 120.0
 
 
-class Completion(BaseModel):
-    """The body of a call; an unknown option is an error."""
+class Call(BaseModel):
+    """What both calls take; an unknown option is an error."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
     model: str
-    prompt: str | list[int] | list[str] | list[list[int]]
     max_tokens: int = Field(16, ge=1)
     temperature: float = Field(1.0, ge=0, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1)
     seed: int = Field(default_factory=lambda: secrets.randbits(63), ge=0, lt=2**64)
     stop: str | list[str] = []
+    n: int = Field(1, ge=1, le=16)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[str, float] = {}
     stream: bool = False
     stream_options: dict[Literal["include_usage"], bool] = {}
 
@@ -71,79 +73,53 @@ class Completion(BaseModel):
             return body
         return {name: value for name, value in body.items() if value is not None and OFF.get(name, cls) != value}
 
+    def sampling(self, **more: Any) -> vattn.Sampling:
+        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        same = ("top_p", "seed", "n", "presence_penalty", "frequency_penalty")
+        bias = {int(token) if token.isdecimal() else token: value for token, value in self.logit_bias.items()}
+        options = {name: getattr(self, name) for name in same} | {"stop_strings": stops, "logit_bias": bias} | more
+        return vattn.Sampling(self.max_tokens, self.temperature, **options)
+
+
+class Completion(Call):
+    """The body of a call for texts."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    best_of: int | None = Field(None, ge=1, le=16)
+    logprobs: int | None = Field(None, ge=0, le=5)
+
     def prompts(self) -> list[Any]:
         several = isinstance(self.prompt, list) and not isinstance((self.prompt or [0])[0], int)
         return list(self.prompt) if several else [self.prompt]
 
-    def sampling(self) -> vattn.Sampling:
-        stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        chosen = {"top_p": self.top_p, "seed": self.seed, "stop_strings": stops}
-        return vattn.Sampling(self.max_tokens, self.temperature, **chosen)
+    def settings(self) -> vattn.Sampling:
+        if self.stream and (self.best_of or self.n) > self.n:
+            raise HTTPException(400, "best_of: a stream cannot know the best texts before they end")
+        return self.sampling(best_of=self.best_of, logprobs=self.logprobs)
 
 
-class Engine:
-    """A generator, and the thread that runs its steps.
+class ChatCompletion(Call):
+    """The body of a call for answers."""
 
-    `put(request, text, reason, failure)` gets what each step adds: why the request has ended, "" if it has not, and
-    what it failed with.
-    """
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: list[dict[str, Any]] = []
+    max_tokens: int = Field(256, ge=1, validation_alias=AliasChoices("max_completion_tokens", "max_tokens"))
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
+    response_format: dict[str, Any] = {"type": "text"}
 
-    def __init__(self, generator: vattn.Generator, most_running: int) -> None:
-        self.generator, self.most_running, self.failure = generator, most_running, ""
-        self._unfinished: dict[vattn.Request, Callable[[vattn.Request, str, str, str], None]] = {}
-        self._changed, self._stopped = threading.Condition(), False
-        self._thread = threading.Thread(target=self._run, name="generator", daemon=True)
-        self._thread.start()
+    def prompts(self) -> list[Any]:
+        return [vattn.Chat(self.messages, **({"tools": self.tools} if self.tools else {}))]
 
-    def add(self, prompts: list[Any], sampling: vattn.Sampling, salt: str, put: Any) -> list[vattn.Request]:
-        """Queue all prompts or none."""
-        requests: list[vattn.Request] = []
-        with self._changed:
-            try:
-                for prompt in prompts:
-                    requests.append(self.generator.add(prompt, sampling, cache_salt=salt))
-            except Exception:
-                self.cancel(requests)
-                raise
-            self._unfinished |= dict.fromkeys(requests, put)
-            self._changed.notify()
-        return requests
-
-    def cancel(self, requests: list[vattn.Request]) -> None:
-        """Free what requests hold; those that have ended stay as they are."""
-        with self._changed:
-            for request in requests:
-                self._unfinished.pop(request, None)
-                self.generator.cancel(request)
-
-    def stop(self) -> None:
-        with self._changed:
-            self._stopped = True
-            self._changed.notify()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._stopped or self.generator.busy)
-                if self._stopped:
-                    return
-            try:
-                parts, self.failure = self.generator.step(), ""
-            except Exception as error:
-                logger.exception("a step failed")
-                parts, self.failure = [], f"{type(error).__name__}: {error}"
-            with self._changed:
-                for part in parts:
-                    request = part.request
-                    put = self._unfinished.pop(request, None) if request.done else self._unfinished.get(request)
-                    if put is not None:
-                        put(request, part.text, request.reason, str(request.error or ""))
-                # The oldest requests are those that a failed step may have computed; the others go on.
-                for request in list(self._unfinished)[: self.most_running] if self.failure else ():
-                    put = self._unfinished[request]
-                    self.cancel([request])
-                    put(request, "", "error", "a step of the model failed; send the request again")
+    def settings(self) -> vattn.Sampling:
+        grammar, kind = None, self.response_format.get("type")
+        if kind == "json_schema":
+            grammar = vattn.Grammar(json_schema=self.response_format.get("json_schema", {}).get("schema", {}))
+        elif kind == "json_object":
+            grammar = vattn.Grammar(json_schema={"type": "object"})
+        elif kind != "text":
+            raise HTTPException(400, f"response_format: no type {kind!r:.60}; text, json_object or json_schema")
+        return self.sampling(grammar=grammar, logprobs=self.top_logprobs if self.logprobs else None)
 
 
 class Guard:
@@ -218,20 +194,109 @@ def refuse(status: int, message: str, param: str | None = None) -> Response:
     return respond(failed(status, message, param), status)
 
 
-async def follow(requests: list[vattn.Request], parts: asyncio.Queue, seconds: float) -> AsyncIterator[dict[str, Any]]:
-    """Yield what is added to each choice, until all have ended."""
-    deadline, left = time.monotonic() + seconds, len(requests)
-    while left:
+def token_text(tokenizer: Any, token: int) -> dict[str, Any]:
+    text = tokenizer.decode([token])
+    return {"token": text, "bytes": list(text.encode(errors="replace"))}
+
+
+def as_completion(tokenizer: Any, text: str, tokens: Any, measured: Any, **_: Any) -> dict[str, Any]:
+    """Return what a choice of texts says, whole or in part."""
+    logprobs = None
+    if measured is not None:
+        name = [tokenizer.decode([token]) for token in tokens]
+        top = [{tokenizer.decode([token]): value for token, value in one.top.items()} for one in measured]
+        logprobs = {"tokens": name, "token_logprobs": [one.logprob for one in measured], "top_logprobs": top}
+    return {"text": text, "logprobs": logprobs}
+
+
+def as_message(
+    tokenizer: Any, text: str, tokens: Any, measured: Any, stream: bool = False, first: bool = False
+) -> dict[str, Any]:
+    """Return what a choice of answers says, whole or in part."""
+    content = None
+    if measured is not None:
+        content = []
+        for token, one in zip(tokens, measured, strict=True):
+            top = [token_text(tokenizer, other) | {"logprob": value} for other, value in one.top.items()]
+            content.append(token_text(tokenizer, token) | {"logprob": one.logprob, "top_logprobs": top})
+    role = {"role": "assistant"} if first or not stream else {}
+    said = {"delta" if stream else "message": role | {"content": text}}
+    return said | {"logprobs": None if content is None else {"content": content}}
+
+
+KINDS: dict[type, tuple[str, str, str, Callable[..., dict[str, Any]]]] = {
+    Completion: ("cmpl", "text_completion", "text_completion", as_completion),
+    ChatCompletion: ("chatcmpl", "chat.completion", "chat.completion.chunk", as_message),
+}
+"""Beginnings of ids, names of whole answers and of parts, and what makes choices."""
+
+
+class Answer:
+    """The requests of a call, and what steps add to them."""
+
+    def __init__(self, body: Any, tokenizer: Any) -> None:
+        self.body, self.tokenizer, self.requests = body, tokenizer, list[vattn.Request]()
+        self.loop, self.parts = asyncio.get_running_loop(), asyncio.Queue[Any]()
+        self.begin, self.kind, self.part_kind, self.choice = KINDS[type(body)]
+        self.head = {"id": f"{self.begin}-{secrets.token_hex(12)}", "model": body.model, "created": int(time.time())}
+
+    def watch(self, part: Any) -> None:
+        """Send on what a step adds; called in the thread of the steps."""
+        request, count = part.request, len(part.tokens)
+        measured = request.logprobs[-count:] if request.logprobs is not None and count else None
+        ended = request.finish_reason, request.error
+        self.loop.call_soon_threadsafe(self.parts.put_nowait, (request, part.text, part.tokens, measured, ended))
+
+    async def follow(self, seconds: float) -> AsyncIterator[dict[str, Any]]:
+        """Yield what is added to each choice, until all have ended."""
+        choices = [choice for request in self.requests for choice in request.choices]
+        deadline, left, begun = time.monotonic() + seconds, len(choices), set[int]()
+        while left:
+            try:
+                request, text, tokens, measured, (reason, error) = await asyncio.wait_for(
+                    self.parts.get(), deadline - time.monotonic()
+                )
+            except asyncio.TimeoutError:
+                raise HTTPException(504, f"no complete answer within {seconds:g} seconds") from None
+            if error is not None:
+                raise HTTPException(500, str(error))
+            left -= reason is not None
+            if text or tokens or reason:
+                index = choices.index(request)
+                said = {"stream": True, "first": index not in begun} if self.kind != self.part_kind else {}
+                begun.add(index)
+                yield {"index": index, "finish_reason": reason} | self.choice(
+                    self.tokenizer, text, tokens, measured, **said
+                )
+
+    def whole(self) -> dict[str, Any]:
+        """Return the whole answer."""
+        best = [choice for request in self.requests for choice in request.best]
+        choices = [
+            {"index": index, "finish_reason": one.finish_reason}
+            | self.choice(
+                self.tokenizer, one.text, one.output, one.logprobs if one.sampling.logprobs is not None else None
+            )
+            for index, one in enumerate(best)
+        ]
+        return self.head | {"object": self.kind, "choices": choices, "usage": self.usage()}
+
+    def usage(self) -> dict[str, int]:
+        taken = sum(len(request.prompt) for request in self.requests)
+        made = sum(len(choice.output) for request in self.requests for choice in request.choices)
+        return {"prompt_tokens": taken, "completion_tokens": made, "total_tokens": taken + made}
+
+    async def events(self, seconds: float) -> AsyncIterator[str]:
+        """Yield the answer in parts, as events."""
+        head = self.head | {"object": self.part_kind}
         try:
-            request, text, ended, failure = await asyncio.wait_for(parts.get(), deadline - time.monotonic())
-        except asyncio.TimeoutError:
-            raise HTTPException(504, f"no complete answer within {seconds:g} seconds") from None
-        if failure:
-            raise HTTPException(500, failure)
-        left -= bool(ended)
-        reason = "length" if ended == "length" else "stop" if ended else None
-        if text or ended:
-            yield {"index": requests.index(request), "text": text, "logprobs": None, "finish_reason": reason}
+            async for choice in self.follow(seconds):
+                yield f"data: {json.dumps(head | {'choices': [choice]})}\n\n"
+            if self.body.stream_options.get("include_usage"):
+                yield f"data: {json.dumps(head | {'choices': [], 'usage': self.usage()})}\n\n"
+            yield "data: [DONE]\n\n"
+        except HTTPException as error:
+            yield f"data: {json.dumps(failed(error.status_code, error.detail))}\n\n"
 
 
 def create_app(model: Path, limits: Limits) -> FastAPI:
@@ -244,9 +309,8 @@ def create_app(model: Path, limits: Limits) -> FastAPI:
         generator = vattn.Generator(
             enable(loaded, memory=memory), tokenizer, max_num_reqs=limits.running, max_queue=limits.clients
         )
-        app.state.engine = Engine(generator, limits.running)
-        yield
-        app.state.engine.stop()
+        with vattn.AsyncGenerator(generator) as app.state.engine:
+            yield
 
     app = FastAPI(title="vattn", lifespan=lifespan)
     app.add_middleware(Guard, limits=limits)
@@ -275,41 +339,31 @@ def create_app(model: Path, limits: Limits) -> FastAPI:
     async def models() -> Response:
         return respond({"object": "list", "data": [{"id": model.name, "object": "model", "owned_by": "vattn"}]})
 
-    @app.post("/v1/completions")
-    async def completions(body: Completion, http: Request) -> Response:
-        prompts, loop, parts = body.prompts(), asyncio.get_running_loop(), asyncio.Queue()
+    async def answer(body: Any, http: Request) -> Response:
+        engine, prompts = app.state.engine, body.prompts()
         if body.model != model.name:
             raise HTTPException(404, f"no model {body.model!r:.60}; this server has {model.name!r}")
         if not 0 < len(prompts) <= limits.prompts:
             raise HTTPException(400, f"{len(prompts)} prompts in a call; 1 to {limits.prompts} are allowed")
-
-        def put(*part: Any) -> None:
-            loop.call_soon_threadsafe(parts.put_nowait, part)
-
-        requests = app.state.engine.add(prompts, body.sampling(), http.headers.get("authorization", ""), put)
-        http.scope["requests"] += requests
-        choices = follow(requests, parts, limits.seconds)
-        answer = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion", "model": model.name}
-        answer["created"] = int(time.time())
-
-        def usage() -> dict[str, int]:
-            taken, made = sum(len(r.prompt) for r in requests), sum(len(r.output) for r in requests)
-            return {"prompt_tokens": taken, "completion_tokens": made, "total_tokens": taken + made}
-
-        async def events() -> AsyncIterator[str]:
-            try:
-                async for choice in choices:
-                    yield f"data: {json.dumps(answer | {'choices': [choice]})}\n\n"
-                if body.stream_options.get("include_usage"):
-                    yield f"data: {json.dumps(answer | {'choices': [], 'usage': usage()})}\n\n"
-                yield "data: [DONE]\n\n"
-            except HTTPException as error:
-                yield f"data: {json.dumps(failed(error.status_code, error.detail))}\n\n"
-
+        answer, settings = Answer(body, engine.generator.tokenizer), body.settings()
+        salt = http.headers.get("authorization", "")
+        for prompt in prompts:
+            # If one is refused, the guard cancels those before it.
+            answer.requests.append(engine.submit(prompt, settings, salt, answer.watch))
+            http.scope["requests"].append(answer.requests[-1])
         if body.stream:
-            return StreamingResponse(events(), media_type="text/event-stream")
-        ended = {c["index"]: c | {"text": requests[c["index"]].text} async for c in choices if c["finish_reason"]}
-        return respond(answer | {"choices": [ended[index] for index in sorted(ended)], "usage": usage()})
+            return StreamingResponse(answer.events(limits.seconds), media_type="text/event-stream")
+        async for _ in answer.follow(limits.seconds):
+            pass
+        return respond(answer.whole())
+
+    @app.post("/v1/completions")
+    async def completions(body: Completion, http: Request) -> Response:
+        return await answer(body, http)
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: ChatCompletion, http: Request) -> Response:
+        return await answer(body, http)
 
     return app
 

@@ -31,7 +31,7 @@ from vattn.compilation.warmup import WarmupReport, warmup
 from vattn.config.attention import AttentionConfig, AttentionType, CacheConfig, boundary_layers
 from vattn.config.mla import MLAConfig
 from vattn.config.rope import RopeConfig
-from vattn.generation import Chat, Generator, Grammar, PromptLookup, Request, Sampling
+from vattn.generation import AsyncGenerator, Chat, Generator, Grammar, PromptLookup, Request, Sampling
 from vattn.kv_transfer import (
     FileConnector,
     HostMemoryConnector,
@@ -86,6 +86,7 @@ from vattn.passes.report import FusionReport, fusion_report
 from vattn.version import __version__ as __version__
 
 __all__ = [
+    "AsyncGenerator",
     "Attention",
     "AttentionConfig",
     "AttentionMetadata",

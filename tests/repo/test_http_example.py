@@ -142,7 +142,11 @@ MISTAKES: dict[str, tuple[dict[str, Any], str, str | None]] = {
     "a text for a number": ({"max_tokens": "8"}, "valid integer", "max_tokens"),
     "a negative temperature": ({"temperature": -1.0}, "greater than or equal to 0", "temperature"),
     "an option that is not there": ({"suffix": "x"}, "not permitted", "suffix"),
-    "several choices": ({"n": 2}, "not permitted", "n"),
+    "no choices": ({"n": 0}, "greater than or equal to 1", "n"),
+    "greedy choices": ({"n": 2, "temperature": 0}, "equal outputs", None),
+    "a stream of the best": ({"best_of": 2, "stream": True}, "before they end", None),
+    "a bias of a word": ({"logit_bias": {"def": 1}}, "logit_bias", None),
+    "a bias beyond the vocabulary": ({"logit_bias": {"256": 1}}, "ids from 0 to 255", None),
     "a number for a prompt": ({"prompt": 7}, "valid string", "prompt"),
     "an empty text": ({"prompt": []}, "empty prompt", None),
     "no prompts": ({"prompt": [[]]}, "empty prompt", None),
@@ -160,7 +164,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], str, str | None]] = {
 def test_mistakes_are_answered_in_openais_shape(server: Any, mistake: str) -> None:
     body, message, param = MISTAKES[mistake]
     for stream in (False, True):
-        answer = post(server, **body, stream=stream)
+        answer = post(server, **{"stream": stream} | body)
         error = answer.json()["error"]
         assert answer.status_code == 400 and message in error["message"]
         assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", param, None)

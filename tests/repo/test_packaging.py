@@ -17,9 +17,9 @@ ROOT = Path(__file__).parents[2]
 OPTIONAL = ("triton", "transformers", "flashinfer", "flash_attn", "xformers", "safetensors", "hypothesis", "pytest")
 
 PUBLIC_NAMES = """
-Attention AttentionConfig AttentionMetadata AttentionMetadataBuilder AttentionOutput AttentionType Audit BlockPool
-CUDAGraphRunner CacheConfig Calibration Chat ChunkedLocalAttentionSpec CrossAttention CrossAttentionSpec DecodeInput
-DifferentialAttention EncoderFP8Config EncoderOnlyAttention EncoderOnlyAttentionSpec FileConnector
+AsyncGenerator Attention AttentionConfig AttentionMetadata AttentionMetadataBuilder AttentionOutput AttentionType
+Audit BlockPool CUDAGraphRunner CacheConfig Calibration Chat ChunkedLocalAttentionSpec CrossAttention CrossAttentionSpec
+DecodeInput DifferentialAttention EncoderFP8Config EncoderOnlyAttention EncoderOnlyAttentionSpec FileConnector
 FlashAttentionMetadata FlashAttentionMetadataBuilder FullAttentionSpec FusionReport Generator Grammar GroupedMetadata
 GroupedMetadataBuilder HostMemoryConnector HybridBlockTable KVCacheSpec KVConnector KVTransfer MLAAttention
 MLAAttentionSpec MLAConfig MMEncoderAttention PromptLookup QuantConfig Request RopeConfig Sampling SinkFullAttentionSpec

@@ -1,5 +1,6 @@
 """Serve many requests on one paged cache: requests, the scheduler, sampling, and the loop that runs them."""
 
+from vattn.generation.async_generator import AsyncGenerator
 from vattn.generation.chat import Chat
 from vattn.generation.generator import Generator
 from vattn.generation.grammar import Grammar
@@ -10,6 +11,7 @@ from vattn.generation.sampling import Sampling
 from vattn.generation.statistics import Statistics
 
 __all__ = [
+    "AsyncGenerator",
     "Chat",
     "Generator",
     "Grammar",

@@ -230,6 +230,18 @@ class Generator:
                 else:
                     self.scheduler.cancel(choice)
 
+    def fail(self, request: Request, error: VattnError) -> None:
+        """End a request with an error and free its blocks; one that has ended stays as it is.
+
+        Raises:
+            RequestError: a request of another generator.
+        """
+        self.scheduler.check_held(request)
+        with self._lock:
+            if not request.done:
+                self.scheduler.retire(request)
+                request.end(FAILED, "error", error)
+
     @property
     def busy(self) -> bool:
         """Whether requests wait or run."""

@@ -1,0 +1,174 @@
+"""`AsyncGenerator`: the steps of a generator in a thread of its own, for asyncio and for servers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+
+from vattn.errors import ConfigError, RequestError
+from vattn.generation.generator import Generator
+from vattn.generation.prompts import Prompt
+from vattn.generation.request import Progress, Request
+from vattn.generation.sampling import Sampling
+from vattn.kv_transfer.connector import Salt
+
+logger = logging.getLogger(__name__)
+
+
+class AsyncGenerator:
+    """Run a generator's steps in a thread; requests come from coroutines and from any thread.
+
+    A step that raises ends the requests that it may have computed with an error, and the others go on.
+
+    Args:
+        generator: nothing else may run its steps from now on.
+
+    Attributes:
+        generator: the same.
+        failure: what the last step raised, "" if it worked.
+
+    Raises:
+        ConfigError: something else than a generator.
+
+    Example:
+        >>> import asyncio, transformers, vattn
+        >>> from vattn.integrations.transformers import enable
+        >>> config = transformers.LlamaConfig(
+        ...     vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
+        >>> model = enable(transformers.LlamaForCausalLM(config).eval(), num_blocks=8)
+        >>> async def main():
+        ...     with vattn.AsyncGenerator(vattn.Generator(model)) as generator:
+        ...         sampling = vattn.Sampling(max_new_tokens=4, stop_token_ids=())
+        ...         tokens = [len(part.tokens) async for part in generator.stream([1, 2, 3], sampling)]
+        ...         both = await asyncio.gather(*(generator.generate([i], sampling) for i in (4, 5)))
+        ...         return tokens, [len(request.output) for request in both]
+        >>> asyncio.run(main())
+        ([1, 1, 1, 1], [4, 4])
+    """
+
+    def __init__(self, generator: Generator) -> None:
+        if not isinstance(generator, Generator):
+            raise ConfigError(
+                f"AsyncGenerator({generator!r:.60})", "a vattn.Generator", "AsyncGenerator(Generator(model))"
+            )
+        self.generator, self.failure = generator, ""
+        self._unfinished: dict[Request, Callable[[Progress], None]] = {}
+        self._changed, self._closed = threading.Condition(), False
+        self._thread = threading.Thread(target=self._run, name="vattn generator", daemon=True)
+        self._thread.start()
+
+    def __enter__(self) -> AsyncGenerator:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def submit(
+        self, prompt: Prompt, sampling: Sampling | None, cache_salt: Salt, watch: Callable[[Progress], None]
+    ) -> Request:
+        """Queue a prompt, and have each progress of its request, and of its other choices, passed to a function.
+
+        Args:
+            prompt, sampling, cache_salt: see `Generator.add`.
+            watch: is called in the thread of the steps and must return soon. The last call of a request finds it ended;
+                one that is cancelled gets no call.
+
+        Raises:
+            VattnError: see `Generator.add`.
+            RequestError: this is closed.
+        """
+        with self._changed:
+            if self._closed:
+                raise RequestError("a prompt for an AsyncGenerator that is closed", "one that runs", "make a new one")
+            request = self.generator.add(prompt, sampling, cache_salt=cache_salt)
+            self._unfinished |= dict.fromkeys(request.choices, watch)
+            self._changed.notify()
+        return request
+
+    def cancel(self, requests: Sequence[Request]) -> None:
+        """End requests and their other choices; those that have ended stay as they are."""
+        with self._changed:
+            for request in requests:
+                for choice in request.choices:
+                    self._unfinished.pop(choice, None)
+                self.generator.cancel(request)
+
+    def close(self) -> None:
+        """End the thread after its step, and cancel what is left; once closed, this does nothing."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+        self._thread.join()
+        self.cancel(list(self._unfinished))
+
+    async def stream(
+        self, prompt: Prompt, sampling: Sampling | None = None, *, cache_salt: Salt = ""
+    ) -> AsyncIterator[Progress]:
+        """Yield the progress of a prompt's request, and of its other choices; leaving the loop cancels them.
+
+        Raises:
+            VattnError: see `Generator.add`; it has not begun then.
+        """
+        loop, parts = asyncio.get_running_loop(), asyncio.Queue[tuple[Progress, bool]]()
+
+        def watch(part: Progress) -> None:
+            loop.call_soon_threadsafe(parts.put_nowait, (part, part.request.done))
+
+        # Tokenizers and grammars take their time.
+        adding = asyncio.ensure_future(asyncio.to_thread(self.submit, prompt, sampling, cache_salt, watch))
+        try:
+            left = len((await asyncio.shield(adding)).choices)
+            while left:
+                part, ended = await parts.get()
+                left -= ended
+                yield part
+        finally:
+            adding.add_done_callback(self._drop)
+
+    def _drop(self, adding: asyncio.Future[Request]) -> None:
+        if adding.exception() is None:
+            self.cancel([adding.result()])
+
+    async def generate(self, prompt: Prompt, sampling: Sampling | None = None, *, cache_salt: Salt = "") -> Request:
+        """Run a prompt to its end and return its request.
+
+        Raises:
+            VattnError: see `Generator.add`. What goes wrong later is the request's `error`.
+        """
+        async for part in self.stream(prompt, sampling, cache_salt=cache_salt):
+            request = part.request
+        return request.choices[0]
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._closed or self.generator.busy)
+                if self._closed:
+                    return
+            failed = None
+            try:
+                parts, self.failure = self.generator.step(), ""
+            except Exception as error:
+                logger.exception("a step failed")
+                parts, failed, self.failure = [], error, f"{type(error).__name__}: {error}"
+            with self._changed:
+                for part in parts:
+                    self._pass_on(part)
+                if failed is not None:
+                    self._fail_some(failed)
+
+    def _fail_some(self, cause: Exception) -> None:
+        """End the oldest requests, which are those that a failed step may have computed."""
+        for request in list(self._unfinished)[: self.generator.scheduler.max_num_reqs]:
+            error = RequestError("a step of the model failed", "steps that work", "send the request again")
+            error.__cause__ = cause
+            self.generator.fail(request, error)
+            self._pass_on(Progress(request, "", ()))
+
+    def _pass_on(self, part: Progress) -> None:
+        request = part.request
+        watch = self._unfinished.pop(request, None) if request.done else self._unfinished.get(request)
+        if watch is not None:
+            watch(part)
