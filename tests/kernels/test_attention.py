@@ -127,6 +127,9 @@ VARIANTS: dict[str, dict[str, Any]] = {
     # Rows of zeros, such as padding, become NaN.
     "token-no-minimum": {"output_format": "fp8_per_token", "output_min_scale": 0.0},
     "group-minimum": {"output_format": "fp8_group128_pow2", "output_min_scale": 0.003},
+    "group-rounded": {"output_format": "fp8_group64_pow2", "output_min_scale": 0.003, "output_floor": "rounded_scale"},
+    "group-no-zeros": {"output_format": "fp8_group64", "output_min_scale": 0.003, "output_floor": "zero"},
+    "token-no-zeros": {"output_format": "fp8_per_token", "output_min_scale": 0.003, "output_floor": "zero"},
 }
 
 
@@ -153,7 +156,7 @@ def test_quantised_outputs_are_the_reference_s_bit_for_bit(variant: str, splits:
     expected = [poisoned_like(t) for t in (args.output, args.output_block_scale)]
     quantise_output(
         plain_rows(splits), config.output_format, expected[0], expected[1], args.output_scale,
-        config.output_arithmetic, config.output_min_scale,
+        config.output_arithmetic, config.output_min_scale, config.output_floor,
     )  # fmt: skip
     for got, want in zip((args.output, args.output_block_scale), expected, strict=True):
         if want is not None and got is not None:

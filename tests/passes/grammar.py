@@ -6,6 +6,7 @@ What a form means is found by running it (`meaning`), with inputs and references
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -199,8 +200,8 @@ def _references(x: Tensor, s: Tensor, rest: list[Tensor], floor: Tensor | None) 
     elif rest:
         for size in dict.fromkeys((COLUMNS, 128, 64)):
             for power in (False,) if size == COLUMNS else (False, True):
-                for sign in "/*":
-                    yield f"group {size} {power} {sign}", partial(_dynamic, x, floor, size, power, sign)
+                for sign, rule in itertools.product("/*", ("least", "rounded" if power else "zero")):
+                    yield f"group {size} {power} {sign} {rule}", partial(_dynamic, x, floor, size, power, sign, rule)
     else:
         divisors = {"s": s, "(s + 1e-4)": s + 1e-4, "2s": 2 * s, "bf16": s.bfloat16().float(), "0.02": 0.02, "1": 1.0}
         factors = {"s": s, "1 / s": s.reciprocal(), "50": 50.0, "8": 8.0}
@@ -210,16 +211,24 @@ def _references(x: Tensor, s: Tensor, rest: list[Tensor], floor: Tensor | None) 
             yield f"static * {name}", partial(lambda factor: (rounded(x * factor), None), factor)
 
 
-def _dynamic(x: Tensor, floor: Tensor, size: int, power: bool, sign: str) -> tuple[Tensor, Tensor]:
-    """Quantise groups of columns; `floor` is whatever the form itself gives a row of zeros."""
+def _dynamic(x: Tensor, floor: Tensor, size: int, power: bool, sign: str, rule: str) -> tuple[Tensor, Tensor]:
+    """Quantise groups of columns; `floor` is whatever the form itself gives a row of zeros.
+
+    Args:
+        rule: whether the floor is the least scale, before or after it is rounded, or replaces zero alone.
+    """
     groups = x.view(-1, COLUMNS // size, size)
     scales = groups.abs().amax(-1) / 448
-    if bool(floor > 0):
+    if bool(floor > 0) and rule == "zero":
+        scales = torch.where(scales == 0, floor, scales)
+    elif bool(floor > 0) and rule == "least":
         scales = torch.where(scales.isnan(), scales, torch.maximum(scales, floor))
     if power:
         # The formats round up to a normal number, which matters only to rows of subnormals without a floor.
         scales = torch.exp2(torch.ceil(torch.log2(scales)))
         scales = torch.where((scales > 0) & (scales < 2.0**-126), 2.0**-126, scales)
+    if rule == "rounded":
+        scales = torch.where(scales.isnan(), scales, torch.maximum(scales, floor))
     wide = scales.unsqueeze(-1)
     return rounded(groups / wide if sign == "/" else groups * (1 / wide)).view(-1, COLUMNS), scales
 

@@ -10,6 +10,7 @@ from typing import Any
 import grammar
 import library_forms
 import pytest
+import served_forms
 import torch
 from grammar import Form
 from harness import after_attention, captured_bundle
@@ -30,6 +31,7 @@ FORMS: dict[str, Form] = {
     **{form.name: form for form in grammar.PAIRS},
     **library_forms.PROGRAMS,
     **library_forms.OURS,
+    **served_forms.SERVED,
     **library_forms.external(),
 }
 BUNDLE = 12

@@ -81,8 +81,12 @@ def test_only_a_backend_that_divides_as_inductor_does_on_cuda_takes_approximate_
         {"output_format": "fp8_static", "output_min_scale": 1e-6},
         {"output_format": "fp8_per_token", "output_min_scale": -1e-6},
         {"output_format": "fp8_per_token", "output_arithmetic": "guess"},
+        {"output_format": "fp8_per_token", "output_floor": "zero"},
+        {"output_format": "fp8_per_token", "output_min_scale": 1e-6, "output_floor": "rounded_scale"},
+        {"output_format": "fp8_group64_pow2", "output_min_scale": 1e-6, "output_floor": "zero"},
+        {"output_format": "fp8_group64", "output_min_scale": 1e-6, "output_floor": "least"},
     ],
 )
 def test_what_makes_no_sense_is_refused(changes: dict[str, object]) -> None:
-    with pytest.raises(ConfigError, match=r"output_(arithmetic|min_scale)="):
+    with pytest.raises(ConfigError, match=r"output_(arithmetic|min_scale|floor)="):
         make_config(**changes)

@@ -29,7 +29,12 @@ def configs() -> Iterator[AttentionConfig]:
         yield layer
         yield layer.replace(block_size=528)
         yield layer.replace(**features, output_format="fp8_static")
-        yield layer.replace(output_format="fp8_group64", output_arithmetic="approximate_divide")
+        yield layer.replace(
+            output_format="fp8_group64",
+            output_arithmetic="approximate_divide",
+            output_min_scale=1e-4,
+            output_floor="zero",
+        )
         yield layer.replace(output_format="nvfp4")
         for load in ("plain", "multiply" if "dtype" in formats else "approximate_divide"):
             yield layer.replace(query_format="fp8_e4m3", query_scale="head", query_load=load)

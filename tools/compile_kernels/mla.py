@@ -188,7 +188,9 @@ def expanded() -> Iterator[MLAConfig]:
     yield BASE
     yield BASE.replace(num_heads=3, block_size=16, lse=False, **half)
     yield BASE.replace(block_size=384, output_format="fp8_static")
-    yield BASE.replace(output_format="fp8_group64", output_arithmetic="divide")
+    yield BASE.replace(
+        output_format="fp8_group64", output_arithmetic="divide", output_min_scale=1e-4, output_floor="zero"
+    )
     yield BASE.replace(output_format="nvfp4", lse=False)
     yield BASE.replace(output_format="nvfp4_swizzled")
     narrow = BASE.replace(qk_nope_head_dim=64, v_head_dim=64)

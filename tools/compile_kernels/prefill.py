@@ -34,7 +34,13 @@ FEATURES: tuple[dict[str, Any], ...] = (
     {"sliding_window": 1024, "sinks": True, "lse": True},
     {"logits_soft_cap": 30.0, "sliding_window": 4096},
     {"output_format": "fp8_static", "sinks": True},
-    {"output_format": "fp8_group64_pow2_col", "output_arithmetic": "multiply", "lse": True},
+    {
+        "output_format": "fp8_group64_pow2_col",
+        "output_arithmetic": "multiply",
+        "output_min_scale": 1e-4,
+        "output_floor": "rounded_scale",
+        "lse": True,
+    },
     {"output_format": "fp8_group128", "output_arithmetic": "approximate_divide"},
 )
 CACHES: tuple[dict[str, Any], ...] = (

@@ -51,6 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     choice("--output-format", tuple(formats.OUTPUT_FORMATS), "none")
     choice("--output-arithmetic", formats.OUTPUT_ARITHMETICS, "divide")
     number("--output-min-scale", None, "least FP8 scale of an output that computes them", float)
+    choice("--output-floor", formats.OUTPUT_FLOORS, "scale", "what that raises")
     choice("--attn-type", tuple(kind.value for kind in config.AttentionType), "decoder")
     choice("--causality", config.CAUSALITIES, "causal")
     number("--sliding-window", None, "tokens visible to the left, itself included")

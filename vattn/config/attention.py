@@ -22,6 +22,7 @@ from vattn.quantization.formats import (
     KV_FORMATS,
     MODEL_DTYPES,
     OUTPUT_ARITHMETICS,
+    OUTPUT_FLOORS,
     OUTPUT_FORMATS,
     QUERY_FORMATS,
     QUERY_LOADS,
@@ -85,6 +86,13 @@ def check_output(config: Any, columns: int) -> None:
         "a number from 0 up with FP8 output formats that compute scales",
         "pass None for the default",
     )
+    floor = config.output_floor
+    _check(
+        floor == "scale" or (lowest is not None and fmt.power_of_two == (floor == "rounded_scale")),
+        f"output_floor={floor!r} with output_format={config.output_format!r} and output_min_scale={lowest}",
+        "an output_min_scale; 'rounded_scale' where scales are powers of two, 'zero' where they are not",
+        "use output_floor='scale'",
+    )
 
 
 @dataclass(frozen=True)
@@ -113,6 +121,8 @@ class AttentionConfig(encoding.Encoded):
             Inductor generates for CUDA does, which may differ in the last two places (`vattn.quantization.formats`).
         output_min_scale: computed FP8 scales are at least this; `None`: `vattn.quantization.codecs.MIN_ABSMAX / 448`.
             With 0, rows of zeros become NaN.
+        output_floor: `"scale"`: a smaller scale is raised to it; `"rounded_scale"`: after it is rounded to a power of
+            two; `"zero"`: a scale of zero alone is replaced by it.
         attn_type: see `AttentionType`. `"encoder_decoder"`: queries and keys count their positions apart, so every row
             sees every key of its request, and nothing that compares positions can be requested.
         causality: `"causal"`, `"bidirectional"`, or `"per_request"` with `causal_flags`.
@@ -154,6 +164,7 @@ class AttentionConfig(encoding.Encoded):
     output_format: str = "none"
     output_arithmetic: str = "divide"
     output_min_scale: float | None = None
+    output_floor: str = "scale"
     attn_type: str = "decoder"
     causality: str = "causal"
     sliding_window: int | None = None
@@ -203,6 +214,7 @@ class AttentionConfig(encoding.Encoded):
             "query_load": QUERY_LOADS,
             "output_format": tuple(OUTPUT_FORMATS),
             "output_arithmetic": OUTPUT_ARITHMETICS,
+            "output_floor": OUTPUT_FLOORS,
             "attn_type": tuple(t.value for t in AttentionType),
             "causality": CAUSALITIES,
             "alibi": ALIBI_KINDS,
@@ -348,7 +360,7 @@ class AttentionConfig(encoding.Encoded):
 
 @lru_cache(maxsize=4096)
 def _with_plain_output(config: AttentionConfig) -> AttentionConfig:
-    return config.replace(output_format="none", output_arithmetic="divide", output_min_scale=None)
+    return config.replace(output_format="none", output_arithmetic="divide", output_min_scale=None, output_floor="scale")
 
 
 @typed

@@ -12,7 +12,7 @@ from vattn.config import encoding
 from vattn.config.attention import check_output
 from vattn.config.dcp import DCPShard, check_shard, shard_of
 from vattn.config.encoding import check as _check
-from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_ARITHMETICS, OUTPUT_FORMATS, QUERY_FORMATS
+from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_ARITHMETICS, OUTPUT_FLOORS, OUTPUT_FORMATS, QUERY_FORMATS
 from vattn.quantization.mla_formats import MLA_FORMATS
 
 WEIGHT_FORMATS = ("none", "fp8_tensor", "fp8_block128")
@@ -42,7 +42,8 @@ class MLAConfig(encoding.Encoded):
             quantised there, latent and rotated columns by one scale, after rounding to the model dtype; queries that
             meet expanded keys are not. `"none"`: queries stay in the model dtype.
         weight_format: see `WEIGHT_FORMATS`.
-        output_format, output_arithmetic, output_min_scale: as in `AttentionConfig`, over rows of N * V columns.
+        output_format, output_arithmetic, output_min_scale, output_floor: as in `AttentionConfig`, over rows of N * V
+            columns.
         lse: the op also writes the log-sum-exp.
         decode_threshold: requests of at most this many rows are absorbed: their queries are projected into the latent
             space and read the cache as it is. Longer ones may have keys and values expanded instead, where a backend
@@ -74,6 +75,7 @@ class MLAConfig(encoding.Encoded):
     output_format: str = "none"
     output_arithmetic: str = "divide"
     output_min_scale: float | None = None
+    output_floor: str = "scale"
     lse: bool = False
     decode_threshold: int = DECODE_THRESHOLD
     sparse: bool = False
@@ -97,6 +99,7 @@ class MLAConfig(encoding.Encoded):
             "weight_format": WEIGHT_FORMATS,
             "output_format": tuple(OUTPUT_FORMATS),
             "output_arithmetic": OUTPUT_ARITHMETICS,
+            "output_floor": OUTPUT_FLOORS,
         }
         encoding.check_names(self, choices)
         _check(abs(self.scale) <= _MOST_SCALE, f"scale={self.scale!r}", "a factor that fp32 holds", "check the scale")

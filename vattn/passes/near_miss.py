@@ -46,7 +46,9 @@ def static_ways() -> dict[str, Way]:
 
 
 def _by_factor(x: Tensor, scale: Tensor) -> Tensor:
-    return x * (FP8_E4M3_MAX / (scale * FP8_E4M3_MAX))
+    largest = x.abs().amax(-1, keepdim=True)
+    floored = torch.where(scale == largest / FP8_E4M3_MAX, largest, scale * FP8_E4M3_MAX)
+    return x * (FP8_E4M3_MAX / floored)
 
 
 def _by_rounded_reciprocal(x: Tensor, scale: Tensor) -> Tensor:

@@ -336,7 +336,7 @@ class Match:
 
     Attributes:
         output_format: name in `OUTPUT_FORMATS`.
-        arithmetic, min_scale: `output_arithmetic` and `output_min_scale` of the config.
+        arithmetic, min_scale, floor: `output_arithmetic`, `output_min_scale` and `output_floor` of the config.
         scale: position in `Inputs.scales`, or the constant static scale, or `None` for formats without one.
         codes: positions in the probed nodes that hold the codes.
         block_scales: positions of those that hold the computed scales, and how: `"plain"`, `"transposed"`,
@@ -353,3 +353,4 @@ class Match:
     block_scales: tuple[tuple[int, str], ...]
     factor: float = 1.0
     moved: bool = False
+    floor: str = "scale"

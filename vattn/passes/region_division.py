@@ -124,6 +124,7 @@ def _floor(match: Match, nodes: Sequence[Node], constants: Iterable[Tensor]) -> 
         return match.min_scale
     numbers = [torch.tensor(float(at)) for node in nodes for at in node.args if isinstance(at, (int, float))]
     numbers += [value.flatten()[0].float() for value in constants if value.numel() and value.is_floating_point()]
+    numbers += [number.to(dtype).float() for number in numbers for dtype in (torch.bfloat16, torch.float16)]
     for number in numbers:
         if float(number / FP8_E4M3_MAX) == match.min_scale:
             return float(number * torch.tensor(1.0 / FP8_E4M3_MAX))

@@ -156,16 +156,27 @@ def _column_major(scales: Tensor) -> Tensor:
 
 
 def _quant_fp8_groups(
-    input: Tensor, group_size: int, power_of_two: bool, arithmetic: str = "divide", min_scale: float | None = None
+    input: Tensor,
+    group_size: int,
+    power_of_two: bool,
+    arithmetic: str = "divide",
+    min_scale: float | None = None,
+    floor: str = "scale",
 ) -> tuple[Tensor, Tensor]:
     groups = _grouped(input, group_size)
     largest = groups.abs().amax(dim=-1)
     if min_scale is None:
         scales = divide(largest.clamp(min=MIN_ABSMAX), FP8_E4M3_MAX)
     else:
-        scales = divide(largest, FP8_E4M3_MAX).clamp(min=min_scale)
+        scales = divide(largest, FP8_E4M3_MAX)
+    if min_scale is not None and floor == "scale":
+        scales = scales.clamp(min=min_scale)
+    elif min_scale is not None and floor == "zero":
+        scales = torch.where(scales == 0, min_scale, scales)
     if power_of_two:
         scales = ceil_power_of_two(scales)
+    if floor == "rounded_scale":
+        scales = scales.clamp(min=min_scale)
     wide = scales.unsqueeze(-1)
     codes = to_e4m3(groups * wide.reciprocal() if _multiplies(arithmetic) else groups / wide)
     return codes.flatten(1).contiguous(), scales.contiguous()
@@ -270,6 +281,7 @@ def quantise_output(
     output_scale: Tensor | None = None,
     arithmetic: str = "divide",
     min_scale: float | None = None,
+    floor: str = "scale",
 ) -> None:
     """Write attention results in an output format.
 
@@ -279,13 +291,14 @@ def quantise_output(
         output: `[T, H, fmt.output_columns(V)]` of the format's container; written whole.
         output_block_scale: of shape `fmt.block_scale_shape(T, H * V)`; written whole, padding included.
         output_scale: fp32, one value, for formats with a static scale.
-        arithmetic, min_scale: `output_arithmetic` and `output_min_scale` of `vattn.AttentionConfig`.
+        arithmetic, min_scale, floor: `output_arithmetic`, `output_min_scale` and `output_floor` of
+            `vattn.AttentionConfig`.
     """
     fmt = _format(fmt)
     if fmt.container is None:
         output.copy_(x)
         return
-    codes, scales = quantise_rows(x.flatten(1), fmt, output_scale, arithmetic, min_scale)
+    codes, scales = quantise_rows(x.flatten(1), fmt, output_scale, arithmetic, min_scale, floor)
     output.copy_(codes.view(output.shape))
     if output_block_scale is not None and scales is not None:
         output_block_scale.copy_(scales)
@@ -297,6 +310,7 @@ def quantise_rows(
     output_scale: Tensor | None = None,
     arithmetic: str = "divide",
     min_scale: float | None = None,
+    floor: str = "scale",
 ) -> tuple[Tensor, Tensor | None]:
     """Return codes of rows `[T, N]` in a quantised output format, and the scales that it computes, if any.
 
@@ -304,7 +318,7 @@ def quantise_rows(
     """
     if output_scale is None:
         group_size = rows.shape[1] if fmt.group_size < 0 else fmt.group_size
-        codes, scales = _quant_fp8_groups(rows, group_size, fmt.power_of_two, arithmetic, min_scale)
+        codes, scales = _quant_fp8_groups(rows, group_size, fmt.power_of_two, arithmetic, min_scale, floor)
         return codes, _column_major(scales) if fmt.column_major else scales
     if fmt.container is torch.uint8:
         return quant_nvfp4(rows, output_scale, fmt.swizzled)

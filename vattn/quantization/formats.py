@@ -299,6 +299,10 @@ differently, so a fused epilogue uses the arithmetic of the code that it replace
 Inductor's generated CUDA code does: by the hardware's `div.full` (at most two units in the last place off), and by
 multiplying with the reciprocal of a divisor that is known at compile time."""
 
+OUTPUT_FLOORS: tuple[str, ...] = ("scale", "rounded_scale", "zero")
+"""What `output_min_scale` raises: a scale that is smaller, before or after it is rounded up to a power of two, or a
+scale of zero alone."""
+
 QUERY_LOADS: tuple[str, ...] = ("plain", *OUTPUT_ARITHMETICS)
 """How an e4m3 query is passed to the op: as e4m3 (`"plain"`), or in the model dtype; the kernel then quantises it with
 `q_scale` and this arithmetic of `OUTPUT_ARITHMETICS`."""

@@ -224,6 +224,7 @@ def _quantise(result: Tensor, args: Args, config: AttentionConfig) -> None:
             args.output_scale,
             config.output_arithmetic,
             config.output_min_scale,
+            config.output_floor,
         )
 
 

@@ -91,7 +91,7 @@ def write_results(args: Any, out: Tensor, lse: Tensor, config: Any) -> None:
     """Write results `[T, H, V]` of any dtype to an op's output and scales, in its config's format, and the LSE."""
     quantise_output(
         out.to(MODEL_DTYPES[config.dtype]), config.output_format, args.output, args.output_block_scale,
-        args.output_scale, config.output_arithmetic, config.output_min_scale,
+        args.output_scale, config.output_arithmetic, config.output_min_scale, config.output_floor,
     )  # fmt: skip
     if args.lse is not None:
         args.lse.copy_(lse)

@@ -107,6 +107,7 @@ def _find_one(attention: AttentionNode, region: Region, quantised: Node, names: 
         output_format=name,
         output_arithmetic=match.arithmetic,
         output_min_scale=match.min_scale,
+        output_floor=match.floor,
     )
     check_backend(config, quantised, f"writes {name} here")
     scale: Node | float | None = match.scale

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ ROUNDED = (
     "in another: convert to float32 first"
 )
 _REORDERING = moves.MOVES - moves.RESHAPES - {"clone"}
+_CHOICES = frozenset("where masked_fill masked_fill_ index_put".split())
 _LAYOUTS = ("plain", "transposed", "swizzled", "moved")
 _MOST_FLOORS = 24
 _SAMPLES_TO_EXPLAIN = 8
@@ -36,11 +38,17 @@ class Quantiser:
     fmt: OutputFormat
     arithmetic: str = "divide"
     min_scale: float | None = None
+    floor: str = "scale"
+
+    def same_but_floor(self) -> tuple[Any, ...]:
+        """Return what this is, with seven bits of its least scale."""
+        mantissa, exponent = math.frexp(self.min_scale or 0.0)
+        return self.fmt.name, self.arithmetic, self.floor, round(mantissa * 2**7), exponent
 
     def __call__(self, rows: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
         """Return codes of rows `[T, N]` and the computed scales, if any."""
         static = torch.tensor([scale], dtype=torch.float32) if self.fmt.static_scale else None
-        return quantization.quantise_rows(rows, self.fmt, static, self.arithmetic, self.min_scale)
+        return quantization.quantise_rows(rows, self.fmt, static, self.arithmetic, self.min_scale, self.floor)
 
 
 @dataclass
@@ -72,6 +80,7 @@ class Classifier:
         self.reorders = any(op_name(node.target) in _REORDERING for node in nodes)
         self.same_as_codes = [n for n in nodes if dtype_of(n) == dtype_of(quantised)]
         self.packed = dtype_of(quantised) == torch.uint8
+        self.chooses = any(op_name(node.target) in _CHOICES for node in nodes)
         self._places: dict[int, moves.Positions] = {}
 
     def classify(self) -> Match:
@@ -83,7 +92,9 @@ class Classifier:
         certain, doubtful = roundings(self.nodes)
         left, seen = self._left(None, certain)
         if doubtful and (left or self._left(None, certain | doubtful)[0]):
-            left = left and self._left(left, certain | doubtful)[0]
+            wide = certain | doubtful
+            if left:
+                left = self._left([replace(c) for c in left], wide)[0] or self._but_for_the_floor(left, wide)
             if not left:
                 raise Refusal(ROUNDED, next(n for n in self.nodes if n in doubtful), near=True)
         if not left:
@@ -91,6 +102,14 @@ class Classifier:
             odd = first_difference(needed, self.region.output, seen) or self.quantised
             raise Refusal(f"{self._why(seen)}; first differs at {op_name(odd.target) or odd.name}", odd, near=True)
         return self._match(next((c for c in left if c.block_scales), left[0]), seen[0])
+
+    def _but_for_the_floor(self, left: list[_Candidate], wide: frozenset[Node]) -> list[_Candidate]:
+        """Return the candidates that agree without roundings too, apart from a floor that is rounded to bf16 or fp16.
+
+        Whether generated code rounds the floor shows only where all values are smaller; the op does, as eager code.
+        """
+        unrounded = {way.same_but_floor() for way in (candidate.way for candidate in self._left(None, wide)[0])}
+        return [c for c in left if c.way.min_scale and c.way.same_but_floor() in unrounded]
 
     def _left(self, left: list[_Candidate] | None, wide: frozenset[Node]) -> tuple[list[_Candidate], list[Sample]]:
         """Return the candidates that agree with every run, and the first runs."""
@@ -123,7 +142,7 @@ class Classifier:
                 factors += [number, 1 / number]
         columns = sample.rows.shape[1]
         floors = self._floors(sample, constants)
-        for way in quantisers(columns, self.quantised, floors):
+        for way in quantisers(columns, self.quantised, floors, self.chooses):
             if not way.fmt.static_scale:
                 if not self.inputs.roots:
                     yield _Candidate(way, None)
@@ -209,7 +228,15 @@ class Classifier:
             raise Refusal("the packed codes are sliced or transposed before they are packed", self.quantised, near=True)
         scales = tuple((i, next(filter(ways.__contains__, _LAYOUTS))) for i, ways in (found.block_scales or {}).items())
         return Match(
-            fmt.name, found.way.arithmetic, found.way.min_scale, found.scale, codes, scales, found.factor, moved
+            fmt.name,
+            found.way.arithmetic,
+            found.way.min_scale,
+            found.scale,
+            codes,
+            scales,
+            found.factor,
+            moved,
+            found.way.floor,
         )
 
     def _why(self, seen: list[Sample]) -> str:
@@ -271,11 +298,14 @@ def _holds(got: Tensor, scales: Tensor) -> bool:
     return same_bits(got, scales)
 
 
-def quantisers(columns: int, quantised: Node, floors: Sequence[float | None]) -> Iterator[Quantiser]:
+def quantisers(
+    columns: int, quantised: Node, floors: Sequence[float | None], chooses: bool = False
+) -> Iterator[Quantiser]:
     """Yield the quantisers that can write the dtype of the quantised tensor, the op's defaults first.
 
     Args:
         floors: possible least computed scales.
+        chooses: whether scales of zero alone may be replaced by one.
     """
     container = value(quantised).dtype
     for arithmetic in ("divide", "multiply") if container == torch.float8_e4m3fn else ("divide",):
@@ -284,3 +314,5 @@ def quantisers(columns: int, quantised: Node, floors: Sequence[float | None]) ->
             if fmt.container == container and fits and not fmt.column_major and not fmt.swizzled:
                 for floor in [None] if fmt.static_scale else floors:
                     yield Quantiser(fmt, arithmetic, floor)
+                    if floor and not fmt.static_scale and (chooses or fmt.power_of_two):
+                        yield Quantiser(fmt, arithmetic, floor, "rounded_scale" if fmt.power_of_two else "zero")

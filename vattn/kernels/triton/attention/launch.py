@@ -19,7 +19,7 @@ from vattn.kernels.triton.attention.reduce import finish_kernel
 from vattn.kernels.triton.cache.packed_rows import TRITON_CODECS, part_constants
 from vattn.kernels.triton.cache.packed_update import update_packed
 from vattn.kernels.triton.cache.update import cache_update_kernel
-from vattn.kernels.triton.common.epilogue import row_output
+from vattn.kernels.triton.common.epilogue import row_output, scale_kind
 from vattn.kernels.triton.common.launching import launch
 from vattn.kernels.triton.common.tiles import (
     Limits,
@@ -255,7 +255,7 @@ def finish_constants(config: AttentionConfig | MLAConfig, width: int, split: boo
     return {
         "H": config.num_heads, "V": width, "MODEL": TRITON_DTYPES[MODEL_DTYPES[config.dtype]],
         "ARITHMETIC": config.output_arithmetic, "MIN_SCALE": least,
-        "OUTPUT": kind, "GROUP": fmt.group_size, "POWER_OF_TWO": fmt.power_of_two, "SPLIT": split,
+        "OUTPUT": kind, "GROUP": fmt.group_size, "SCALES": scale_kind(config), "SPLIT": split,
         # A whole row in registers if it has one scale.
         "BLOCK": max(16, min(columns, 256 if split else 8192 if fmt.group_size < 0 else 1024)),
         "NATIVE_FP8": native_fp8,

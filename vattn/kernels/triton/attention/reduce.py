@@ -96,7 +96,7 @@ def finish_kernel(
     source, source_lse, output, output_block_scale, lse, output_scale, sinks,
     num_tokens, num_splits, stride_ot, stride_oh, stride_br, stride_bg, stride_lt, stride_lh,
     H: tl.constexpr, V: tl.constexpr, MODEL: tl.constexpr, OUTPUT: tl.constexpr, GROUP: tl.constexpr,
-    POWER_OF_TWO: tl.constexpr, SCALE_COLUMNS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
+    SCALES: tl.constexpr, SCALE_COLUMNS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
     ARITHMETIC: tl.constexpr, MIN_SCALE: tl.constexpr, NATIVE_FP8: tl.constexpr,
 ):  # fmt: skip
     """Finish one block of columns of a row. Grid: rows (of padded scales if swizzled), column blocks.
@@ -119,7 +119,7 @@ def finish_kernel(
             inside = column < COLUMNS
             x, log = load_columns(source, source_lse, sinks, row, column, inside, num_splits, H, V,
                                   MODEL, SPLIT)  # fmt: skip
-            row_scale = dynamic_scale(absolute_maximum(x[None, :]), False, MIN_SCALE, ARITHMETIC)
+            row_scale = dynamic_scale(absolute_maximum(x[None, :]), SCALES, MIN_SCALE, ARITHMETIC)
             store_token(output, lse, x, log, row_scale, row, column, inside, stride_ot, stride_oh, stride_lt, stride_lh,
                         V, SPLIT, BLOCK, ARITHMETIC, NATIVE_FP8)  # fmt: skip
         else:
@@ -129,7 +129,7 @@ def finish_kernel(
                 x, _ = load_columns(source, source_lse, sinks, row, c, c < COLUMNS, num_splits, H, V,
                                     MODEL, SPLIT)  # fmt: skip
                 absmax = tl.where((x != x) | (absmax != absmax), float("nan"), tl.maximum(absmax, tl.abs(x)))
-            row_scale = dynamic_scale(absolute_maximum(absmax[None, :]), False, MIN_SCALE, ARITHMETIC)
+            row_scale = dynamic_scale(absolute_maximum(absmax[None, :]), SCALES, MIN_SCALE, ARITHMETIC)
             for base in range(0, COLUMNS, BLOCK):
                 c = base + tl.arange(0, BLOCK)
                 x, log = load_columns(source, source_lse, sinks, row, c, c < COLUMNS, num_splits, H, V,
@@ -154,7 +154,7 @@ def finish_kernel(
             group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
             x_groups = tl.reshape(x, [GROUPS, GROUP])
             if OUTPUT == "fp8_group":
-                scale = dynamic_scale(absolute_maximum(x_groups), POWER_OF_TWO, MIN_SCALE, ARITHMETIC)
+                scale = dynamic_scale(absolute_maximum(x_groups), SCALES, MIN_SCALE, ARITHMETIC)
                 code = tl.reshape(codes_of(x_groups, scale[:, None], ARITHMETIC, NATIVE_FP8), [BLOCK])
                 tl.store(output + offsets, code, mask=inside)
                 scale_offsets = row.to(tl.int64) * stride_br + group.to(tl.int64) * stride_bg

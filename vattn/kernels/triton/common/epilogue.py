@@ -36,17 +36,24 @@ def groups_fit_heads(config: AttentionConfig) -> bool:
     return fmt.group_size > 0 and not fmt.swizzled and config.head_size_v % fmt.group_size == 0
 
 
+def scale_kind(config: Any) -> str:
+    """Return SCALES of `dynamic_scale` for a config of attention."""
+    if OUTPUT_FORMATS[config.output_format].power_of_two:
+        return "floored_powers" if config.output_floor == "rounded_scale" else "powers"
+    return "no_zeros" if config.output_floor == "zero" else "any"
+
+
 def group_constants(config: AttentionConfig) -> tuple[Any, ...]:
     """Return GROUPS of `group_scales` and `group_codes`.
 
-    Columns of a group (0: none), NVFP4 or not, powers of two or not, least scale (negative: the default), arithmetic;
-    "corrected" is "divide" by corrected products.
+    Columns of a group (0: none), NVFP4 or not, SCALES of `dynamic_scale`, least scale (negative: the default),
+    arithmetic; "corrected" is "divide" by corrected products.
     """
     fmt = OUTPUT_FORMATS[config.output_format]
     least = -1.0 if config.output_min_scale is None else config.output_min_scale
     size = fmt.group_size if groups_fit_heads(config) else 0
     arithmetic = config.output_arithmetic
-    return size, fmt.static_scale, fmt.power_of_two, least, "corrected" if arithmetic == "divide" else arithmetic
+    return size, fmt.static_scale, scale_kind(config), least, "corrected" if arithmetic == "divide" else arithmetic
 
 
 def row_output(config: AttentionConfig) -> str:
@@ -153,18 +160,26 @@ def absolute_maximum(x, AXIS: tl.constexpr = -1):
 
 
 @triton.jit
-def dynamic_scale(absmax, POWER_OF_TWO: tl.constexpr, MIN_SCALE: tl.constexpr, ARITHMETIC: tl.constexpr):
-    """Return the FP8 scale of a row or group with this absolute maximum; a negative MIN_SCALE means the default."""
+def dynamic_scale(absmax, SCALES: tl.constexpr, MIN_SCALE: tl.constexpr, ARITHMETIC: tl.constexpr):
+    """Return the FP8 scale of a row or group with this absolute maximum; a negative MIN_SCALE means the default.
+
+    SCALES: "any", "no_zeros" (MIN_SCALE replaces zero alone), "powers" of two, "floored_powers" (after rounding).
+    """
     APPROXIMATE: tl.constexpr = ARITHMETIC == "approximate_divide" or ARITHMETIC == "approximate_multiply"
     if MIN_SCALE >= 0.0:
         scale = divide_by_constant(absmax, 448.0, APPROXIMATE)
-        scale = tl.where(scale < MIN_SCALE, MIN_SCALE, scale)
+        if SCALES == "no_zeros":
+            scale = tl.where(scale == 0.0, MIN_SCALE, scale)
+        elif SCALES != "floored_powers":
+            scale = tl.where(scale < MIN_SCALE, MIN_SCALE, scale)
     else:
         scale = divide_by_constant(tl.where(absmax < MIN_ABSMAX, MIN_ABSMAX, absmax), 448.0, APPROXIMATE)
-    if POWER_OF_TWO:
+    if SCALES == "powers" or SCALES == "floored_powers":
         # Adding the mantissa mask carries into the exponent exactly when some mantissa bit is set.
         bits = (scale.to(tl.uint32, bitcast=True) + 0x7FFFFF) & 0x7F800000
         scale = tl.where(scale == scale, bits.to(tl.float32, bitcast=True), scale)
+    if SCALES == "floored_powers":
+        scale = tl.where(scale < MIN_SCALE, MIN_SCALE, scale)
     return scale
 
 
@@ -238,10 +253,10 @@ def group_scales(absmax, scale, GROUPS: tl.constexpr, NATIVE_FP8: tl.constexpr =
         return stored, step
     else:
         # Triton 3.6 does not take a tuple element as a constexpr argument.
-        POWER_OF_TWO: tl.constexpr = GROUPS[2]
+        SCALES: tl.constexpr = GROUPS[2]
         LEAST: tl.constexpr = GROUPS[3]
         ARITHMETIC: tl.constexpr = GROUPS[4]
-        made = dynamic_scale(absmax, POWER_OF_TWO, LEAST, ARITHMETIC)
+        made = dynamic_scale(absmax, SCALES, LEAST, ARITHMETIC)
         return made, made
 
 

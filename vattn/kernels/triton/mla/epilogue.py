@@ -23,6 +23,7 @@ from vattn.kernels.triton.common.epilogue import (
     nvfp4_codes,
     quantise_dynamic,
     quantise_static,
+    scale_kind,
     swizzled_offset,
 )
 from vattn.kernels.triton.common.tiles import Limits
@@ -46,11 +47,11 @@ def kind_of(config: MLAConfig) -> str:
 def epilogue_constants(config: MLAConfig, limits: Limits) -> dict[str, Any]:
     """Return what a kernel is specialised for that ends in `store_columns`.
 
-    GROUPS: columns of a group, whether it is NVFP4, powers of two, floor (negative: the default), arithmetic.
+    GROUPS: as `vattn.kernels.triton.common.epilogue.group_constants` returns, of groups that need not fit heads.
     """
     fmt = OUTPUT_FORMATS[config.output_format]
     least = -1.0 if config.output_min_scale is None else config.output_min_scale
-    groups = (max(fmt.group_size, 1), fmt.static_scale, fmt.power_of_two, least, config.output_arithmetic)
+    groups = (max(fmt.group_size, 1), fmt.static_scale, scale_kind(config), least, config.output_arithmetic)
     return {
         "V": config.v_head_dim, "MODEL": TRITON_DTYPES[MODEL_DTYPES[config.dtype]], "KIND": kind_of(config),
         "GROUPS": groups, "NATIVE_FP8": limits.native_fp8,
@@ -141,9 +142,10 @@ def row_scales(partial_maxima, token, known, COUNT: tl.constexpr, WIDTH: tl.cons
     part = tl.arange(0, WIDTH)
     mask = known[:, None] & (part < COUNT)[None, :]
     maxima = tl.load(partial_maxima + token.to(tl.int64)[:, None] * COUNT + part[None, :], mask=mask, other=0.0)
+    SCALES: tl.constexpr = GROUPS[2]
     LEAST: tl.constexpr = GROUPS[3]
     ARITHMETIC: tl.constexpr = GROUPS[4]
-    return dynamic_scale(absolute_maximum(maxima), False, LEAST, ARITHMETIC)
+    return dynamic_scale(absolute_maximum(maxima), SCALES, LEAST, ARITHMETIC)
 
 
 @triton.jit
