@@ -207,6 +207,40 @@ def test_nothing_is_admitted_in_the_step_of_a_preemption() -> None:
     assert list(plan.waiting) == [second, small] and plan.pool.num_free == 2
 
 
+def test_a_request_that_lost_its_blocks_does_not_come_back_in_the_same_step() -> None:
+    """With a small budget a part of it would fit, and take the blocks that the others need next."""
+    plan = scheduler(num_blocks=6, budget=4)
+    first, second = request(7, 9), request(12, 9)
+    plan.add(first)
+    plan.add(second)
+    for _ in range(4):
+        batch = plan.schedule()
+        give(batch.requests[: batch.ready])
+    assert (first.cached, second.cached, plan.pool.num_free) == (9, 7, 0)
+    assert plan.schedule().requests == [first] and list(plan.waiting) == [second] and plan.preemptions == 1
+    assert plan.pool.num_free == 2, "a chunk of it would fit"
+    give([first])
+    assert plan.schedule().requests == [first, second], "the next step admits it"
+
+
+def test_its_own_blocks_are_no_prefix_of_another() -> None:
+    """A request that finds what it had computed before it lost its blocks has reused nothing."""
+    cache = Chains(9, hybrid=False).kv_cache
+    plan = Scheduler(CacheBlocks(cache, 2, 32, reuse=True), 2, 8, 32)
+    one, other = request(8), request(8)
+    plan.add(one)
+    plan.schedule()
+    plan.blocks.publish(one, 8)
+    give([one])
+    plan.preempt(one)
+    batch = plan.schedule()
+    assert (batch.starts, batch.ends) == ([8], [9]), "it finds both of its blocks"
+    assert one.reused == 0
+    plan.add(other)
+    plan.schedule()
+    assert other.reused == 4, "another prompt finds the first, and computes its last block itself"
+
+
 def test_drafts_end_with_the_request_the_budget_and_the_blocks() -> None:
     lookup = vattn.PromptLookup(num_drafts=4, shortest=1)
     for new, budget, blocks, drafts in ((8, 8, 9, 4), (3, 8, 9, 1), (2, 8, 9, 0), (8, 4, 9, 3), (8, 8, 4, 2)):

@@ -188,6 +188,10 @@ BAD = {
     "floats": ({"query_lens": [3.0, 1.0]}, "flat sequence of ints"),
     "nested": ({"query_lens": [[3], [1]]}, "flat sequence of ints"),
     "few padded requests": ({"num_reqs_padded": 1}, "2 requests padded to 1"),
+    "one padded request": (
+        {"query_lens": [3], "seq_lens": [3], "block_tables": [[1]], "num_reqs_padded": 1},
+        "1 requests padded to 1",
+    ),
     "many padded requests": ({"num_reqs_padded": 6}, "2 to 5 requests"),
     "few padded tokens": ({"num_tokens_padded": 3}, "4 tokens padded to 3"),
     "many padded tokens": ({"num_tokens_padded": 41}, "4 to 40 tokens"),

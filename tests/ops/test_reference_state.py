@@ -90,7 +90,9 @@ def test_fp8_keys_are_stored_as_they_are() -> None:
     assert torch.equal(key_cache.view(torch.uint8)[[0, 3], [3, 6]], codes)
 
 
-@pytest.mark.parametrize("slots", [[], [-1, NUM_BLOCKS * BLOCK_SIZE, 10**6]], ids=["empty", "no slot"])
+@pytest.mark.parametrize(
+    "slots", [[], [-1, NUM_BLOCKS * BLOCK_SIZE, 10**6], [NUM_BLOCKS * BLOCK_SIZE]], ids=["empty", "no slot", "the next"]
+)
 def test_an_update_without_slots_writes_nothing(slots: list[int]) -> None:
     config = make_config(block_size=BLOCK_SIZE)
     args = update_args(config, slots)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -39,8 +40,8 @@ def test_layers_that_differ_are_judged_one_by_one() -> None:
     assert capture.report[1].reason == "the output is not quantised"
 
 
-def test_the_log_sum_exp_and_other_outputs_stay() -> None:
-    """The output's neighbours among what the op writes keep their places."""
+def with_log_sum_exp(scale_of: Callable[[Tensor, Tensor], Tensor]) -> Capture:
+    """Capture a call that also returns its log-sum-exp; `scale_of` makes the scale from a given one and from that."""
     from vattn.layers.functional import new_output
 
     config = vattn.AttentionConfig(4, 2, 32, 32, 0.2, "bfloat16", "bfloat16", lse=True)
@@ -50,14 +51,26 @@ def test_the_log_sum_exp_and_other_outputs_stay() -> None:
         out = new_output(query, config)
         args = (query, *cache, starts, lens, table, out.output, None, out.lse, *[None] * 11, [], None, config.encode())
         torch.ops.vattn.attention(*args)
-        return static(out.output.flatten(1), s), out.lse
+        assert out.lse is not None
+        return static(out.output.flatten(1), scale_of(s, out.lse)), out.lse
 
     ints = [torch.tensor(v, dtype=torch.int32) for v in ([0, 3, 7], [9, 4], [[1, 2], [3, 4]])]
     arguments = (torch.randn(7, 4, 32).bfloat16(), *ints, torch.tensor([0.01]))
     capture = Capture(both)
     for got, expected in zip(*capture.both(lambda: capture.target(*arguments)), strict=True):
         assert same_bits(got, expected)
-    assert capture.report[0].outcome == "fused"
+    return capture
+
+
+def test_the_log_sum_exp_and_other_outputs_stay() -> None:
+    """The output's neighbours among what the op writes keep their places."""
+    assert with_log_sum_exp(lambda s, lse: s).report[0].outcome == "fused"
+
+
+def test_a_scale_made_of_the_log_sum_exp_is_refused() -> None:
+    """The call would have to read what it has not written yet."""
+    report = with_log_sum_exp(lambda s, lse: s + lse.abs().amax()).report[0]
+    assert (report.outcome, report.reason) == ("near miss", "the scale is computed from the attention's results")
 
 
 def test_a_scale_made_after_the_attention_call() -> None:
