@@ -93,6 +93,32 @@ def test_rows_list_the_highest_scores(listed: int) -> None:
     assert (args.topk_indices[9:] == -1).all()
 
 
+def test_keys_beyond_the_block_table_are_not_listed() -> None:
+    whole, args = make_select(listed=60), make_select(listed=60)
+    args = args._replace(block_table=args.block_table[:, :2])
+    mla_indexer.mla_indexer_select(args)
+    assert args.topk_indices[:2].max() == 15 and (args.topk_indices[:2] >= 0).sum(1).tolist() == [16, 16]
+    mla_indexer.mla_indexer_select(whole)
+    assert torch.equal(args.topk_indices[2:5], whole.topk_indices[2:5])
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("query", torch.zeros(11, 3, 8)),
+        ("weights", torch.zeros(11, 2)),
+        ("index_cache", torch.zeros(0, 8, 12, dtype=torch.uint8)),
+        ("topk_indices", torch.zeros(11, 5)),
+        ("seq_lens", torch.zeros(4)),
+    ],
+)
+def test_wrong_tensors_of_a_selection_are_named(name: str, wrong: Tensor) -> None:
+    args = make_select()
+    with pytest.raises(VattnError, match=name):
+        mla_indexer.check_indexer_select(args._replace(**{name: wrong}))
+    mla_indexer.check_indexer_select(args)
+
+
 @pytest.mark.parametrize(
     ("heads", "listed", "score_bytes"),
     [(3, 1, None), (3, 5, None), (20, 9, None), (64, 9, None), (3, 24, None), (3, 60, None), (3, 5, 4 * 48 * 3)],
@@ -305,8 +331,8 @@ def test_positions_on_the_host_without_a_row_are_refused(dtype: torch.dtype) -> 
 
 def bad_updates() -> dict[str, tuple[type[VattnError], dict[str, Any]]]:
     return {
-        "another rotary_dim": (ConfigError, {"rope": RopeConfig(6).encode()}),
-        "something about queries": (ConfigError, {"rope": RopeConfig(12, round_query=False).encode()}),
+        "another rotary_dim": (ConfigError, {"rope": RopeConfig(6, norm="rms").encode()}),
+        "something about queries": (ConfigError, {"rope": RopeConfig(12, norm="rms", round_query=False).encode()}),
         "tables of another width": (ShapeError, {"cos": torch.zeros(9, 5)}),
         "tables of two dtypes": (DtypeError, {"sin": torch.zeros(9, 6).double()}),
         "positions of another length": (ShapeError, {"positions": torch.arange(5)}),

@@ -34,7 +34,8 @@ from vattn.errors import (
     VattnError,
 )
 from vattn.ops.arguments_mla import MLACacheUpdateArgs
-from vattn.ops.reference.mla_absorb import elements_per_token
+from vattn.ops.reference.mla import attend_expanded, attend_latents, read_rows
+from vattn.ops.reference.mla_absorb import absorb, elements_per_token, weight_values, workspace_tokens
 from vattn.quantization.formats import MODEL_DTYPES
 from vattn.quantization.mla_formats import MLA_FORMATS, decode_rows, encode_rows
 
@@ -117,6 +118,50 @@ def test_bf16_is_no_worse_than_the_formula_in_bf16(threshold: int) -> None:
 def test_fp8_weights(weight_format: str) -> None:
     config = make_mla_config(num_heads=9, kv_lora_rank=150, weight_format=weight_format, lse=True)
     check(config, [1, 9], [20, 12])
+
+
+def test_fp8_weights_by_hand() -> None:
+    codes = torch.randint(-8, 9, (9, 40, 150)).float()
+    weight, dtype = codes.to(torch.float8_e4m3fn), torch.float32
+    config = make_mla_config(num_heads=9, kv_lora_rank=150, weight_format="fp8_tensor")
+    assert torch.equal(weight_values(weight, torch.tensor([0.25]), config, dtype), codes / 4)
+    blocks = torch.arange(1.0, 7).view(3, 2)
+    config = config.replace(weight_format="fp8_block128")
+    scales = blocks.repeat_interleave(128, 0)[:360].repeat_interleave(128, 1)[:, :150].reshape(9, 40, 150)
+    assert torch.equal(weight_values(weight, blocks, config, dtype), codes * scales)
+
+
+def test_queries_are_absorbed_row_by_row() -> None:
+    config = make_mla_config(num_heads=3, qk_nope_head_dim=5, kv_lora_rank=20, dtype="bfloat16")
+    query = torch.randn(4, 3, config.qk_head_dim).bfloat16()
+    query[2:] = torch.nan
+    weights = torch.randn(3, 5, 20).bfloat16()
+    found = absorb(query, weights, config)
+    want = torch.einsum("tnp,npl->tnl", query[:2, :, :5].double(), weights.double())
+    torch.testing.assert_close(found[:2, :, :20].double(), want, rtol=2.0**-8, atol=1e-6)
+    assert torch.equal(found[:2, :, 20:], query[:2, :, 5:])
+
+
+def test_a_workspace_holds_whole_blocks() -> None:
+    config = make_mla_config(block_size=16)
+    each = elements_per_token(config)
+    assert [workspace_tokens(None, config, most) for most in (3, 16, 47)] == [16, 16, 32]
+    assert workspace_tokens(torch.empty(47 * each), config, 3) == 32
+    with pytest.raises(ShapeError, match=f"at least {16 * each}, for one block of 16"):
+        workspace_tokens(torch.empty(16 * each - 1), config, 99)
+
+
+def test_rows_beyond_the_block_table_are_not_seen() -> None:
+    config = config_of("float32", block_size=8)
+    args = random_mla_batch(config, [2], [16])
+    long = args._replace(seq_lens=args.seq_lens + 9, block_table=args.block_table[:, :2])
+    positions = torch.arange(16)
+    weight = weight_values(args.kv_b_weight, None, config, torch.float32)
+    rows = row_view(args.kv_cache, config)[args.block_table[0, positions // 8].long(), positions % 8]
+    want, _ = attend_expanded(
+        args.query.float(), *read_rows(rows, None, config), weight, torch.ones(2, 16, dtype=torch.bool), config, None
+    )
+    assert relative_l2(attend_latents(long, config)[0], want) < 2e-6
 
 
 @pytest.mark.parametrize("topk", [1, 4, 100])

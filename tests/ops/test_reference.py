@@ -15,6 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tests.support import Batch, make_config, random_packed_batch, random_paged_batch, relative_l2
 from vattn.config.attention import AttentionConfig
+from vattn.config.dcp import DCPShard
 from vattn.errors import ConfigError
 from vattn.ops.arguments import VarlenAttentionArgs
 from vattn.ops.reference import attention as reference
@@ -385,6 +386,13 @@ def test_keys_beyond_the_block_table_are_not_seen() -> None:
     visible = visible_mask(config, 3, 20)[:, :16]
     expected, _ = reference.attend(batch.queries[0], batch.keys[0][:16], batch.values[0][:16], visible, config)
     assert relative_l2(batch.expected()[0], expected) < FP32_TOLERANCE
+
+
+def test_a_rank_holds_no_more_keys_than_its_share_and_what_it_says() -> None:
+    lengths, held = torch.tensor([9, 9, 9, -4]), torch.tensor([-5, 3, 99, 2])
+    shard = DCPShard(rank=0, world_size=2, interleave=2)
+    assert reference.held_lengths(shard, lengths, held) == [0, 3, 5, 0]
+    assert reference.held_lengths(None, lengths, held) == [9, 9, 9, 0]
 
 
 def test_varlen_rows_outside_the_offsets_are_neither_read_nor_left_unwritten() -> None:

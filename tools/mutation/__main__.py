@@ -131,7 +131,8 @@ def measure(run: Run) -> Run:
             raise SystemExit(f"{room}: no result\n{(folder / 'output').read_text()[-4000:]}")
         done: Run = pickle.loads((folder / "run").read_bytes())
         print((folder / "output").read_text(), end="", file=sys.stderr)
-    _judge(done, [mutant for mutant in run.mutants if done.early(mutant)], _collect_and_judge)
+    judged = {one.mutant for one in done.judged}
+    _judge(done, [mutant for mutant in run.mutants if mutant not in judged], _collect_and_judge)
     _check_killers(done)
     return done
 

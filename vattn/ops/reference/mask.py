@@ -77,7 +77,7 @@ def visible_at(config: AttentionConfig, q: Tensor, k: Tensor, causal: bool, mm_r
         visible = visible & ((q // config.chunk_size - k // config.chunk_size).abs() <= config.chunk_lookback)
     elif window is not None:
         visible = visible & ((q - k).abs() < window)
-    if config.mm_prefix != "none" and mm_ranges is not None:
+    if mm_ranges is not None:
         low, high = mm_ranges[:, :1], mm_ranges[:, 1:]
         of_query = (low <= q.view(-1)) & (q.view(-1) <= high) & (low < high)
         of_key = (low <= k) & (k <= high)

@@ -128,8 +128,6 @@ def mla_indexer_select(args: IndexerSelectArgs) -> None:
     lengths = args.seq_lens.tolist()
     for request, (start, end) in enumerate(itertools.pairwise(args.query_start_loc.tolist())):
         keys = min(max(lengths[request], 0), args.block_table.shape[1] * size)
-        if end <= start or not keys:
-            continue
         position = torch.arange(keys, device=cache.device)
         blocks = args.block_table[request, position // size].long()
         known = (blocks >= 0) & (blocks < cache.shape[0])
