@@ -33,7 +33,7 @@ from tests.integrations.sglang_engine import (
     make_swa_pool,
 )
 from tests.support import relative_l2
-from vattn.backends import selector
+from vattn.backends import dispatch, selector
 from vattn.integrations.sglang import create_backend
 
 STEPS = (
@@ -160,22 +160,18 @@ def test_layers_of_one_kind_share_one_schedule_a_step(monkeypatch: pytest.Monkey
     runner = make_runner(make_pool(), *(layers := [make_layer(0), make_layer(1)]))
     backend, scheduler, given = create_backend(runner), Scheduler(runner), []
 
-    class Plans(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func is torch.ops.vattn.attention.default:
-                given.append([tensor.data_ptr() for tensor in args[-3]])
-                return None
-            return func(*args, **(kwargs or {}))
+    def attend(*args: Any) -> None:
+        given.append([tensor.data_ptr() for tensor in args[-3]])
 
+    monkeypatch.setattr(dispatch, "attention", attend)
     batch = scheduler.batch({0: 6, 1: 2}, ForwardMode.EXTEND)
     backend.init_forward_metadata(batch)
     (schedule,) = backend.forward_metadata[False].plans.values()
     query, key, value = (t.reshape(-1, t.shape[-1] // SIZE, SIZE) for t in rows({0: 8}, scheduler.rng, torch.float32))
-    with Plans():
-        for layer in layers:
-            backend.forward(query, key, value, layer, batch)
-        # The engine may leave out rows of a padded step; the schedule holds them.
-        backend.forward(query[:7], key[:7], value[:7], layers[0], batch)
+    for layer in layers:
+        backend.forward(query, key, value, layer, batch)
+    # The engine may leave out rows of a padded step; the schedule holds them.
+    backend.forward(query[:7], key[:7], value[:7], layers[0], batch)
     assert given == [[schedule.data_ptr()], [schedule.data_ptr()], []]
     assert schedule.tolist() == [1] * 4
 
@@ -267,7 +263,9 @@ def test_keys_and_values_lie_in_the_memory_of_the_engine_and_nothing_else_change
     query, key, value = (tensor.contiguous() for tensor in rows({0: 23}, scheduler.rng, torch.float32))
     key, value = key.view(-1, KV_HEADS, SIZE), value.view(-1, KV_HEADS, SIZE)
     backend.forward(query, key, value, layers[1], batch)
-    for buffer, stored, view in zip((pool.k_buffer, pool.v_buffer), (key, value), backend._views(1), strict=True):
+    calls = backend._layers[layers[1]].calls
+    views = calls.key_cache, calls.value_cache
+    for buffer, stored, view in zip((pool.k_buffer, pool.v_buffer), (key, value), views, strict=True):
         assert view.data_ptr() == buffer[1].data_ptr() and view.shape[1:] == (16, KV_HEADS, SIZE)
         assert torch.equal(buffer[1][batch.out_cache_loc], stored)
         others = torch.ones(buffer[1].shape[0], dtype=torch.bool).index_fill(0, batch.out_cache_loc, False)

@@ -13,8 +13,8 @@ from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from torch import Tensor
 
-import vattn.ops.schemas  # noqa: F401  registers the ops
 from vattn.errors import UnsupportedRequestError
+from vattn.integrations.engine_layer import EngineLayer
 from vattn.integrations.sglang.layers import ANOTHER_BACKEND, Layer, check_engine, find_layers, read_layer
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.builder import AttentionMetadataBuilder
@@ -154,50 +154,15 @@ class VattnBackend(AttentionBackend):
     ) -> Tensor:
         _refuse_given(kwargs.items())
         layer = self._layer(radix, sinks is not None)
-        config, step = layer.config, self.forward_metadata[layer.windowed]
-        keys, values = self._views(radix.layer_id)
+        config, step, calls = layer.config, self.forward_metadata[layer.windowed], self._calls(radix.layer_id, layer)
         query = query.view(-1, config.num_heads, config.head_size)
         if store and key is not None and value is not None:
-            torch.ops.vattn.kv_cache_update(
-                key.view(-1, config.num_kv_heads, config.head_size),
-                value.view(-1, config.num_kv_heads, config.head_size_v),
-                keys,
-                values,
-                step.slot_mapping[: key.shape[0]],
-                layer.k_scale,
-                layer.v_scale,
-                layer.encoded,
-            )
-        num_tokens = query.shape[0]
-        output = query.new_empty(num_tokens, config.num_heads, config.head_size_v)
-        # A schedule is for the rows of its step; SGLang may attend fewer.
-        plan = [step.plans[layer.plan_key]] if layer.plan_key in step.plans else []
-        torch.ops.vattn.attention(
-            query,
-            keys,
-            values,
-            step.query_start_loc,
-            step.seq_lens,
-            step.block_table,
-            output,
-            None,
-            None,
-            None,
-            None,
-            layer.k_scale,
-            layer.v_scale,
-            None,
-            sinks,
-            None,
-            None,
-            None,
-            None,
-            None,
-            plan if num_tokens == step.slot_mapping.shape[0] else [],
-            None,
-            layer.encoded,
-        )
-        return output.view(num_tokens, -1)
+            key = key.view(-1, config.num_kv_heads, config.head_size)
+            value = value.view(-1, config.num_kv_heads, config.head_size_v)
+            calls.write(key, value, step.slot_mapping[: key.shape[0]])
+        output = query.new_empty(query.shape[0], config.num_heads, config.head_size_v)
+        calls.attend(query, step, output, sinks=sinks)
+        return output.view(query.shape[0], -1)
 
     def _layer(self, radix: RadixAttention, sinks: bool) -> Layer:
         layer = self._layers.get(radix)
@@ -205,10 +170,14 @@ class VattnBackend(AttentionBackend):
             layer = self._layers[radix] = read_layer(radix, self._runner, sinks)
         return layer
 
-    def _views(self, layer_id: int) -> tuple[Tensor, Tensor]:
-        """Return a layer's keys and values as `[pages, page_size, heads, columns]`; SGLang may have to load them."""
+    def _calls(self, layer_id: int, layer: Layer) -> EngineLayer:
+        """Return a layer over its buffers, which SGLang may have to load, or put elsewhere."""
         keys, values = self.token_to_kv_pool.get_kv_buffer(layer_id)
-        return self._pages(keys), self._pages(values)
+        place = keys.data_ptr(), values.data_ptr(), keys.shape
+        if layer.calls is None or layer.place != place:
+            pages = self._pages(keys), self._pages(values)
+            layer.calls, layer.place = EngineLayer(layer.config, *pages, layer.k_scale, layer.v_scale), place
+        return layer.calls
 
     def _pages(self, buffer: Tensor) -> Tensor:
         if buffer.dim() == 4:  # [pages, heads, page_size, columns]

@@ -15,7 +15,7 @@ from torch import Tensor
 from vattn.backends import selector
 from vattn.config.attention import AttentionConfig
 from vattn.errors import UnsupportedRequestError
-from vattn.metadata.plans import plan_key
+from vattn.integrations.engine_layer import EngineLayer
 from vattn.quantization.formats import dtype_name
 
 ANOTHER_BACKEND = "choose another --attention-backend"
@@ -41,22 +41,23 @@ OPTIONS = {
 """Options of the server that change what an attention backend must do, each with the only value that is served."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Layer:
-    """One attention layer as the ops need it.
+    """One attention layer of SGLang's.
 
     Attributes:
-        config, encoded, plan_key: what it requests, as a string too, and its schedule's name in a step.
+        config: what it requests.
         windowed: its cache lies in the pool of sliding-window layers, which has block tables of its own.
         k_scale, v_scale: fp32 of one value for an FP8 cache; the engine's own tensors where it has some.
+        calls, place: the layer over its buffers, and where these are; `None` before its first call.
     """
 
     config: AttentionConfig
-    encoded: str
-    plan_key: str
     windowed: bool
     k_scale: Tensor | None
     v_scale: Tensor | None
+    calls: EngineLayer | None = None
+    place: tuple[int, int, torch.Size] | None = None
 
 
 def check_engine(model_runner: Any) -> None:
@@ -142,8 +143,6 @@ def read_layer(layer: RadixAttention, model_runner: Any, sinks: bool) -> Layer:
         raise UnsupportedRequestError(got, error.allowed, f"{fix}, or {ANOTHER_BACKEND}") from error
     return Layer(
         config,
-        config.encode(),
-        plan_key(config, device),
         type(pool) is SWAKVPool and pool.layers_mapping[layer.layer_id][1],
         _scale(layer.k_scale, device) if fp8 else None,
         _scale(layer.v_scale, device) if fp8 else None,
