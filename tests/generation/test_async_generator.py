@@ -56,7 +56,9 @@ def test_choices_come_in_one_stream(running: Any) -> None:
         assert [token for part in parts if part.request is choice for token in part.tokens] == choice.output
 
 
-def test_a_loop_that_is_left_cancels(running: Any) -> None:
+@pytest.mark.parametrize("pause", [0.0, 0.05])
+def test_a_loop_that_is_left_cancels(running: Any, pause: float) -> None:
+    """Also while its prompt is being queued, and however soon the event loop ends."""
     generator, _ = running
     long = vattn.Sampling(80, stop_token_ids=())
 
@@ -65,13 +67,15 @@ def test_a_loop_that_is_left_cancels(running: Any) -> None:
         first = (await anext(stream)).request
         await stream.aclose()
         task = asyncio.ensure_future(generator.generate(PROMPTS[2], long))
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(pause)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         return first
 
-    assert asyncio.run(main()).state == "cancelled"
+    first = asyncio.run(main())
+    generator.close()
+    assert first.state == "cancelled" and not generator.generator.busy
 
 
 def test_errors_reach_their_coroutine(running: Any, expected: list[list[int]]) -> None:

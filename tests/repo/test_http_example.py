@@ -327,9 +327,8 @@ def test_a_client_that_reads_nothing_does_not_stay() -> None:
 
 
 def test_keys_separate_tenants(server: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    generator, requests = server.engine.generator, []
-    add = generator.add
-    monkeypatch.setattr(generator, "add", lambda *args, **kw: requests.append(add(*args, **kw)) or requests[-1])
+    submit, requests = server.engine.submit, []
+    monkeypatch.setattr(server.engine, "submit", lambda *args: requests.append(submit(*args)) or requests[-1])
     prompt = "# A line that both tenants begin with, longer than a block of the cache.\n"
     texts = [
         client(server.port, key)

@@ -79,13 +79,15 @@ class AsyncGenerator:
             VattnError: see `Generator.add`.
             RequestError: this is closed.
         """
+        # Steps go on while a tokenizer or a grammar takes its time.
+        choices = self.generator._read(prompt, sampling, cache_salt)
         with self._changed:
             if self._closed:
                 raise RequestError("a prompt for an AsyncGenerator that is closed", "one that runs", "make a new one")
-            request = self.generator.add(prompt, sampling, cache_salt=cache_salt)
-            self._unfinished |= dict.fromkeys(request.choices, watch)
+            self.generator._queue(choices)
+            self._unfinished |= dict.fromkeys(choices, watch)
             self._changed.notify()
-        return request
+        return choices[0]
 
     def cancel(self, requests: Sequence[Request]) -> None:
         """End requests and their other choices; those that have ended stay as they are."""
@@ -116,20 +118,24 @@ class AsyncGenerator:
         def watch(part: Progress) -> None:
             loop.call_soon_threadsafe(parts.put_nowait, (part, part.request.done))
 
-        # Tokenizers and grammars take their time.
-        adding = asyncio.ensure_future(asyncio.to_thread(self.submit, prompt, sampling, cache_salt, watch))
+        held, gone = list[Request](), threading.Event()
+
+        def add() -> Request:
+            held.append(self.submit(prompt, sampling, cache_salt, watch))
+            if gone.is_set():
+                self.cancel(held)
+            return held[0]
+
         try:
-            left = len((await asyncio.shield(adding)).choices)
+            # Tokenizers and grammars take their time, in which the loop may be left.
+            left = len((await asyncio.to_thread(add)).choices)
             while left:
                 part, ended = await parts.get()
                 left -= ended
                 yield part
         finally:
-            adding.add_done_callback(self._drop)
-
-    def _drop(self, adding: asyncio.Future[Request]) -> None:
-        if adding.exception() is None:
-            self.cancel([adding.result()])
+            gone.set()
+            self.cancel(held)
 
     async def generate(self, prompt: Prompt, sampling: Sampling | None = None, *, cache_salt: Salt = "") -> Request:
         """Run a prompt to its end and return its request.

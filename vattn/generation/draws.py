@@ -63,7 +63,8 @@ def cut(scores: Tensor, top_k: Tensor | None, top_p: Tensor | None, min_p: Tenso
     """
     largest = scores.max(dim=-1, keepdim=True).values
     if top_k is not None or top_p is not None:
-        ranked = scores.topk(min(most, scores.shape[1]), dim=-1).values
+        whole = most >= scores.shape[1]
+        ranked = scores.sort(dim=-1, descending=True).values if whole else scores.topk(most, dim=-1).values
         last = top_k if top_k is not None else torch.full_like(scores[:, 0], ranked.shape[1], dtype=torch.int64)
         # A row without `top_k` asks for no more than it needs of a narrower ranking.
         least = ranked.gather(1, (last - 1).clamp(max=ranked.shape[1] - 1)[:, None])

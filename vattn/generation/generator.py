@@ -2,34 +2,26 @@
 
 from __future__ import annotations
 
-import threading
-import time
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import partial
-from itertools import repeat
-from operator import attrgetter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
 
 from vattn.cache.allocation import KVCacheAllocation
-from vattn.cache.bindings import CacheBindings, cache_claim, take_cache
-from vattn.calibration.eval_mode import EvalMode
+from vattn.cache.bindings import take_cache
 from vattn.config.arguments import check_switches, read_count
-from vattn.errors import CacheError, ConfigError, MissingPackageError, RequestError, VattnError
+from vattn.errors import ConfigError, MissingPackageError, VattnError
 from vattn.generation.cache_blocks import CacheBlocks, longest_that_fits
 from vattn.generation.chat import Chat, is_conversation
 from vattn.generation.default_sampling import default_sampling
-from vattn.generation.detokenizer import TextStream, takes
 from vattn.generation.grammar import GrammarCompiler
-from vattn.generation.model_runner import Launched, ModelRunner
-from vattn.generation.outputs import take_tokens
+from vattn.generation.model_runner import ModelRunner
 from vattn.generation.prompt_lookup import PromptLookup
 from vattn.generation.prompts import Prompt, Submission, check_sampling, read_bad_words, read_prompt, read_prompts
 from vattn.generation.request import FAILED, Progress, Request
 from vattn.generation.sampling import Sampling
-from vattn.generation.scheduler import Batch, Scheduler
+from vattn.generation.scheduler import Scheduler
 from vattn.generation.setup import (
     capture,
     check_kind,
@@ -43,10 +35,11 @@ from vattn.generation.setup import (
     mixed_sizes,
 )
 from vattn.generation.statistics import Statistics
+from vattn.generation.step_loop import StepLoop
 from vattn.kv_transfer.connector import Salt, salt_digest
 
 
-class Generator:
+class Generator(StepLoop):
     """Run many requests on one model: they join and leave a running batch, in chunks, on a paged cache.
 
     Args:
@@ -128,17 +121,15 @@ class Generator:
         check_kind("speculation", speculation, PromptLookup)
         check_kind("compile_options", compile_options, dict)
         check_tokenizer(tokenizer)
-        self.model, self.tokenizer = model, tokenizer
         self.cache = cache = find_cache(model, cache)
-        self._mode = EvalMode(model)
         self.device = cache.device
         self.stop_token_ids = end_tokens(model, stop_token_ids)
         self.default_sampling = default_sampling(model, tokenizer)
         sizes = graph_ladder(graph_sizes, max_num_reqs, self.device)
         num_drafts = speculation.num_drafts if speculation is not None else 0
         max_seq_len = longest_request(model, max_seq_len, longest_that_fits(cache, token_budget))
-        self._blocks = CacheBlocks(cache, max_num_reqs, max_seq_len, reuse_prefixes, model)
-        self.scheduler = Scheduler(self._blocks, max_num_reqs, token_budget, max_seq_len, max_queue, speculation)
+        blocks = CacheBlocks(cache, max_num_reqs, max_seq_len, reuse_prefixes, model)
+        scheduler = Scheduler(blocks, max_num_reqs, token_budget, max_seq_len, max_queue, speculation)
         capacity = max(2, token_budget + 1, max_num_reqs * (1 + num_drafts))
         builder = make_builder(model, cache, max_num_reqs, capacity, max_seq_len)
         mixed = mixed_sizes(mixed_graph_sizes, token_budget, max_num_reqs, sizes, builder)
@@ -146,17 +137,9 @@ class Generator:
         graphs = capture(forward, builder, sizes, num_drafts, mixed, max_num_reqs)
         self.graphs, self.draft_graphs, self.mixed_graphs = graphs
         take_cache(cache.kv_caches[0])
-        layers = [layer for layer in model.modules() if hasattr(layer, "bind_kv_cache")]
-        self._bindings = CacheBindings(layers, cache_claim)
-        self._runner = ModelRunner(forward, builder, graphs, self._blocks)
-        self._skips_special_tokens = takes(getattr(tokenizer, "decode", None), "skip_special_tokens")
+        super().__init__(model, tokenizer, scheduler, ModelRunner(forward, builder, graphs, blocks))
+        self._statistics.num_blocks = cache.num_blocks - cache.reserved_blocks
         self._grammar_compiler: GrammarCompiler | None = None
-        self._ahead: Launched | None = None
-        self._statistics = Statistics(num_blocks=cache.num_blocks - cache.reserved_blocks)
-        self._first: list[float] = []
-        # Reentrant: a signal handler may cancel requests too. It is held for moments, never during a step.
-        self._lock, self._stepping = threading.RLock(), False
-        self._cancelled, self._streams = list[Request](), 0
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError("a copy of a generator", "one generator for a cache", "make a new one with Generator(model)")
@@ -179,6 +162,12 @@ class Generator:
             MissingPackageError: a grammar without xgrammar.
             ConfigError: the model, or a part of it, is in training mode; a salt of another type.
         """
+        choices = self._read(prompt, sampling, cache_salt)
+        self._queue(choices)
+        return choices[0]
+
+    def _read(self, prompt: Prompt, sampling: Sampling | None, cache_salt: Salt) -> tuple[Request, ...]:
+        """Return the requests of a prompt, which are not queued yet."""
         self._mode.check()
         salt_digest(self._blocks.block_size, cache_salt, "cache_salt")
         vocab_size = getattr(self.model, "vocab_size", None)
@@ -193,9 +182,7 @@ class Generator:
             if sampling.grammar is not None:
                 request.matcher = self._grammars().matcher(sampling.grammar, ends)
             self._open_text(request)
-        with self._lock:
-            self.scheduler.add(*choices)
-        return choices[0]
+        return choices
 
     def _grammars(self) -> GrammarCompiler:
         """Return what compiles grammars for the tokenizer, made by the first request that has one."""
@@ -203,204 +190,6 @@ class Generator:
             vocab_size = getattr(self.model, "vocab_size", None)
             self._grammar_compiler = GrammarCompiler(self.tokenizer, vocab_size, self.stop_token_ids)
         return self._grammar_compiler
-
-    def _open_text(self, request: Request) -> None:
-        """Let a request's text begin anew."""
-        if self.tokenizer is not None:
-            sampling, skip = request.sampling, request.sampling.skip_special_tokens
-            skip = True if skip is None and self._skips_special_tokens else skip
-            request.stream = TextStream(self.tokenizer, sampling.stop_strings, sampling.min_tokens, skip)
-            request.text = ""
-
-    def cancel(self, request: Request) -> None:
-        """End a request and free its blocks; one that has ended stays as it is. The first of several ends all choices.
-
-        While a step runs, in a logits processor or another thread, the request ends when the step does.
-
-        Raises:
-            RequestError: no request, or one of another generator.
-        """
-        if not isinstance(request, Request):
-            raise RequestError(f"cancel({request!r:.60})", "what add() returned", "keep it for each prompt")
-        self.scheduler.check_held(request)
-        with self._lock:
-            for choice in (request,) if request.index else request.choices:
-                if self._stepping:
-                    self._cancelled.append(choice)
-                else:
-                    self.scheduler.cancel(choice)
-
-    def fail(self, request: Request, error: VattnError) -> None:
-        """End a request with an error and free its blocks; one that has ended stays as it is.
-
-        Raises:
-            RequestError: a request of another generator.
-        """
-        self.scheduler.check_held(request)
-        with self._lock:
-            if not request.done:
-                self.scheduler.retire(request)
-                request.end(FAILED, "error", error)
-
-    @property
-    def busy(self) -> bool:
-        """Whether requests wait or run."""
-        return bool(self.scheduler.waiting or self.scheduler.running)
-
-    def step(self) -> list[Progress]:
-        """Compute one step; return the new tokens and text of each request that got tokens or ended.
-
-        The next step is launched before this one returns, unless its plan depends on the new tokens. A step that
-        raises is undone: its requests wait, and later steps compute them again from their tokens.
-
-        Raises:
-            CacheError: the model has another cache by now, or the cache another user.
-            ConfigError: the model is in training mode; requests stay what they are.
-            RequestError: another step is running.
-        """
-        self._mode.check_whole()
-        self._check_cache()
-        with self._lock:
-            if self._stepping:
-                raise RequestError(
-                    "a step inside of another, from a logits processor, a criterion, a tokenizer or another thread",
-                    "one step at a time, from one thread",
-                    "add requests there, and run them by the steps that run already",
-                )
-            snapshot, self._stepping = self.scheduler.snapshot(), True
-        try:
-            progress = self._run_step()
-        except BaseException:
-            self._undo(snapshot)
-            raise
-        finally:
-            with self._lock:
-                self._stepping = False
-                while self._cancelled:
-                    self.scheduler.cancel(self._cancelled.pop())
-        for one in progress if self._streams else ():
-            if one.request.watcher is not None:
-                one.request.watcher.append(one)
-        return progress
-
-    def _check_cache(self) -> None:
-        if self._bindings.changed() is not None:
-            raise CacheError(
-                "a step of a generator whose cache was bound again, or taken by another generator, a calibration or an "
-                "audit",
-                "one generator for a cache: the newest",
-                "use that one or make a new one, or give each a model with a cache of its own",
-            )
-
-    def _undo(self, snapshot: Mapping[Request, int]) -> None:
-        """Undo a step: its requests have the tokens of the snapshot and wait, and the cache is empty."""
-        self._ahead = None
-        with self._lock:
-            unfinished = self.scheduler.start_over(snapshot)
-        for request in unfinished:
-            self._open_text(request)
-            if request.stream is not None:
-                for count in range(len(request.output)):
-                    request.stream.push(request.output[: count + 1])
-                request.text = request.stream.text
-
-    def _run_step(self) -> list[Progress]:
-        begin = time.perf_counter()
-        now, self._ahead = self._ahead or self._launch(None), None
-        if now is None:
-            return []
-        self._publish(now.batch)
-        # The device computes the next step while the host handles this one.
-        self._ahead = self._launch(now) if self._can_look_ahead(now.batch) else None
-        progress = self._accept(now)
-        tokens = sum(map(len, map(_TOKENS, progress)))
-        self._statistics.count(now.batch, tokens, time.perf_counter() - begin, now.waited, now.device_seconds)
-        return progress
-
-    def _can_look_ahead(self, now: Batch) -> bool:
-        """Whether the next step can be launched before the tokens of this one are known on the host."""
-        if now.follows or self.scheduler.lookup is not None:
-            return now.follows
-        return not any(request.needs_history for request in now.requests[: now.ready])
-
-    def _launch(self, before: Launched | None) -> Launched | None:
-        """Launch the next step while `before` still runs; return `None` if there is nothing to do."""
-        batch = self.scheduler.follow(before.batch) if before is not None else None
-        if batch is None:
-            if before is not None:
-                _expect_tokens(before.batch)
-            batch = self.scheduler.schedule()
-        return self._runner.launch(batch, before) if batch.requests else None
-
-    def _accept(self, now: Launched) -> list[Progress]:
-        """Wait for a step, and give its requests their tokens."""
-        tokens, usable = now.read()
-        if now.batch.scored and now.measured is not None:
-            now.measured.note_prompts()
-        if now.batch.drafts:
-            return self._accept_drafts(now, tokens, usable)
-        if self._ahead is not None and self._ahead.batch.follows:
-            run = now.batch.run
-            assert run is not None
-            if run.plain() and 0 not in usable and run.stops.isdisjoint(tokens):
-                deque(map(list.append, map(_OUTPUT, run.requests), tokens), maxlen=0)
-                return list(map(_PROGRESS, zip(run.requests, repeat(""), zip(tokens))))
-            for request in now.batch.requests:
-                request.pending = True
-        progress = []
-        for row, (request, token) in enumerate(zip(now.batch.requests, tokens, strict=False)):
-            if request.ended is not None:
-                continue
-            if request.pending and request.plain and usable[row] and token not in request.stop_token_ids:
-                # The most frequent case, `take_tokens` in short: the request's next step runs too.
-                request.output.append(token)
-                request.pending = False
-                progress.append(Progress(request, "", (token,)))
-            else:
-                progress.append(self._take(now, row, request, [token], [usable[row]]))
-        return progress
-
-    def _accept_drafts(self, now: Launched, tokens: list[int], usable: list[int]) -> list[Progress]:
-        """Give requests their right drafts, and the token after the last right one."""
-        batch, progress, stop = now.batch, [], 0
-        for request, end, drafts in zip(batch.requests[: batch.ready], batch.ends, batch.drafts, strict=False):
-            begin, stop = stop, stop + 1 + len(drafts)
-            if request.ended is not None:
-                continue
-            right = next((i for i, draft in enumerate(drafts) if draft != tokens[begin + i]), len(drafts))
-            # Later tokens overwrite the keys and values of wrong drafts.
-            request.cached = end - len(drafts) + right
-            request.drafted += len(drafts)
-            request.accepted += right
-            self._statistics.accepted_tokens += right
-            chosen = slice(begin, begin + 1 + right)
-            progress.append(self._take(now, begin, request, tokens[chosen], usable[chosen]))
-        return progress
-
-    def _take(self, now: Launched, row: int, request: Request, tokens: list[int], usable: list[int]) -> Progress:
-        """Give a request its tokens of a step, which are from a row on, and take it out if it ends."""
-        first = request.first_token is None
-        progress = take_tokens(request, tokens, usable, now.errors.get(row), now.logprobs(row, len(tokens)))
-        if first and request.first_token is not None:
-            self._first.append(request.first_token - request.arrived)
-        if request.ended is not None:
-            if request.state == FAILED:
-                self._blocks.forget(request)
-            self.scheduler.retire(request)
-        return progress
-
-    def _publish(self, batch: Batch) -> None:
-        """Publish the blocks that a step fills with known tokens."""
-        size, drafts = self._blocks.block_size, batch.drafts
-        if batch.follows:
-            assert batch.run is not None
-            for row in batch.run.full(batch.offset):
-                self._blocks.publish(batch.requests[row], batch.run.ends[row] + batch.offset)
-            return
-        ends = [end - len(draft) for end, draft in zip(batch.ends, drafts, strict=True)] if drafts else batch.ends
-        for request, end in zip(batch.requests, ends, strict=True):
-            if end // size > request.published:
-                self._blocks.publish(request, end)
 
     def stream(
         self,
@@ -533,19 +322,6 @@ class Generator:
                 for choice in request.choices:
                     choice.watcher = None
                 self.cancel(request)
-
-
-_TOKENS, _OUTPUT = attrgetter("tokens"), attrgetter("output")
-_PROGRESS = partial(tuple.__new__, Progress)
-"""Make a `Progress` from a tuple of its fields."""
-
-
-def _expect_tokens(batch: Batch) -> None:
-    """Count the tokens that a running step will choose, except a request's last one."""
-    for place, request in enumerate(batch.requests[: batch.ready]):
-        if not request.pending and request.ended is None and request.num_tokens + 1 < request.limit:
-            request.pending, request.pending_row = True, place
-            request.uncached += 1
 
 
 def _bar(total: int) -> Any:
