@@ -113,26 +113,26 @@ def first_calls() -> None:
 
 @pytest.fixture(autouse=True)
 def calls_run_twice(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU run each op twice from the same tensors, the second time as `vattn.kernels.repeats` has noted it."""
+    """On a GPU run each op twice from the same tensors, the second time as a replay of the first."""
     if not torch.cuda.is_available() or request.node.get_closest_marker("gpu") is None:
         return
     from vattn.backends import dispatch
-    from vattn.kernels.repeats import repeat
+    from vattn.kernels.replay import replay_or_run
 
     results, caches = ("output", "output_block_scale", "lse", "schedule"), ("key_cache", "value_cache")
 
-    def run_twice(known: Any, args: Any, run: Callable[[], None]) -> None:
+    def run_twice(recordings: Any, args: Any, run: Callable[[], None]) -> None:
         written = results if hasattr(args, "output") else caches + results
         tensors = [tensor for name in written if (tensor := getattr(args, name, None)) is not None]
         size = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         if size <= 2**26 and not torch.cuda.is_current_stream_capturing():
             before = [tensor.clone() for tensor in tensors]
-            repeat(known, args, run)
+            replay_or_run(recordings, args, run)
             for tensor, held in zip(tensors, before, strict=True):
                 tensor.copy_(held)
-        repeat(known, args, run)
+        replay_or_run(recordings, args, run)
 
-    monkeypatch.setattr(dispatch, "repeat", run_twice)
+    monkeypatch.setattr(dispatch, "replay_or_run", run_twice)
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

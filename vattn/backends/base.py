@@ -262,8 +262,9 @@ class Backend:
 
     name: str
     capabilities: Capabilities
-    repeats: frozenset[str] = frozenset()
-    """Ops of which calls on a GPU do nothing but launches that `vattn.kernels.repeats` notes, or say that they do."""
+    replayable: frozenset[str] = frozenset()
+    """Ops whose calls on a GPU do nothing but launch kernels, each by `vattn.kernels.triton.common.launching.launch` or
+    marked as `vattn.kernels.replay.unrecorded`."""
     builder: ClassVar[type]
     """What makes the metadata of its steps; `vattn.metadata`, which is above this room, sets it."""
 

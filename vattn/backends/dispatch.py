@@ -20,7 +20,7 @@ from vattn.config.device import DeviceInfo, has_triton
 from vattn.config.mla import MLAConfig
 from vattn.config.rope import RopeConfig
 from vattn.errors import UnsupportedRequestError
-from vattn.kernels.repeats import repeat, tensors_of
+from vattn.kernels.replay import replay_or_run, tensors_of
 from vattn.ops import checks, checks_mla, kv_transfer_points, schemas
 from vattn.ops.arguments import (
     AttentionArgs,
@@ -69,13 +69,14 @@ def _by_backend(name: str, kind: Any, tensor: str, check: Callable[[Any], dict[A
             # AOTInductor passes a schedule of no elements for an empty list.
             args = args._replace(plan=[schedule for schedule in plan if schedule.numel()])
         backend, config = _resolve(args.config, getattr(args, tensor).device)
-        known = check(args)
+        recordings = check(args)
         if name == "kv_cache_update":
             checks.refuse_lost_offset(args.key_cache, args.value_cache)
         if not backend.capabilities.reads_any_memory:
             backend, config = _resolve(args.config, getattr(args, tensor).device, _memory_of(args))
-        if name in backend.repeats and getattr(args, tensor).is_cuda:
-            repeat(known, tensors_of(args), lambda: getattr(backend, name)(with_read_dtypes(args), config))
+        if name in backend.replayable and getattr(args, tensor).is_cuda:
+            tensors = tensors_of(args)
+            replay_or_run(recordings, tensors, lambda: getattr(backend, name)(with_read_dtypes(args), config))
         else:
             getattr(backend, name)(with_read_dtypes(args), config)
 

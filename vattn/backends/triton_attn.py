@@ -41,7 +41,7 @@ class TritonAttentionBackend(Backend):
         rope_update=True,
         cuda_graphs="full",
     )
-    repeats = frozenset({"attention", "kv_cache_update", "plan"})
+    replayable = frozenset({"attention", "kv_cache_update", "plan"})
 
     def notes(self, config: AttentionConfig) -> list[str]:
         """Say how many columns the kernels multiply for a head, where there are more than it has, and what is fixed."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from vattn.backends import dispatch
 from vattn.config.attention import AttentionConfig
-from vattn.kernels.repeats import again, tensors_of
+from vattn.kernels.replay import replay, tensors_of
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.plans import plan_key
 from vattn.ops import checks
@@ -40,18 +40,18 @@ class EngineLayer:
         self.key_cache, self.value_cache = key_cache, value_cache
         self.k_scale, self.v_scale, self.alibi_slopes = k_scale, v_scale, alibi_slopes
         own = (key_cache, value_cache, k_scale, v_scale, alibi_slopes)
-        self._own = *(None if tensor is None else _facts(tensor) for tensor in own), key_cache.storage_offset() % 16
+        self._signature = *map(_signature, own), key_cache.storage_offset() % 16
         self._on_gpu = key_cache.is_cuda
 
     def write(self, key: Tensor, value: Tensor, slot_mapping: Tensor) -> None:
         """Store keys `[T, K, D]` and values `[T, K, V]` in their slots."""
         args = key, value, self.key_cache, self.value_cache, slot_mapping, self.k_scale, self.v_scale, self.encoded
-        signature = self._own, self.encoded, _facts(key), _facts(value), _facts(slot_mapping)
-        known = _checked.get(signature)
-        if known is None or not self._on_gpu or again(known, tensors_of(args)) is not None:
+        signature = self._signature, self.encoded, *map(_signature, (key, value, slot_mapping))
+        recordings = _recordings.get(signature)
+        if recordings is None or not self._on_gpu or replay(recordings, tensors_of(args)) is not None:
             dispatch.kv_cache_update(*args)
-        if known is None:
-            _checked[signature] = checks.check_kv_cache_update(CacheUpdateArgs(*args))
+        if recordings is None:
+            _recordings[signature] = checks.check_kv_cache_update(CacheUpdateArgs(*args))
 
     def attend(
         self,
@@ -74,18 +74,18 @@ class EngineLayer:
             None, None, None, None, None,  # masks of other kinds, context parallelism
             [] if plan is None else [plan], None, encoded,
         )  # fmt: skip
-        moving = (query, starts, lengths, table, output, output_scale, sinks, plan)
-        signature = self._own, encoded, *[None if tensor is None else _facts(tensor) for tensor in moving]
-        known = _checked.get(signature)
-        if known is None or not self._on_gpu or again(known, tensors_of(args)) is not None:
+        given = (query, starts, lengths, table, output, output_scale, sinks, plan)
+        signature = self._signature, encoded, *map(_signature, given)
+        recordings = _recordings.get(signature)
+        if recordings is None or not self._on_gpu or replay(recordings, tensors_of(args)) is not None:
             dispatch.attention(*args)
-        if known is None:
-            _checked[signature] = checks.check_attention(AttentionArgs(*args))
+        if recordings is None:
+            _recordings[signature] = checks.check_attention(AttentionArgs(*args))
 
 
-_checked: dict[Any, dict[Any, Any]] = {}
-"""What was noted of calls that the ops have checked, by all that the checks read."""
+_recordings: dict[Any, dict[Any, Any]] = {}
+"""The ops' recordings of calls that passed their checks, by all that the checks read."""
 
 
-def _facts(tensor: Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype, tensor.device
+def _signature(tensor: Tensor | None) -> Any:
+    return None if tensor is None else (tensor.shape, tensor.stride(), tensor.dtype, tensor.device)

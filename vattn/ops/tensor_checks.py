@@ -114,7 +114,7 @@ class OncePerSignature(Generic[Args]):
         self._ahead = None
 
     def __call__(self, args: Any) -> dict[Any, Any]:
-        """Raise what the check raises for these arguments; return what callers keep of calls with their signature."""
+        """Raise what the check raises for these arguments; return a dict for what callers keep of their signature."""
         before, self._ahead = self._ahead, None
         if before is not None and _same_objects(before[0], args):
             return before[1]  # type: ignore[no-any-return]
@@ -128,16 +128,16 @@ class OncePerSignature(Generic[Args]):
         ]
         key = (*signature, 0 if cache is None else cache.storage_offset() % 16)
         try:
-            known = self._accepted.get(key)
+            kept = self._accepted.get(key)
         except TypeError:  # Sizes of a symbolic trace have no hash.
             self._check(args)
             return {}
-        if known is None:
+        if kept is None:
             self._check(args)
             if len(self._accepted) >= _MOST_SIGNATURES:
                 self._accepted.clear()
-            known = self._accepted[key] = {}
-        return known
+            kept = self._accepted[key] = {}
+        return kept
 
 
 def _same_objects(before: Any, args: Any) -> bool:

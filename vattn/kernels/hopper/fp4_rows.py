@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from vattn.config.attention import AttentionConfig
 from vattn.kernels.hopper.epilogue import group_codes, group_maximum, group_scales
 from vattn.kernels.hopper.fp4 import fp4_code, fp4_scale, inverse_of, is_usual, quick_reciprocal
-from vattn.kernels.repeats import once
+from vattn.kernels.replay import unrecorded
 from vattn.kernels.triton.attention import launch as attention_launch
 from vattn.kernels.triton.common.epilogue import group_constants
 from vattn.ops.arguments import AttentionArgs, VarlenAttentionArgs
@@ -138,7 +138,7 @@ def launch(args: AttentionArgs | VarlenAttentionArgs, config: AttentionConfig, v
     # Swizzled scales are padded, and padding is written.
     rows, scale_columns = scales.shape if swizzled else (args.query.shape[0], 0)
     columns = config.num_heads * config.head_size_v
-    once(fp4_rows_kernel)[rows, -(-max(columns, scale_columns * NVFP4_GROUP_SIZE) // COLUMNS_OF_PROGRAM)](
+    unrecorded(fp4_rows_kernel)[rows, -(-max(columns, scale_columns * NVFP4_GROUP_SIZE) // COLUMNS_OF_PROGRAM)](
         source=values, output=args.output.view(-1).view(torch.int32), block_scale=scales.view(torch.uint8),
         output_scale=args.output_scale, num_tokens=args.query.shape[0], scale_stride=scales.stride(0),
         group_stride=scales.stride(1), COLUMNS=columns, SCALE_COLUMNS=scale_columns,

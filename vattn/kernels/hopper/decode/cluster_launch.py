@@ -17,7 +17,7 @@ from vattn.config.device import Sizes, not_allowed
 from vattn.kernels.hopper import fp4_rows
 from vattn.kernels.hopper.decode import launch as decode_fast
 from vattn.kernels.hopper.decode.cluster_kernel import decode_cluster_kernel
-from vattn.kernels.repeats import once
+from vattn.kernels.replay import unrecorded
 from vattn.kernels.triton.attention.launch import rows_to_write
 from vattn.kernels.triton.common.epilogue import groups_fit_heads
 from vattn.ops.arguments import AttentionArgs
@@ -92,7 +92,7 @@ def launch_in_clusters(kernel: Any, grid: tuple[int, ...], size: int, arguments:
     compiled = kernel.warmup(grid=grid, **arguments)
     warps, _, shared = compiled.packed_metadata
     compiled.packed_metadata = (warps, size, shared)
-    once(kernel)[grid](**arguments)
+    unrecorded(kernel)[grid](**arguments)
 
 
 def stages(config: AttentionConfig) -> int:

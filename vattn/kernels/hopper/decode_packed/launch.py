@@ -22,7 +22,7 @@ from vattn.kernels.hopper.decode import launch as decode_fast
 from vattn.kernels.hopper.decode.launch import Tuning
 from vattn.kernels.hopper.decode.triton_kernel import QUERY_ROWS, TILE_TOKENS
 from vattn.kernels.hopper.decode_packed.kernel import decode_packed_kernel
-from vattn.kernels.repeats import once
+from vattn.kernels.replay import unrecorded
 from vattn.kernels.triton.attention.launch import finish, rows_to_write
 from vattn.ops.arguments import AttentionArgs
 from vattn.quantization.formats import KV_FORMATS, OUTPUT_FORMATS
@@ -166,7 +166,7 @@ def _launch(
     short = KV_FORMATS[config.kv_cache_dtype].parts[0].bits == 3
     others = {"block_scale", "scale_stride", "group_stride", "GROUPS", "q_scale"}
     shared = common | decode_fast.step_arguments(args, config)
-    once(decode_packed_kernel)[(sizes.ctas * -(-config.num_kv_heads // tuning.heads),)](
+    unrecorded(decode_packed_kernel)[(sizes.ctas * -(-config.num_kv_heads // tuning.heads),)](
         key_codes=key.codes if short else None, key_boxes=_boxes(key.codes, tuning),
         value_boxes=_boxes(value.codes, tuning), key_scales=key.scales, value_scales=value.scales,
         num_blocks=key.codes.shape[0], num_warps=tuning.heads, maxnreg=tuning.max_registers,

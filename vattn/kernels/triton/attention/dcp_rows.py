@@ -15,7 +15,7 @@ from torch import Tensor
 
 from vattn.config.dcp import DCPShard, without_dcp
 from vattn.config.mla import MLAConfig
-from vattn.kernels.repeats import once
+from vattn.kernels.replay import unrecorded
 from vattn.kernels.triton.common.mask import MAX_SEQ_LEN, clamp, count_held
 from vattn.ops.arguments import AttentionArgs
 from vattn.ops.arguments_mla import MLAAttentionArgs
@@ -76,7 +76,7 @@ def write_rows(
     starts, lengths = (seq_lens.new_empty(size) for size in (rows + 1, rows))
     table = torch.empty((rows, width), dtype=torch.int32, device=block_table.device)
     block = min(_COLUMNS, triton.next_power_of_2(width))
-    once(dcp_rows_kernel)[(rows,)](
+    unrecorded(dcp_rows_kernel)[(rows,)](
         query_start_loc, seq_lens, local_seq_lens, block_table, starts, lengths, table,
         rows, seq_lens.shape[0], width, block_table.stride(0),
         RANK=shard.rank, WORLD=shard.world_size, INTERLEAVE=shard.interleave, BLOCK_SIZE=block_size, BLOCK=block,

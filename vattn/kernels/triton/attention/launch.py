@@ -13,7 +13,7 @@ from vattn.cache.layout import PackedRows, key_value_views
 from vattn.cache.stored_rows import stored_views
 from vattn.config.attention import AttentionConfig
 from vattn.config.mla import MLAConfig
-from vattn.kernels.repeats import once
+from vattn.kernels.replay import unrecorded
 from vattn.kernels.triton.attention.kernel import attention_kernel
 from vattn.kernels.triton.attention.reduce import finish_kernel
 from vattn.kernels.triton.cache.packed_rows import TRITON_CODECS, part_constants
@@ -109,7 +109,7 @@ def _attend(
     output_kind = "partial" if splits > 1 else row_output(config)
     grid = (num_tokens // tiles.block_q + num_reqs + 2, config.num_kv_heads * chunks, splits)
     boxes = [_boxes(sources[name], tiles.tile) if tiles.boxes else None for name in ("key", "value")]
-    once(attention_kernel)[grid](
+    unrecorded(attention_kernel)[grid](
         key_boxes=boxes[0], value_boxes=boxes[1],
         query=as_bytes(args.query), query_start_loc=args.query_start_loc, output=target, lse=target_lse,
         q_scale=args.q_scale, k_scale=args.k_scale, v_scale=args.v_scale, output_scale=args.output_scale,
@@ -235,7 +235,7 @@ def finish(
             rows, scale_columns = scales.shape
     if fmt.group_size >= 0:
         blocks = -(-max(columns, scale_columns * max(fmt.group_size, 1)) // constants["BLOCK"])
-    once(finish_kernel)[(rows, blocks)](
+    unrecorded(finish_kernel)[(rows, blocks)](
         source=source, source_lse=source_lse if num_splits > 1 else None,
         output=as_bytes(args.output), output_block_scale=None if scales is None else as_bytes(scales),
         lse=args.lse, output_scale=args.output_scale, sinks=getattr(args, "sinks", None),

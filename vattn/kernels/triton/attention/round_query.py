@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from vattn.config.attention import AttentionConfig
-from vattn.kernels.repeats import once
+from vattn.kernels.replay import unrecorded
 from vattn.kernels.triton.common.epilogue import quantise_dynamic
 from vattn.ops.arguments import AttentionArgs, VarlenAttentionArgs
 
@@ -45,7 +45,7 @@ def round_query(args: Args, config: AttentionConfig) -> Args:
     columns = config.num_heads * config.head_size
     if query.shape[0]:
         block = min(1024, triton.next_power_of_2(columns))
-        once(round_query_kernel)[(query.shape[0], -(-columns // block))](
+        unrecorded(round_query_kernel)[(query.shape[0], -(-columns // block))](
             query, codes.view(torch.uint8), args.q_scale, query.stride(0), query.stride(1), COLUMNS=columns,
             D=config.head_size, GROUP=config.group_size, PER_HEAD=config.query_scale == "head",
             LOAD=config.query_load, BLOCK=block, num_warps=4, enable_fp_fusion=True,

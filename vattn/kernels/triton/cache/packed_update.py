@@ -10,7 +10,7 @@ from torch import Tensor
 
 from vattn.cache.layout import PackedRows, packed_views
 from vattn.config.attention import AttentionConfig
-from vattn.kernels.repeats import once
+from vattn.kernels.replay import unrecorded
 from vattn.kernels.triton.cache.packed_rows import TRITON_CODECS, part_constants
 from vattn.kernels.triton.cache.packed_words import WORD_STORES
 from vattn.kernels.triton.cache.update import head_scale, slot_start
@@ -152,7 +152,7 @@ def update_packed(args: CacheUpdateArgs, config: AttentionConfig, limits: Limits
     words = has_words((key.codes, value.codes), parts, limits)
     constants = [part_constants(p, w) for p, w in zip(parts, (config.head_size, config.head_size_v), strict=True)]
     tile, num_warps = choose_update(config, max(constants[0][1], constants[1][1]))
-    once(packed_update_kernel)[(num_tokens, -(-config.num_kv_heads // tile))](
+    unrecorded(packed_update_kernel)[(num_tokens, -(-config.num_kv_heads // tile))](
         args.key, args.value, key.codes, key.scales, value.codes, value.scales, args.slot_mapping, args.k_scale,
         args.v_scale, key.codes.shape[0] * config.block_size, *args.key.stride()[:2], *args.value.stride()[:2],
         NUM_HEADS=config.num_kv_heads, BLOCK_SIZE=config.block_size, PER_HEAD=config.kv_scale == "head",

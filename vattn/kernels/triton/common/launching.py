@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from triton.runtime.jit import JITFunction
 
-from vattn.kernels.repeats import noting, once
+from vattn.kernels.replay import active, unrecorded
 
 _compiled: dict[tuple[Any, ...], tuple[Any, Any, list[Any], list[int]]] = {}
 """By all that a kernel was compiled for: the kernel, its compiled form, its constants and the other arguments' places.
@@ -23,9 +23,8 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], con
         arguments: tensors, tensor maps, numbers and None.
         constants: constexpr arguments and options of the compiler, all hashable.
     """
-    notes = noting.notes
     if not isinstance(kernel, JITFunction):
-        # Triton's interpreter, which `repeat` leaves alone: it notes no launch.
+        # Triton's interpreter.
         kernel[grid](**arguments, **constants)
         return
     marks = [_mark(value) for value in arguments.values()]
@@ -35,7 +34,7 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], con
     if known is None:
         compiled = kernel[grid](**arguments, **constants)
         if compiled is None:  # A hook of Triton's refused it.
-            once(kernel)
+            unrecorded(kernel)
             return
         names = kernel.arg_names
         defaults = {name: parameter.default for name, parameter in kernel.signature.parameters.items()}
@@ -48,8 +47,8 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], con
     again = compiled[(*grid, 1, 1)[:3]]
     if not first:
         again(*values)
-    if notes is not None:
-        notes.launches.append((again, values))
+    if active.recorder is not None:
+        active.recorder.launches.append((again, values))
 
 
 def _mark(value: Any) -> Any:

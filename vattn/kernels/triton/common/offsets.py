@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from vattn.kernels.repeats import once
+from vattn.kernels.replay import unrecorded
 from vattn.kernels.triton.common.mask import MAX_SEQ_LEN, clamp
 
 
@@ -53,7 +53,7 @@ def bounded_step(
     starts, lengths = room or (torch.empty_like(query_start_loc), torch.empty_like(seq_lens))
     num_reqs = seq_lens.shape[0]
     block = min(1024, triton.next_power_of_2(num_reqs + 1))
-    once(bounded_step_kernel)[(1,)](
+    unrecorded(bounded_step_kernel)[(1,)](
         query_start_loc, seq_lens, starts, lengths, num_reqs, num_tokens, BLOCK=block, num_warps=4,
         enable_fp_fusion=True,
     )  # fmt: skip
