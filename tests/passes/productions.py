@@ -41,7 +41,7 @@ WIDEN: dict[str, Part] = {
     "type()": lambda o: o.type(torch.float32),
     "copied": lambda o: o.to(torch.float32, copy=True),
     "minus zero": lambda o: o.float() - 0.0,
-    "plus zero": lambda o: o.float() + 0.0,
+    "unsigned zeros": lambda o: torch.where(o == 0, 0.0, o.float()),
     "half()": lambda o: o.half().float(),
     "round trip": lambda o: o.float().bfloat16().float(),
     "relu": lambda o: o.float().relu(),

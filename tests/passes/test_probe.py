@@ -37,7 +37,7 @@ OTHER = torch.tensor([0.07])
 ODD: dict[str, Callable[..., Any]] = {
     "one value": static(lambda x, s: torch.where(x == 1.0078125, x * 1.5, x)),
     "one small value": static(lambda x, s: torch.where(x == 2.0**-100, 500.0, x)),
-    "minus zero": static(lambda x, s: x + 0.0),
+    "minus zero": static(lambda x, s: torch.where(x == 0, 0.0, x)),
     "NaN": static(lambda x, s: torch.where(x.isnan(), 0.0, x)),
     "infinity": static(lambda x, s: torch.where(x == torch.inf, 0.0, x)),
     "outliers": static(lambda x, s: torch.where(x.abs() > 2.0**15, 0.0, x)),

@@ -80,7 +80,9 @@ def find_inputs(nodes: Sequence[Node], output: Node) -> Inputs:
             if source not in inside and not finder.take(source):
                 val = value(source)
                 shape = tuple(val.shape) if isinstance(val, Tensor) else type(val).__name__
-                raise Refusal(f"the region reads {source.name} of shape {shape}, which is no scale", node, near=True)
+                raise Refusal(
+                    f"it also reads a tensor of shape {shape}: a quantiser reads one value, its scale", node, near=True
+                )
     found = finder.inputs()
     if len(found.roots) > _MOST_ROOTS:
         raise Refusal(f"the region reads {len(found.roots)} unknown values; a quantiser has one scale", node, near=True)

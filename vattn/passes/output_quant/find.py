@@ -23,6 +23,7 @@ from vattn.passes.region import (
     find_region,
     is_check,
     is_computed_from,
+    op_name,
     same_shape,
     same_size,
     unknown_readers,
@@ -179,12 +180,13 @@ def _dead_nodes(region: Region, replaced: set[Node]) -> set[Node]:
 def _why_read(user: Node, node: Node, region: Region) -> str:
     """Return why a region must stay that something outside reads or returns a node of."""
     if node in region.quantised:
-        return "the output is quantised in more than one way"
+        return "the output is quantised in more than one way: quantise it once and read those codes"
     if user.op == "output":
         what = "the attention output" if node is region.output else "a value made of the attention output"
-        return f"the graph also returns {what} unquantised"
-    what = "the attention output" if node is region.output else node.name
-    return f"{user.name} reads {what}, which is not quantised yet"
+        return f"the graph also returns {what} unquantised: return the codes alone"
+    what = "the attention output" if node is region.output else "a value made of the attention output"
+    reader = op_name(user.target) or str(user.target)
+    return f"{reader} reads {what} unquantised: let it read the codes and their scale"
 
 
 def _with_layout(output: Node, name: str, read: dict[Node, str], names: Sequence[str]) -> str:
