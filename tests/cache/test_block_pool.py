@@ -229,6 +229,19 @@ def test_a_key_belongs_to_one_content():
     assert pool.publish(first, "b")
 
 
+def test_blocks_with_wrong_content_are_forgotten():
+    pool = BlockPool(6)
+    first, second = pool.allocate(2)
+    pool.publish(first, "a")
+    pool.publish(second, "b")
+    with pytest.raises(BlockError, match="not allocated: 4"):
+        pool.forget([first, 4])
+    pool.forget([first])
+    assert pool.take(["a"]) == [] and pool.take(["b"]) == [second]
+    pool.free([first, second, second])
+    assert pool.num_kept == 1
+
+
 class ContentTraffic(RuleBasedStateMachine):
     """Requests over few prefixes; a simulated cache says what bytes every block holds."""
 

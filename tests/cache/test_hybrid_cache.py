@@ -393,6 +393,17 @@ def test_blocks_behind_the_window_make_room_for_the_next_unless_a_fork_holds_the
     pool.check()
 
 
+def test_a_fork_that_goes_on_for_several_blocks_copies_to_the_first():
+    cache = Hybrid().cache
+    pool = BlockPool(64)
+    table = vattn.HybridBlockTable(pool, cache)
+    table.append(20)
+    branch = table.fork()
+    copies = branch.append(20)
+    assert copies == [(old[2], new[2]) for old, new in zip(table.rows, branch.rows, strict=True)]
+    assert pool.references(branch.rows[0][2]) == 1 and len(set(branch.rows[0])) == 5
+
+
 def test_a_model_without_cross_attention_takes_no_encoder_states():
     hybrid = Hybrid()
     table, _ = hybrid.request()
