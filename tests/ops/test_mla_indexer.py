@@ -102,6 +102,44 @@ def test_keys_beyond_the_block_table_are_not_listed() -> None:
     assert torch.equal(args.topk_indices[2:5], whole.topk_indices[2:5])
 
 
+@pytest.mark.parametrize("bad", [-1, 16])
+def test_keys_of_blocks_that_are_none_are_listed_last(bad: int) -> None:
+    args = make_select(listed=8)
+    args.block_table[0, :4] = bad
+    mla_indexer.mla_indexer_select(args)
+    # The second row sees all of the fifth block, the first one all but its last key.
+    assert args.topk_indices[1].tolist() == list(range(32, 40))
+    assert args.topk_indices[0, -7:].tolist() == list(range(32, 39)) and args.topk_indices[0, 0] < 32
+
+
+def test_scores_by_hand() -> None:
+    keys = torch.tensor([[2.0, 0, 0, 0], [0, 4, 0, 0], [-1, 0, 0, 0]]).to(torch.float8_e4m3fn).view(torch.uint8)
+    scales = torch.tensor([[0.5], [0.25], [3.0]]).view(torch.uint8)
+    query = torch.tensor([[[1.0, 1, 0, 0], [2, -1, 0, 0]]])
+    # The heads weigh 10 and 100; products below 0 count as 0.
+    scores = mla_indexer.index_scores(query, torch.tensor([[10.0, 100.0]]), torch.cat((keys, scales), -1))
+    assert scores.tolist() == [[0.5 * (10 * 2 + 100 * 4), 0.25 * 10 * 4, 0.0]]
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("key", torch.zeros(3, 8, dtype=torch.int32)),
+        ("key", torch.zeros(3, 6)),
+        ("index_cache", torch.zeros(2, 8, 11, dtype=torch.uint8)),
+        ("index_cache", torch.zeros(2, 8, 12)),
+        ("slot_mapping", torch.zeros(4, dtype=torch.int64)),
+        ("slot_mapping", torch.zeros(3)),
+    ],
+)
+def test_wrong_tensors_of_an_update_are_named(name: str, wrong: Tensor) -> None:
+    cache = torch.zeros(2, 8, 12, dtype=torch.uint8)
+    args = IndexerUpdateArgs(torch.randn(3, 8), cache, torch.tensor([3, -1, 99]))
+    with pytest.raises(VattnError, match="index" if wrong.shape[-1] == 6 else name):
+        mla_indexer.check_indexer_update(args._replace(**{name: wrong}))
+    mla_indexer.check_indexer_update(args)
+
+
 @pytest.mark.parametrize(
     ("name", "wrong"),
     [
