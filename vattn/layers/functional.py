@@ -1,4 +1,4 @@
-"""The ops as functions, for callers with a cache of their own or without one: allocate outputs and call the op."""
+"""The ops as functions that allocate their outputs, for callers with a cache of their own or without one."""
 
 from __future__ import annotations
 
@@ -253,17 +253,17 @@ def varlen_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> AttentionOutput:
-    """Attend packed queries to packed keys without a cache, as to score prompts or to embed texts.
+    """Attend queries without padding to keys without padding and without a cache, as to score prompts or embed texts.
 
     Args:
-        query: `[T, num_heads, head_size]`, sequences one after the other.
+        query: `[T, num_heads, head_size]`, one sequence after the other.
         key, value: `[Tk, num_kv_heads, head_size]` and `[Tk, num_kv_heads, head_size_v]`, in the model dtype or the
             config's FP8 format.
         query_start_loc: int32 or int64 `[B + 1]`, where each sequence starts; rows after the last are padding, and
             come out zero.
         config: with `block_size=0`. A causal row sees keys up to its own position; a sequence ends with its last key.
-        kv_start_loc: the same for the keys; default `query_start_loc`. With more keys than queries, queries are the
-            last positions.
+        kv_start_loc: the same for the keys; default `query_start_loc`. A sequence with more keys than queries has its
+            queries at its last positions.
         q_scale, k_scale, v_scale, output_scale, alibi_slopes, sinks: as for the ops, where the config has them.
 
     Raises:

@@ -14,8 +14,8 @@ from vattn.metadata.attention_metadata import AttentionMetadata, CaptureKey
 from vattn.metadata.block_conflicts import refuse_conflicts, used_entries
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.flash_attn import FlashAttentionMetadata
+from vattn.metadata.halves import is_decode
 from vattn.metadata.inputs import Lengths, Tables, check_count, over_capacity, read_integers, read_table
-from vattn.metadata.token_order import is_decode
 
 
 class FlashAttentionMetadataBuilder:

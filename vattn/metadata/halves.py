@@ -31,17 +31,21 @@ class HostLengths(NamedTuple):
 
     @property
     def decodes(self) -> Tensor:
-        """Bool, the requests that count as decodes: few new tokens, and some that were cached before."""
-        cached = (self.seq_lens > self.query_lens) | (self.query_lens == 0)
-        return (self.query_lens <= self.decode_threshold) & cached
+        """Bool, the requests that count as decodes."""
+        return is_decode(self.query_lens, self.seq_lens, self.decode_threshold)
+
+
+def is_decode(query_lens: Any, seq_lens: Any, decode_threshold: int) -> Any:
+    """Return whether a request is a decode: few new tokens, and some that were cached before. Takes tensors too."""
+    return (query_lens <= decode_threshold) & ((seq_lens > query_lens) | (query_lens == 0))
 
 
 def half_of(step: Metadata, decodes: bool) -> Metadata | None:
     """Return the decodes or the prefills of a step as views of its tensors; `None` without any."""
-    host = step._lengths
+    host, half = step._lengths, "decode_metadata" if decodes else "prefill_metadata"
     if host is None:
         raise MetadataError(
-            "halves of a step without lengths on the host",
+            f"{half} of a step without lengths on the host",
             "what build() or advance() of AttentionMetadataBuilder returned",
             "build the step from lengths on the host",
         )
@@ -52,15 +56,17 @@ def half_of(step: Metadata, decodes: bool) -> Metadata | None:
     first = step.num_decodes
     if not bool(host.decodes[:first].all()):
         raise MetadataError(
-            "halves of a step with prefills before decodes",
-            "decodes first",
+            f"{half} of a step with prefills before decodes",
+            "steps with all decodes first",
             "order the requests by vattn.token_order(query_lens, seq_lens, first='decode')",
         )
-    odd = [name for name in ("cross_slot_mapping", "logits_indices") if getattr(step, name) is not None]
-    if odd:
-        raise MetadataError(
-            f"halves of a step with {odd[0]}", "steps without encoders that run and without kept rows", "run it whole"
-        )
+    for name in ("cross_slot_mapping", "logits_indices"):
+        if getattr(step, name) is not None:
+            raise MetadataError(
+                f"{half} of a step with {name}",
+                "steps in which no encoder runs and which keep all rows",
+                "pass the whole step to the layers",
+            )
     requests = slice(0, first) if decodes else slice(first, None)
     rows = slice(0, step.num_decode_tokens) if decodes else slice(step.num_decode_tokens, None)
     starts = (
@@ -71,7 +77,7 @@ def half_of(step: Metadata, decodes: bool) -> Metadata | None:
     changed |= {name: _part(getattr(step, name), rows) for name in _BY_TOKEN} | dict.fromkeys(_SHARED_PREFIX)
     without = "prefill" if decodes else "decode"
     changed |= {f"num_{without}s": 0, f"num_{without}_tokens": 0}
-    half = replace(
+    part = replace(
         step,
         **changed,
         query_start_loc=starts,
@@ -82,8 +88,8 @@ def half_of(step: Metadata, decodes: bool) -> Metadata | None:
         max_seq_len=int(own.seq_lens.max()),
         _lengths=own,
     )
-    half.mark_dynamic()
-    return half
+    part.mark_dynamic()
+    return part
 
 
 def _part(value: Any, part: slice) -> Any:

@@ -12,6 +12,7 @@ from vattn.config.arguments import read_count
 from vattn.config.typed import typed
 from vattn.errors import UnknownOptionError
 from vattn.metadata.checks import check_seq_lens
+from vattn.metadata.halves import is_decode
 from vattn.metadata.inputs import Lengths, check_count, read_integers
 
 
@@ -52,16 +53,11 @@ def token_order(query_lens: Lengths, seq_lens: Lengths, first: str, decode_thres
     check_count("seq_lens", lengths.shape[0], queries.shape[0])
     check_seq_lens(queries, lengths)
     decode_threshold = read_count("decode_threshold", decode_threshold, 0, "pass the longest decode, 1 as a rule")
-    decodes = [is_decode(q, s, decode_threshold) for q, s in zip(queries.tolist(), lengths.tolist(), strict=True)]
+    decodes = is_decode(queries, lengths, decode_threshold).tolist()
     requests = sorted(range(len(decodes)), key=lambda row: decodes[row] == (first == "prefill"))
     starts = [0, *accumulate(queries.tolist())]
     rows = [row for request in requests for row in range(starts[request], starts[request + 1])]
     return TokenOrder(requests, torch.tensor(rows, dtype=torch.int64, device="cpu"))
-
-
-def is_decode(query_len: int, seq_len: int, decode_threshold: int) -> bool:
-    """Return whether a request is a decode: few new tokens, and some that were cached before."""
-    return query_len <= decode_threshold and (seq_len > query_len or query_len == 0)
 
 
 def reorder_batch(input_batch: Any, scheduler_output: Any, decode_threshold: int) -> bool:

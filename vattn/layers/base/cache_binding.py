@@ -39,7 +39,7 @@ from vattn.layers.base.dcp import check_context_parallel, partial_request
 from vattn.layers.base.scales import QuantConfig
 from vattn.layers.base.step import CacheViews
 from vattn.layers.base.two_parts import CascadeOps, cascade_ops, context_request, step_ops, step_request
-from vattn.layers.base.varlen import ops_without_cache
+from vattn.layers.base.varlen import VarlenOp, ops_without_cache
 from vattn.quantization.formats import KV_FORMATS, dtype_name, resolve_kv_cache_dtype
 
 
@@ -59,8 +59,8 @@ class BoundCache(CacheScales):
     """Whether a layer with a cache of its own writes keys for the rows of its query."""
 
     takes_exact_prefill = False
-    """Whether a layer of this class can attend to the keys of a step as they are given: with
-    `CacheConfig.exact_prefill`, and without a cache."""
+    """Whether layers of this class can attend to a step's own keys and values instead of cached ones: under
+    `CacheConfig.exact_prefill`, and while they are bound to no cache."""
 
     takes_context_parallel = False
     """Whether this class runs over a cache that several ranks share."""
@@ -151,7 +151,7 @@ class BoundCache(CacheScales):
         with torch.inference_mode(False):
             self._register_tensors(alibi_slopes, sinks)
         config = self._request_config(torch.bfloat16)
-        self._ops_without_cache: dict[str, tuple[str, str]] = {}
+        self._ops_without_cache: dict[str, VarlenOp] = {}
         """Of `ops_without_cache`: for steps without block tables, while the layer is bound to no cache."""
         if self.takes_exact_prefill and kv_sharing_target_layer_name is None and context_parallel is None:
             self._ops_without_cache = ops_without_cache(config, self._cache_dtype, self.cache_config.exact_prefill)

@@ -1,10 +1,10 @@
-"""Attention of the rows of one call among themselves: shared by layers without a cache, and prompts without one."""
+"""Varlen attention, without a cache: what encoders share with decoders that are bound to no cache."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,11 +20,18 @@ from vattn.quantization.codecs import encode_kv, encode_query
 from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, dtype_name, resolve_kv_cache_dtype
 
 
+class VarlenOp(NamedTuple):
+    """What a layer asks `vattn::varlen_attention` for: the encoded config, and the format of its keys and values."""
+
+    config: str
+    kv_format: str
+
+
 def check_rows(layer: Any, kv_format: str, query: Tensor, key: Tensor, value: Tensor) -> None:
     """Refuse keys and values `[T, heads, width]` with other rows or dtypes than the query's.
 
-    Compiled code checks the rows too: the offsets of the query would read past the end of a shorter key. Keys may be
-    stored already, in a layer with a quantised format.
+    Compiled code checks the rows too: the offsets of the query would read past the end of a shorter key. In a layer
+    with a quantised format, keys and values may come quantised.
     """
     stored = KV_FORMATS[kv_format]
     allowed = [query.dtype, stored.value_dtype] if stored.quantised else [query.dtype]
@@ -69,38 +76,37 @@ def varlen_arguments(
 
 def attend_rows(
     layer: Any,
-    op: tuple[str, str],
+    op: VarlenOp,
     qkv: tuple[Tensor, Tensor, Tensor],
     starts: Tensor,
     result: LayerResult,
 ) -> None:
-    """Attend the rows of each text to each other.
+    """Attend the rows of each sequence to its own, and write `result`.
 
     Args:
-        op: the encoded config of the op, and its KV format.
         qkv: `[T, heads, width]`; checked.
-        starts: int32 `[B + 1]`.
+        starts: int32 `[B + 1]`, where each sequence starts.
     """
-    (query, key, value), (config, kv_format) = qkv, op
+    query, key, value = qkv
     if layer.q_scale is not None:
         query = encode_query(query, layer.q_scale, layer.num_kv_heads)
-    k_scale, v_scale = (layer.k_scale, layer.v_scale) if KV_FORMATS[kv_format].quantised else (None, None)
-    key, value = encode_kv(key, kv_format, k_scale), encode_kv(value, kv_format, v_scale)
+    k_scale, v_scale = (layer.k_scale, layer.v_scale) if KV_FORMATS[op.kv_format].quantised else (None, None)
+    key, value = encode_kv(key, op.kv_format, k_scale), encode_kv(value, op.kv_format, v_scale)
     scales = (layer.q_scale, k_scale, v_scale)
     torch.ops.vattn.varlen_attention(
         *varlen_arguments(
-            layer, (query, key, value), (starts, starts), result.output, result.block_scale, scales, config
+            layer, (query, key, value), (starts, starts), result.output, result.block_scale, scales, op.config
         )
     )
 
 
 @lru_cache(maxsize=256)
-def ops_without_cache(config: AttentionConfig, cache_dtype: str, exact_prefill: bool) -> dict[str, tuple[str, str]]:
-    """Return by model dtype what a layer with a cache asks for where it has none: an op's config, and its KV format.
+def ops_without_cache(config: AttentionConfig, cache_dtype: str, exact_prefill: bool) -> dict[str, VarlenOp]:
+    """Return by model dtype what a decoder layer asks for while it is bound to no cache.
 
     Args:
-        config: what it asks of a cache, for any model dtype.
-        cache_dtype, exact_prefill: of its `CacheConfig`; with the second, keys and values are attended as given.
+        config: what it asks for with a cache, for any model dtype.
+        cache_dtype, exact_prefill: of its `CacheConfig`. With `exact_prefill`, keys and values are not quantised.
     """
     found = {}
     for name, dtype in MODEL_DTYPES.items():
@@ -115,13 +121,13 @@ def ops_without_cache(config: AttentionConfig, cache_dtype: str, exact_prefill: 
             context_only=False,
             lse=False,
         )
-        found[name] = own.encode(), stored
+        found[name] = VarlenOp(own.encode(), stored)
     return found
 
 
 def attend_without_cache(
     layer: Any,
-    ops: dict[str, tuple[str, str]],
+    ops: dict[str, VarlenOp],
     qkv: tuple[Tensor, Tensor, Tensor],
     metadata: AttentionMetadata,
     result: LayerResult,
@@ -130,7 +136,7 @@ def attend_without_cache(
 
     Args:
         ops: of `ops_without_cache`.
-        qkv: the query `[T, heads, width]`, key and value as the layer got them.
+        qkv: the query `[T, heads, width]`; key and value as the layer got them, which may be `[T, heads * width]`.
     """
     query, key, value = qkv
     if dtype_name(query.dtype) not in ops:
@@ -140,14 +146,14 @@ def attend_without_cache(
     if layer.calculate_kv_scales:
         raise ScaleError(
             f"layer {layer.prefix!r} calculates its scales and has no KV cache",
-            "given scales, or a cache of the model dtype",
-            "QuantConfig(k_scale=..., v_scale=...), or bind a cache",
+            "given scales, or cache_dtype='auto'",
+            "pass QuantConfig(k_scale=..., v_scale=...), or bind a cache",
         )
     op = ops[dtype_name(query.dtype)]
     key = split_heads("key", key, layer.num_kv_heads, layer.head_size)
     value = split_heads("value", value, layer.num_kv_heads, layer.head_size_v)
     check_tokens(layer, "query", query, metadata.slot_mapping.shape[0])
-    check_rows(layer, op[1], query, key, value)
+    check_rows(layer, op.kv_format, query, key, value)
     if metadata.causal is not True or metadata.tree_bias is not None or metadata.mm_ranges is not None:
         raise MetadataError(
             f"a step with a mask of its own in layer {layer.prefix!r}, which has no KV cache",

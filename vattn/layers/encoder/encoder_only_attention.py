@@ -22,7 +22,7 @@ from vattn.layers.base.arguments import (
 from vattn.layers.base.checks import check_tokens, given_step
 from vattn.layers.base.scales import QuantConfig
 from vattn.layers.base.step import LayerResult, split_heads
-from vattn.layers.base.varlen import attend_rows, check_rows
+from vattn.layers.base.varlen import VarlenOp, attend_rows, check_rows
 from vattn.layers.encoder.varlen_attention import VarlenAttention
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.ops.index_dtypes import as_int32
@@ -184,8 +184,8 @@ class EncoderOnlyAttention(VarlenAttention):
         query = split_heads("query", query, self.num_heads, self.head_size)
         key = split_heads("key", key, self.num_kv_heads, self.head_size)
         value = split_heads("value", value, self.num_kv_heads, self.head_size_v)
-        op = self._op_config(query.dtype), self._kv_formats[dtype_name(query.dtype)]
-        check_rows(self, op[1], query, key, value)
+        op = VarlenOp(self._op_config(query.dtype), self._kv_formats[dtype_name(query.dtype)])
+        check_rows(self, op.kv_format, query, key, value)
         result = LayerResult.empty(query, self.head_size_v, self.quant_config.output_format, output_shape)
         if metadata is None:
             return result.zeroed()
@@ -193,7 +193,7 @@ class EncoderOnlyAttention(VarlenAttention):
         return result.returned()
 
     def _starts(self, query: Tensor, metadata: AttentionMetadata) -> Tensor:
-        """Return the offsets of the step's texts; refuse a step that does not go with the layer or the query."""
+        """Return where each sequence starts; refuse a step that contradicts the layer or the query."""
         if self.attn_type == "encoder":
             slots, starts = metadata.cross_slot_mapping, metadata.encoder_start_loc
             if slots is None or starts is None:
