@@ -302,9 +302,9 @@ class Classifier:
         largest = groups.abs().amax(-1)
         layouts = {node: self._layouts(node, largest, sample, torch.float32) for node in self.needed}
         maxima: dict[Node, str] = {}
-        for node, held in layouts.items():
-            if held and maxima.keys().isdisjoint(self.region.ancestors([node])):
-                maxima[node] = next(filter(held.__contains__, _LAYOUTS))
+        for node, ways in layouts.items():
+            if ways and maxima.keys().isdisjoint(self.region.ancestors([node])):
+                maxima[node] = next(filter(ways.__contains__, _LAYOUTS))
         odd = proof.first_odd_maximum(self.region.ancestors(maxima), sample) if maxima else self.quantised
         if odd is not None:
             raise Refusal("its scales are not made of maxima alone", odd, near=True)
