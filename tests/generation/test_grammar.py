@@ -1,4 +1,4 @@
-"""Outputs of a form: JSON, regular expressions, grammars."""
+"""Structured outputs: JSON, regular expressions, EBNF."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sampling: the chances and the choices of transformers' own processors and warpers, and what requests get told."""
+"""Sampling: probabilities and choices of transformers' own processors and warpers, and log-probabilities."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import vattn
 from vattn import errors
-from vattn.generation.draws import cut, draw, mixed, uniforms
+from vattn.generation.draws import draw, splitmix64, truncate, uniforms
 from vattn.generation.request import Request
-from vattn.generation.sampler import Rows, Sampler
+from vattn.generation.sampler import Sampler, SamplingMetadata
 
 pytest.importorskip("transformers")
 
@@ -37,7 +37,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 def warped(logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0) -> Any:
-    """Return the chances that transformers' warpers leave."""
+    """Return the probabilities that transformers' warpers leave."""
     warpers: list[Any] = [logits_process.TemperatureLogitsWarper(temperature)]
     warpers += [logits_process.TopKLogitsWarper(top_k)] if top_k else []
     warpers += [logits_process.TopPLogitsWarper(top_p)] if top_p < 1 else []
@@ -47,9 +47,9 @@ def warped(logits: torch.Tensor, temperature: float, top_k: int = 0, top_p: floa
     return logits.softmax(-1)
 
 
-def chance_of_worse(counts: torch.Tensor, chances: torch.Tensor) -> float:
-    """Return Pearson's test: how often draws with these chances are as far from them as some counts, or further."""
-    expected = chances.double() * counts.sum()
+def chance_of_worse(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
+    """Return Pearson's test: how often draws from these probabilities differ from them as much as `counts` do."""
+    expected = probabilities.double() * counts.sum()
     # Rare tokens count as one: the test needs about five of each.
     rare = expected < 5
     parts = [(counts[~rare], expected[~rare])]
@@ -64,21 +64,23 @@ def tokens_of(logits: torch.Tensor, samplings: list[vattn.Sampling]) -> torch.Te
     """Return what a batch of requests draws, all from the same logits."""
     requests = [Request([1, 2], sampling) for sampling in samplings]
     rows = logits.expand(len(requests), -1)
-    chosen = Sampler(1).choose(rows, requests, [2] * len(requests), Rows.of(requests, range(len(requests)), rows))
+    chosen = Sampler(1).choose(
+        rows, requests, [2] * len(requests), SamplingMetadata.of(requests, range(len(requests)), rows)
+    )
     assert chosen.result[1].all()
     return chosen.tokens
 
 
-def test_draws_have_the_chances_of_transformers() -> None:
+def test_draws_have_the_probabilities_of_transformers() -> None:
     """Pearson's chi-square for each kind of settings, all of them in one batch; and it sees a wrong temperature."""
     # More tokens than lanes, and not a multiple of them.
     logits = torch.randn(1, 530, generator=torch.Generator().manual_seed(5)) * 4
     samplings = [vattn.Sampling(seed=seed, **kind) for kind in SETTINGS.values() for seed in range(DRAWS)]
     drawn = tokens_of(logits, samplings).view(len(SETTINGS), DRAWS)
     for (name, kind), row in zip(SETTINGS.items(), drawn, strict=True):
-        counts, chances = row.bincount(minlength=logits.shape[1]), warped(logits, **kind)[0]
-        assert not counts[chances == 0].any(), name
-        assert chance_of_worse(counts, chances) > 1e-3, name
+        counts, probabilities = row.bincount(minlength=logits.shape[1]), warped(logits, **kind)[0]
+        assert not counts[probabilities == 0].any(), name
+        assert chance_of_worse(counts, probabilities) > 1e-3, name
         wrong = warped(logits, **kind | {"temperature": kind["temperature"] * 1.3})[0]
         assert chance_of_worse(counts, wrong) < 1e-6, name
 
@@ -87,20 +89,20 @@ def test_draws_have_the_chances_of_transformers() -> None:
     st.integers(0, 2**32), st.integers(2, 700), st.integers(0, 40), st.sampled_from([1.0, 0.99, 0.7, 0.2, 1e-6]),
     st.sampled_from([0.0, 1e-3, 0.1, 1.0]), st.sampled_from([0.05, 1.0, 30.0]),
 )  # fmt: skip
-def test_cuts_keep_what_the_warpers_keep(
+def test_truncation_keeps_what_the_warpers_keep(
     seed: int, width: int, top_k: int, top_p: float, min_p: float, temperature: float
 ) -> None:
     logits = torch.randn(1, width, generator=torch.Generator().manual_seed(seed)) * 3
     kept = warped(logits, temperature, top_k, top_p, min_p) > 0
     wide = min(top_k or width, width)
-    got = cut(
+    got = truncate(
         (logits - logits.max()) / temperature,
         torch.tensor([wide]) if top_k else None,
         torch.tensor([top_p], dtype=torch.float64) if top_p < 1 else None,
         torch.tensor([min_p], dtype=torch.float64) if min_p else None,
         wide if top_k else width,
     )
-    # Chances that round to 0 are kept by nobody; the last kept one may differ by the rounding of a sum of fp32.
+    # Probabilities that round to 0 are kept by nobody; the last kept one may differ by the rounding of a sum of fp32.
     differ = (got.softmax(-1) > 0) != kept
     assert int(differ.sum()) <= 1 and float(warped(logits, temperature)[differ].sum()) < 1e-5
 
@@ -108,7 +110,7 @@ def test_cuts_keep_what_the_warpers_keep(
 def test_tokens_as_likely_as_the_last_one_are_kept() -> None:
     scores = torch.tensor([[3.0, 2.0, 2.0, 2.0, 1.0]])
     for top_k, top_p in ((2, None), (None, 0.6)):
-        left = cut(
+        left = truncate(
             scores,
             torch.tensor([top_k]) if top_k else None,
             torch.tensor([top_p]).double() if top_p else None,
@@ -121,8 +123,8 @@ def test_tokens_as_likely_as_the_last_one_are_kept() -> None:
 @given(st.lists(st.tuples(st.integers(0, 2**64 - 1), st.integers(0, 2**31)), min_size=1, max_size=5))
 def test_numbers_are_those_of_the_hash(pairs: list[tuple[int, int]]) -> None:
     seeds = torch.tensor([seed - (seed >> 63 << 64) for seed, _ in pairs])
-    got = uniforms(seeds, torch.tensor([place for _, place in pairs]))
-    assert got.tolist() == [(mixed(seed, place) >> 12) / 2**52 for seed, place in pairs]
+    got = uniforms(seeds, torch.tensor([position for _, position in pairs]))
+    assert got.tolist() == [(splitmix64(seed, position) >> 12) / 2**52 for seed, position in pairs]
 
 
 @given(st.integers(0, 2**32), st.integers(1, 1500), st.sampled_from([0.0, 1 - 2.0**-52, 0.5, 1e-12]))
@@ -252,23 +254,23 @@ def test_log_probabilities_are_those_of_the_model(
     assert [request.output for request in done] == [tokens[:20] for tokens in [*long_expected, *long_expected[:2]]]
     for request, (own, prompt) in zip(done, [*wanted, *wanted[:2]], strict=True):
         with torch.no_grad():
-            chances = model(input_ids=torch.tensor([request.prompt + request.output])).logits[0].log_softmax(-1)
+            probabilities = model(input_ids=torch.tensor([request.prompt + request.output])).logits[0].log_softmax(-1)
         length = len(request.prompt)
         assert (request.logprobs is None) == (own is None) and (request.prompt_logprobs is None) == (prompt is None)
         if own is not None:
-            check_logprobs(request.logprobs, chances[length - 1 : -1], request.output, own)
-            total = chances[range(length - 1, length + 19), request.output].sum()
+            check_logprobs(request.logprobs, probabilities[length - 1 : -1], request.output, own)
+            total = probabilities[range(length - 1, length + 19), request.output].sum()
             assert request.cumulative_logprob == pytest.approx(float(total), abs=1e-3)
         if prompt is not None:
             assert request.prompt_logprobs[0] is None
-            check_logprobs(request.prompt_logprobs[1:], chances[: length - 1], request.prompt[1:], prompt)
+            check_logprobs(request.prompt_logprobs[1:], probabilities[: length - 1], request.prompt[1:], prompt)
     assert (generator.statistics().preemptions > 0) == (blocks == 9)
     check_empty(generator)
 
 
-def check_logprobs(found: Any, chances: torch.Tensor, tokens: list[int], count: int) -> None:
-    assert len(found) == len(tokens) == len(chances)
-    for one, row, token in zip(found, chances, tokens, strict=True):
+def check_logprobs(found: Any, probabilities: torch.Tensor, tokens: list[int], count: int) -> None:
+    assert len(found) == len(tokens) == len(probabilities)
+    for one, row, token in zip(found, probabilities, tokens, strict=True):
         assert one.logprob == pytest.approx(float(row[token]), abs=1e-4)
         assert one.rank == int((row > row[token]).sum()) + 1 and len(one.top) == count
         best = row.topk(count)

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import vattn
-from vattn.generation.draws import mixed
+from vattn.generation.draws import splitmix64
 
 pytest.importorskip("transformers")
 
@@ -77,7 +77,7 @@ def run_by_hand(prompt: list[int], s: vattn.Sampling) -> tuple[str, list[int]]:
         if s.temperature == 0:
             token, clear = int(best.indices[0]), bool(best.values[0] - best.values[1] > 1e-3)
         else:
-            token, clear = drawn(scores / s.temperature, s, mixed(s.seed, len(ids)))
+            token, clear = drawn(scores / s.temperature, s, splitmix64(s.seed, len(ids)))
         if not clear:
             return "unclear", []
         if token in (s.stop_token_ids or ()):

@@ -143,7 +143,7 @@ def test_a_run_of_decode_steps_ends_for_a_request_that_can_be_admitted() -> None
         plan = scheduler(max_num_reqs=rows)
         plan.add(request(1))
         batch = plan.follow(plan.schedule())
-        assert batch is not None and (batch.offset, batch.places()) == (1, [2])
+        assert batch is not None and (batch.offset, batch.positions()) == (1, [2])
         plan.add(request(1))
         assert (plan.follow(batch) is not None) == follows
 

@@ -86,7 +86,7 @@ class CacheBlocks:
         request.table = HybridBlockTable(self.pool, self.cache) if grouped else BlockTable(self.pool, self.block_size)
         request.row = self._rows.pop()
         # The tokens of a prompt that is measured are computed: their logits are needed.
-        if self.reuse and request.scored:
+        if self.reuse and request.has_prompt_logprobs:
             # One token at least is computed: its logits are needed.
             count = (request.num_tokens - 1) // self.block_size
             self._take(request.table, request.keys(count, self.block_size)[:count])
@@ -153,7 +153,7 @@ class CacheBlocks:
     def next_key(self, request: Request) -> str | None:
         """Return the content key of the block that an opened request computes first; `None` if it finds none."""
         place = request.cached // self.block_size
-        if not self.reuse or not request.scored or place >= (request.num_tokens - 1) // self.block_size:
+        if not self.reuse or not request.has_prompt_logprobs or place >= (request.num_tokens - 1) // self.block_size:
             return None
         return request.keys(place + 1, self.block_size)[place]
 

@@ -31,7 +31,7 @@ def default_sampling(model: Any, tokenizer: Any = None) -> Sampling:
     """Return the sampling of a model's generation config, greedy without one.
 
     Options that are not set there have the defaults of `Sampling`. Those that a generator does not have are named in a
-    warning. Temperature and cuts count with `do_sample` alone, as in transformers.
+    warning. Temperature, `top_k`, `top_p` and `min_p` count with `do_sample` alone, as in transformers.
 
     Raises:
         ConfigError: values that no sampling has.

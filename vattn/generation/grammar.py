@@ -1,4 +1,4 @@
-"""`Grammar`: outputs of a form, by a JSON schema, a regular expression or a grammar; xgrammar says which tokens fit."""
+"""`Grammar`: structured outputs, by a JSON schema, a regular expression or EBNF; xgrammar finds allowed tokens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from vattn.errors import ConfigError, MissingPackageError, RequestError
 
 @dataclass(frozen=True)
 class Grammar:
-    """Say which form an output has; needs xgrammar.
+    """Say what an output must follow; needs xgrammar.
 
     Attributes:
         json_schema: a JSON schema: a mapping, its text, or a class of pydantic's `BaseModel`; `{}` for any JSON.
@@ -115,40 +115,40 @@ class GrammarMatcher:
 
     def __init__(self, xgrammar: Any, compiled: Any, stop_token_ids: list[int], vocab_size: int) -> None:
         self._matcher = xgrammar.GrammarMatcher(compiled, override_stop_tokens=stop_token_ids)
-        self._mask: Tensor = xgrammar.allocate_token_bitmask(1, vocab_size)
-        self._taken = 0
+        self._bitmask: Tensor = xgrammar.allocate_token_bitmask(1, vocab_size)
+        self._accepted = 0
 
-    def mask(self, output: Sequence[int]) -> Tensor:
+    def bitmask(self, output: Sequence[int]) -> Tensor:
         """Return int32 `[ceil(vocab_size / 32)]`, a bit for each token that may follow; the next call overwrites it.
 
         Raises:
             RequestError: the output has a token that the grammar does not allow.
         """
-        if self._taken > len(output):
+        if self._accepted > len(output):
             # A step that failed took tokens back.
             self._matcher.reset()
-            self._taken = 0
-        for token in output[self._taken :]:
+            self._accepted = 0
+        for token in output[self._accepted :]:
             if not self._matcher.accept_token(token):
                 raise RequestError(
                     f"token {token}, which the grammar does not allow",
                     "logits processors that forbid tokens and allow none",
                     "leave out the logits processors",
                 )
-            self._taken += 1
-        self._matcher.fill_next_token_bitmask(self._mask, 0)
-        return self._mask[0]
+            self._accepted += 1
+        self._matcher.fill_next_token_bitmask(self._bitmask, 0)
+        return self._bitmask[0]
 
 
-def forbid(scores: Tensor, rows: Tensor, masks: Tensor) -> None:
-    """Set scores to `-inf`, in place, where a mask has no bit.
+def apply_bitmask(scores: Tensor, rows: Tensor, bitmasks: Tensor) -> None:
+    """Set scores to `-inf`, in place, where a bitmask has no bit.
 
     Args:
         scores: fp32 `[n, vocab_size]`.
         rows: int64 `[m]`.
-        masks: int32 `[m, words]`; tokens beyond them are forbidden.
+        bitmasks: int32 `[m, words]`; tokens beyond them are forbidden.
     """
-    bits = masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device) & 1
+    bits = bitmasks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=bitmasks.device) & 1
     allowed = bits.flatten(1)[:, : scores.shape[1]].bool()
     allowed = torch.nn.functional.pad(allowed, (0, scores.shape[1] - allowed.shape[1]))
     scores.index_copy_(0, rows, scores.index_select(0, rows).masked_fill(~allowed, -torch.inf))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vattn.errors import RequestError
 from vattn.generation.request import Request
-from vattn.generation.transfers import numbers_on_device, on_device
+from vattn.generation.transfers import floats_on_device, on_device
 
 _IN_PROMPT = 1 << 30
 """Added to the count of a token that the prompt holds."""
@@ -49,31 +49,31 @@ class TokenCounts:
             self._counts.index_fill_(0, on_device(fresh, device), 0)
             flat.index_fill_(0, on_device(prompts, device), _IN_PROMPT)
         if outputs:
-            places = on_device(outputs, device)
-            flat.index_add_(0, places, torch.ones_like(places, dtype=torch.int32))
+            indices = on_device(outputs, device)
+            flat.index_add_(0, indices, torch.ones_like(indices, dtype=torch.int32))
         counts = self._counts.index_select(0, on_device(rows, device))
         return counts & (_IN_PROMPT - 1), counts > 0
 
 
-def change_logits(scores: Tensor, requests: Sequence[Request], places: Sequence[int], counts: TokenCounts) -> None:
+def change_logits(scores: Tensor, requests: Sequence[Request], positions: Sequence[int], counts: TokenCounts) -> None:
     """Apply what requests ask for, in place: biases, penalties, forbidden and allowed tokens.
 
     Args:
         scores: fp32 `[n, vocab_size]`.
         requests: of each row.
-        places: positions of the tokens that are chosen.
+        positions: of the tokens that are chosen.
         counts: of the tokens that requests with penalties have.
     """
     width, device = scores.shape[1], scores.device
     biased, biases, forbidden = list[int](), list[float](), list[int]()
-    for row, (request, place) in enumerate(zip(requests, places, strict=True)):
+    for row, (request, position) in enumerate(zip(requests, positions, strict=True)):
         for token, bias in request.sampling.logit_bias.items():
             biased.append(row * width + token)
             biases.append(bias)
-        forbidden += [row * width + token for token in _forbidden(request, place)]
+        forbidden += [row * width + token for token in _forbidden(request, position)]
     flat = scores.view(-1)
     if biased:
-        flat.index_add_(0, on_device(biased, device), numbers_on_device(biases, device).float())
+        flat.index_add_(0, on_device(biased, device), floats_on_device(biases, device).float())
     rows = [row for row, request in enumerate(requests) if request.sampling.penalised]
     if rows:
         _penalise(scores, on_device(rows, device), [requests[row] for row in rows], counts)
@@ -87,9 +87,9 @@ def change_logits(scores: Tensor, requests: Sequence[Request], places: Sequence[
         flat.index_fill_(0, on_device(forbidden, device), -math.inf)
 
 
-def _forbidden(request: Request, place: int) -> list[int]:
-    """Return the tokens that a request must not choose now: ends that come too early, and last tokens of bad words."""
-    early = place - len(request.prompt) < request.sampling.min_tokens
+def _forbidden(request: Request, position: int) -> list[int]:
+    """Return the tokens that must not be chosen now: stop tokens before `min_tokens`, and last tokens of bad words."""
+    early = position - len(request.prompt) < request.sampling.min_tokens
     tokens = [token for token in request.stop_token_ids if early]
     count = request.num_tokens
     for word in request.bad_words:
@@ -105,7 +105,7 @@ def _penalise(scores: Tensor, rows: Tensor, requests: Sequence[Request], counts:
     often, seen = counts.read(requests, scores.shape[1], device)
     settings = [request.sampling for request in requests]
     penalties = [one for s in settings for one in (s.repetition_penalty, s.frequency_penalty, s.presence_penalty)]
-    repetition, frequency, presence = numbers_on_device(penalties, device).float().view(-1, 3, 1).unbind(1)
+    repetition, frequency, presence = floats_on_device(penalties, device).float().view(-1, 3, 1).unbind(1)
     old = scores.index_select(0, rows)
     new = torch.where(seen, torch.where(old < 0, old * repetition, old / repetition), old)
     scores.index_copy_(0, rows, new - frequency * often - presence * (often > 0))

@@ -1,4 +1,4 @@
-"""Log-probabilities of chosen tokens and of the likeliest ones, by the model's own logits."""
+"""Log-probabilities of chosen tokens, of prompts and of the likeliest tokens, by the model's own logits."""
 
 from __future__ import annotations
 
@@ -16,54 +16,55 @@ _SLICE = 256
 
 
 @dataclass
-class Measured:
+class StepLogprobs:
     """Log-probabilities of a step.
 
     Attributes:
-        values: fp64 `[m, 2 + 2 * most]`: log-probability and rank of a token, the likeliest tokens and their ids.
-        lines: the line of `values` of each row of the step that has one, and how many of the likeliest it gets.
-        prompts: requests, with the position of the first token of their prompts that was measured, and how many were;
-            their lines follow each other after those of `lines`.
+        values: fp64 `[m, 2 + 2 * most]`: log-probability and rank of a token, then log-probabilities of the `most`
+            likeliest tokens, then their ids.
+        lines: by row of the step: its row in `values`, and how many of the likeliest tokens its request asks for.
+        prompts: requests, the position of the first token of the prompt in this step, and how many tokens there are.
+            Their values follow those of `lines`.
     """
 
     values: Tensor
     lines: dict[int, tuple[int, int]]
     prompts: list[tuple[Request, int, int]]
 
-    def of(self, row: int, count: int) -> list[TokenLogprobs]:
+    def of_rows(self, row: int, count: int) -> list[TokenLogprobs]:
         """Return the log-probabilities of the tokens of some rows from `row` on; none if their request gets none."""
         if row not in self.lines:
             return []
         line, most = self.lines[row]
         return [_token(values, most) for values in self.values[line : line + count].tolist()]
 
-    def note_prompts(self) -> None:
-        """Give requests the log-probabilities of their prompts."""
+    def store_prompts(self) -> None:
+        """Write the log-probabilities of prompts into their requests."""
         line = len(self.lines)
         for request, first, count in self.prompts:
             most, values = request.sampling.prompt_logprobs or 0, self.values[line : line + count].tolist()
             line += count
             if request.prompt_logprobs is not None:
                 request.prompt_logprobs[first : first + count] = [_token(each, most) for each in values]
-                request.scored = request.scored or first + count == len(request.prompt)
+                request.has_prompt_logprobs = request.has_prompt_logprobs or first + count == len(request.prompt)
 
 
-def measure(
+def compute_logprobs(
     logits: Tensor,
     tokens: Tensor,
     requests: Sequence[Request],
     rows: Sequence[int],
     prompts: Sequence[tuple[Request, int, int]],
-) -> Measured:
-    """Measure chosen tokens, and tokens of prompts.
+) -> StepLogprobs:
+    """Return the log-probabilities of chosen tokens, and of tokens of prompts.
 
     Args:
         logits: `[N, vocab_size]` of any float dtype: a row for each chosen token, and then one for each token of the
             prompts.
         tokens: int64 `[len(requests)]`, the chosen ones.
         requests: of the chosen tokens.
-        rows: those to measure.
-        prompts: see `Measured`.
+        rows: of the chosen tokens whose requests ask for log-probabilities.
+        prompts: see `StepLogprobs`.
     """
     counts = [requests[row].sampling.logprobs or 0 for row in rows]
     wanted = [request.prompt[first : first + count] for request, first, count in prompts]
@@ -71,18 +72,18 @@ def measure(
     parts = []
     if rows:
         index = on_device(rows, logits.device)
-        parts.append(_measure(logits.index_select(0, index), tokens.index_select(0, index), most))
+        parts.append(_compute(logits.index_select(0, index), tokens.index_select(0, index), most))
     if prompts:
         targets = on_device([token for each in wanted for token in each], logits.device)
         begin = len(requests)
         for part in targets.split(_SLICE):
-            parts.append(_measure(logits[begin : begin + part.shape[0]], part, most))
+            parts.append(_compute(logits[begin : begin + part.shape[0]], part, most))
             begin += part.shape[0]
     lines = {row: (line, count) for line, (row, count) in enumerate(zip(rows, counts, strict=True))}
-    return Measured(torch.cat(parts), lines, list(prompts))
+    return StepLogprobs(torch.cat(parts), lines, list(prompts))
 
 
-def _measure(logits: Tensor, tokens: Tensor, count: int) -> Tensor:
+def _compute(logits: Tensor, tokens: Tensor, count: int) -> Tensor:
     scores = logits.float()
     total = scores.logsumexp(dim=-1, keepdim=True)
     own = scores.gather(1, tokens[:, None])
@@ -92,7 +93,7 @@ def _measure(logits: Tensor, tokens: Tensor, count: int) -> Tensor:
 
 
 def _token(values: list[float], count: int) -> TokenLogprobs:
-    """Return what a line says, with some number of the likeliest tokens."""
+    """Return a row of `StepLogprobs.values` with `count` of the likeliest tokens."""
     most = len(values) // 2 - 1
     top = zip(map(int, values[2 + most : 2 + most + count]), values[2 : 2 + count], strict=True)
     return TokenLogprobs(values[0], int(values[1]), dict(top))

@@ -14,11 +14,11 @@ from torch import Tensor
 from vattn.compilation.cuda_graph import CUDAGraphRunner
 from vattn.errors import VattnError
 from vattn.generation.cache_blocks import CacheBlocks
-from vattn.generation.logprobs import Measured, TokenLogprobs, measure
+from vattn.generation.logprobs import StepLogprobs, TokenLogprobs, compute_logprobs
 from vattn.generation.request import Request
-from vattn.generation.sampler import Rows, Sampler
+from vattn.generation.sampler import Sampler, SamplingMetadata
 from vattn.generation.scheduler import Batch
-from vattn.generation.transfers import on_device, on_host, on_its_way
+from vattn.generation.transfers import on_device, on_host, to_host
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.forward_context import forward_context
@@ -38,7 +38,7 @@ class Launched:
         errors: what the logits processors of a request raised, by row of `tokens`.
         metadata: of the step.
         runner: the graphs that hold it, `None` if it runs without.
-        measured: log-probabilities, on the host as soon as `done`; `None` if no request of the step gets any.
+        step_logprobs: log-probabilities, on the host as soon as `done`; `None` if no request of the step gets any.
         begin, done: events around the step, `None` without a GPU.
         waited: seconds for which `read` waited for the device.
     """
@@ -49,7 +49,7 @@ class Launched:
     errors: dict[int, VattnError]
     metadata: AttentionMetadata
     runner: CUDAGraphRunner | None = None
-    measured: Measured | None = None
+    step_logprobs: StepLogprobs | None = None
     begin: torch.cuda.Event | None = None
     done: torch.cuda.Event | None = None
     waited: float = 0.0
@@ -65,7 +65,7 @@ class Launched:
 
     def logprobs(self, row: int, count: int) -> list[TokenLogprobs]:
         """Return the log-probabilities of the tokens of some rows, after `read`; none if their request gets none."""
-        return self.measured.of(row, count) if self.measured is not None else []
+        return self.step_logprobs.of_rows(row, count) if self.step_logprobs is not None else []
 
     @property
     def device_seconds(self) -> float:
@@ -97,7 +97,7 @@ class ModelRunner:
         self._sampler = Sampler(builder.max_num_reqs)
         # An inference tensor, as in `launch`: another kind would compile another graph.
         with torch.inference_mode():
-            self._places = torch.arange(builder.max_num_reqs, device=self.device)
+            self._row_numbers = torch.arange(builder.max_num_reqs, device=self.device)
 
     @torch.inference_mode()
     def launch(self, batch: Batch, before: Launched | None = None) -> Launched:
@@ -112,12 +112,12 @@ class ModelRunner:
             logits, metadata, runner = self._advance(batch, before, begin)
         else:
             logits, metadata, runner = self._run(batch, before, begin)
-        requests, places, sampled, measured = _chosen(batch, logits)
-        tokens, result, errors = self._sampler.choose(logits, requests, places, sampled)
-        launched = Launched(batch, tokens, on_its_way(result), errors, metadata, runner)
-        if measured or batch.scored:
-            launched.measured = measure(logits, tokens, requests, measured, batch.scored)
-            launched.measured.values = on_its_way(launched.measured.values)
+        requests, positions, sampled, with_logprobs = _chosen(batch, logits)
+        tokens, result, errors = self._sampler.choose(logits, requests, positions, sampled)
+        launched = Launched(batch, tokens, to_host(result), errors, metadata, runner)
+        if with_logprobs or batch.prompt_logprobs:
+            launched.step_logprobs = compute_logprobs(logits, tokens, requests, with_logprobs, batch.prompt_logprobs)
+            launched.step_logprobs.values = to_host(launched.step_logprobs.values)
         if begin is not None:
             launched.begin, launched.done = begin, torch.cuda.Event(enable_timing=True)
             launched.done.record()
@@ -126,7 +126,7 @@ class ModelRunner:
     def _run(self, batch: Batch, before: Launched | None, begin: torch.cuda.Event | None) -> Outcome:
         """Run a step, replaying a graph where one holds it; note when it begins."""
         if batch.follows:
-            ends, counts = batch.places(), [1] * batch.ready
+            ends, counts = batch.positions(), [1] * batch.ready
         else:
             ends, counts = batch.ends, [end - start for start, end in zip(batch.starts, batch.ends, strict=True)]
         ids, rows = self._ids(batch, counts, before), self._rows(batch, counts)
@@ -143,7 +143,7 @@ class ModelRunner:
 
     def _graphs(self, batch: Batch, counts: list[int]) -> CUDAGraphRunner | None:
         """Return the graphs of a kind of step."""
-        if batch.scored:
+        if batch.prompt_logprobs:
             return None
         plain, with_drafts, mixed = self.graphs
         if max(counts) <= 1 + max(map(len, batch.drafts), default=0):
@@ -157,7 +157,7 @@ class ModelRunner:
         metadata = self.builder.advance(before.metadata, batch.new_blocks[0])
         if count == 1 and before.runner is None:
             ids = ids.repeat(2)
-        return self._forward(ids, metadata, self._places[: max(2, count)], before.runner, begin)
+        return self._forward(ids, metadata, self._row_numbers[: max(2, count)], before.runner, begin)
 
     def _forward(
         self,
@@ -183,16 +183,16 @@ class ModelRunner:
 
     def _rows(self, batch: Batch, counts: list[int]) -> Tensor | None:
         """Return the rows of a step that need logits; `None` for the last one of each request."""
-        if not batch.drafts and not batch.scored:
-            return self._places[: max(2, len(counts))] if max(counts) == 1 else None
+        if not batch.drafts and not batch.prompt_logprobs:
+            return self._row_numbers[: max(2, len(counts))] if max(counts) == 1 else None
         ends = list(accumulate(counts))
         drafts = map(len, batch.drafts) if batch.drafts else [0] * batch.ready
         rows = [
             row for end, more in zip(ends[: batch.ready], drafts, strict=False) for row in range(end - 1 - more, end)
         ]
-        for request, first, count in batch.scored:
-            place = batch.requests.index(request)
-            begin = ends[place] - batch.ends[place] + first - 1
+        for request, first, count in batch.prompt_logprobs:
+            row = batch.requests.index(request)
+            begin = ends[row] - batch.ends[row] + first - 1
             rows += range(begin, begin + count)
         # One row would compile a graph of its own.
         return on_device(rows if len(rows) > 1 else rows * 2, self.device)
@@ -231,7 +231,7 @@ def _merged(ids: list[int], sources: list[int], before: Launched) -> Tensor:
     return torch.where(both[1] >= 0, before.tokens[both[1].clamp(min=0)], both[0])
 
 
-def _chosen(batch: Batch, logits: Tensor) -> tuple[list[Request], list[int], Rows | None, list[int]]:
+def _chosen(batch: Batch, logits: Tensor) -> tuple[list[Request], list[int], SamplingMetadata | None, list[int]]:
     """Return the request and the position of each token that a step chooses, and two selections of rows.
 
     Returns:
@@ -241,17 +241,17 @@ def _chosen(batch: Batch, logits: Tensor) -> tuple[list[Request], list[int], Row
     requests, run = batch.requests[: batch.ready], batch.run
     if run is not None:
         if run.sampled and run.settings is None:
-            run.settings = Rows.of(requests, run.sampled, logits)
-        return requests, batch.places() if run.sampled else [], run.settings, run.measured
-    places = batch.places()
+            run.settings = SamplingMetadata.of(requests, run.sampled, logits)
+        return requests, batch.positions() if run.sampled else [], run.settings, run.with_logprobs
+    positions = batch.positions()
     if batch.drafts:
-        requests, places = [], []
+        requests, positions = [], []
         for request, end, drafts in zip(batch.requests[: batch.ready], batch.ends, batch.drafts, strict=False):
             requests += [request] * (1 + len(drafts))
-            places += range(end - len(drafts), end + 1)
+            positions += range(end - len(drafts), end + 1)
     sampled = [row for row, request in enumerate(requests) if not request.greedy]
-    measured = [row for row, request in enumerate(requests) if request.logprobs is not None]
-    return requests, places, Rows.of(requests, sampled, logits) if sampled else None, measured
+    with_logprobs = [row for row, request in enumerate(requests) if request.logprobs is not None]
+    return requests, positions, SamplingMetadata.of(requests, sampled, logits) if sampled else None, with_logprobs
 
 
 def model_inputs(ids: Sequence[int] | Tensor, metadata: AttentionMetadata, rows: Tensor | None = None) -> list[Tensor]:

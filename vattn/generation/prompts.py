@@ -20,7 +20,7 @@ def read_prompt(prompt: Any, tokenizer: Any, vocab_size: int | None, special: bo
     """Return a prompt's token ids.
 
     Args:
-        special: whether the tokenizer may put tokens around a text, such as its begin token.
+        special: whether the tokenizer may put tokens around a text, such as BOS.
 
     Raises:
         RequestError: a text without a tokenizer, one that it refuses, or what is no token id.
@@ -33,9 +33,9 @@ def read_prompt(prompt: Any, tokenizer: Any, vocab_size: int | None, special: bo
                 "give the generator tokenizer=, or pass ids",
             )
         try:
-            # A chat template has written the begin token already.
-            begin = getattr(tokenizer, "bos_token", None)
-            alone = not special or (isinstance(begin, str) and prompt.startswith(begin))
+            # A chat template has written the BOS token already.
+            bos = getattr(tokenizer, "bos_token", None)
+            alone = not special or (isinstance(bos, str) and prompt.startswith(bos))
             alone = alone and takes(tokenizer.encode, "add_special_tokens")
             prompt = tokenizer.encode(prompt, **({"add_special_tokens": False} if alone else {}))
         except Exception as error:
@@ -146,7 +146,7 @@ def read_bad_words(sampling: Sampling, tokenizer: Any, vocab_size: int | None) -
 
 
 def check_stop_ids(stop_token_ids: Iterable[int], vocab_size: int | None, error: type[VattnError]) -> None:
-    """Refuse end tokens beyond a vocabulary by an error of some class."""
+    """Refuse stop tokens beyond a vocabulary by an error of some class."""
     never = [token for token in stop_token_ids if vocab_size is not None and token >= vocab_size]
     if never:
         raise error(

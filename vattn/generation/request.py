@@ -15,7 +15,7 @@ from vattn.cache.block_pool import BlockTable
 from vattn.cache.hybrid_block_table import HybridBlockTable
 from vattn.errors import RequestError, VattnError
 from vattn.generation.detokenizer import TextStream
-from vattn.generation.draws import mixed
+from vattn.generation.draws import splitmix64
 from vattn.generation.grammar import GrammarMatcher
 from vattn.generation.prompt_lookup import LookupIndex
 from vattn.generation.sampling import Sampling
@@ -41,7 +41,7 @@ class Request:
         stop_reason: the stop token or the stop string that ended it; `None` if it was neither.
         error: what it failed with.
         choices: all requests of its prompt, with `Sampling(n=...)` several; itself among them.
-        index: its place among them.
+        index: its index among them.
         reused: tokens of the prompt that were in the cache already.
         drafted, accepted: tokens that were drafted for it, and those that were right.
         preemptions: how often it had to give its blocks back and start again.
@@ -66,9 +66,9 @@ class Request:
         self.text = ""
         self.index = index
         self.choices: tuple[Request, ...] = (self,)
-        self.seed = mixed(sampling.seed, -1 - index) if index else sampling.seed
-        measured = sampling.logprobs is not None or sampling.candidates > sampling.n
-        self.logprobs: list[TokenLogprobs] | None = [] if measured else None
+        self.seed = splitmix64(sampling.seed, -1 - index) if index else sampling.seed
+        with_logprobs = sampling.logprobs is not None or sampling.candidates > sampling.n
+        self.logprobs: list[TokenLogprobs] | None = [] if with_logprobs else None
         self.prompt_logprobs: list[TokenLogprobs | None] | None = None
         if sampling.prompt_logprobs is not None:
             self.prompt_logprobs = [None] * len(self.prompt)
@@ -90,8 +90,8 @@ class Request:
         # Whether the token that a running step will choose is counted already, and its row in that step's output.
         self.pending, self.pending_row = False, -1
         self.greedy, self.needs_history = sampling.greedy, sampling.needs_history
-        # Whether the tokens of the prompt have the log-probabilities that they should.
-        self.scored = self.prompt_logprobs is None or len(self.prompt) < 2
+        # Whether it has all log-probabilities of its prompt that it asks for.
+        self.has_prompt_logprobs = self.prompt_logprobs is None or len(self.prompt) < 2
         # What its grammar allows.
         self.matcher: GrammarMatcher | None = None
         # The allowed tokens on the device, as soon as a step has read them.
@@ -229,7 +229,7 @@ class Progress(NamedTuple):
 
 
 class TokenLogprobs(NamedTuple):
-    """How likely a token was, before penalties, temperature and cuts.
+    """How likely a token was, by the model's own logits.
 
     Attributes:
         logprob: natural logarithm of its probability.

@@ -1,6 +1,6 @@
 """Choose the next tokens from a step's logits: the greedy ones at once, then all others together.
 
-A draw depends on a request's seed, on the place of the token and on the model's chances alone.
+A draw depends on the request's seed, the token's position and the model's probabilities alone.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from vattn.errors import VattnError
-from vattn.generation.draws import cut, draw, uniforms
-from vattn.generation.grammar import forbid
+from vattn.generation.draws import draw, truncate, uniforms
+from vattn.generation.grammar import apply_bitmask
 from vattn.generation.logit_changes import TokenCounts, change_logits, run_processors
 from vattn.generation.request import Request
-from vattn.generation.transfers import moved, numbers_on_device, on_device
+from vattn.generation.transfers import floats_on_device, on_device, to_device
 
 
-class Chosen(NamedTuple):
+class SamplerOutput(NamedTuple):
     """The tokens of a step.
 
     Attributes:
@@ -35,7 +35,7 @@ class Chosen(NamedTuple):
 
 
 @dataclass
-class Rows:
+class SamplingMetadata:
     """The rows of a step that are not greedy, and their settings on the device.
 
     Attributes:
@@ -44,8 +44,8 @@ class Rows:
         seeds: int64 `[n]`; `None` if nothing is drawn.
         drawn: bool `[n]`, rows with a temperature; `None` if all have one.
         temperature: fp32 `[n, 1]`, 1 for rows without one.
-        top_k, top_p, min_p: see `cut`; `None` where no row has it.
-        most: see `cut`.
+        top_k, top_p, min_p: see `truncate`; `None` where no row has it.
+        most: see `truncate`.
         changed: whether logits change before tokens are drawn.
     """
 
@@ -62,7 +62,7 @@ class Rows:
     changed: bool
 
     @classmethod
-    def of(cls, requests: Sequence[Request], rows: Sequence[int], logits: Tensor) -> Rows:
+    def of(cls, requests: Sequence[Request], rows: Sequence[int], logits: Tensor) -> SamplingMetadata:
         """Return the settings of some rows of logits."""
         vocab_size, device = logits.shape[1], logits.device
         chosen = [requests[row] for row in rows]
@@ -79,12 +79,12 @@ class Rows:
             chosen,
             on_device(seeds, device) if any(drawn) else None,
             None if all(drawn) else on_device(list(map(int, drawn)), device).bool(),
-            numbers_on_device([max(s.temperature, 1e-30) if s.temperature else 1.0 for s in settings], device).float()[
+            floats_on_device([max(s.temperature, 1e-30) if s.temperature else 1.0 for s in settings], device).float()[
                 :, None
             ],
             on_device(top_k, device) if any(k < vocab_size for k in top_k) else None,
-            numbers_on_device(top_p, device) if min(top_p) < 1 else None,
-            numbers_on_device(min_p, device) if max(min_p) > 0 else None,
+            floats_on_device(top_p, device) if min(top_p) < 1 else None,
+            floats_on_device(min_p, device) if max(min_p) > 0 else None,
             most,
             any(s.changes_logits for s in settings),
         )
@@ -101,14 +101,14 @@ class Sampler:
         self._counts = TokenCounts(max_num_reqs)
 
     def choose(
-        self, logits: Tensor, requests: Sequence[Request], places: Sequence[int], sampled: Rows | None
-    ) -> Chosen:
+        self, logits: Tensor, requests: Sequence[Request], positions: Sequence[int], sampled: SamplingMetadata | None
+    ) -> SamplerOutput:
         """Return a token for each row.
 
         Args:
             logits: `[N, vocab_size]` of any float dtype; rows after the requests' are ignored.
             requests: of each row; a request with drafts has several rows.
-            places: positions of the tokens that are chosen, one for each row; read where something is sampled.
+            positions: of the tokens that are chosen, one for each row; read where something is sampled.
             sampled: the rows that are not greedy, `None` if all are.
         """
         rows = logits[: len(requests)]
@@ -117,55 +117,60 @@ class Sampler:
         usable = largest.isfinite()
         errors: dict[int, VattnError] = {}
         if sampled is not None:
-            self._sample(rows, sampled, places, tokens, usable, errors)
-        return Chosen(tokens, torch.stack((tokens, usable.long())), errors)
+            self._sample(rows, sampled, positions, tokens, usable, errors)
+        return SamplerOutput(tokens, torch.stack((tokens, usable.long())), errors)
 
     def _sample(
         self,
         logits: Tensor,
-        rows: Rows,
-        places: Sequence[int],
+        metadata: SamplingMetadata,
+        positions: Sequence[int],
         tokens: Tensor,
         usable: Tensor,
         errors: dict[int, VattnError],
     ) -> None:
         """Write the tokens of rows that are not greedy, which of them can be used, and the errors of processors."""
-        index = rows.index
+        index = metadata.index
         good = usable.index_select(0, index)
-        # A row that cannot be used has no chances to draw from.
+        # A row that cannot be used has no probabilities to draw from.
         scores = torch.where(good[:, None], logits.index_select(0, index).float(), 0.0)
-        if rows.changed:
-            self._change(scores, rows, [places[row] for row in rows.rows], errors)
+        if metadata.changed:
+            self._change(scores, metadata, [positions[row] for row in metadata.rows], errors)
         largest = scores.max(dim=-1, keepdim=True).values
-        if rows.changed:
+        if metadata.changed:
             good = good & largest.squeeze(1).isfinite()
             scores = torch.where(good[:, None], scores, 0.0)
             largest = torch.where(good[:, None], largest, 0.0)
         chosen = scores.argmax(dim=-1)
-        if rows.seeds is not None:
+        if metadata.seeds is not None:
             # In this order a temperature near 0 gives no infinity.
-            scores = cut((scores - largest) / rows.temperature, rows.top_k, rows.top_p, rows.min_p, rows.most)
-            drawn = draw(scores, uniforms(rows.seeds, on_device(places, index.device).index_select(0, index)))
-            chosen = drawn if rows.drawn is None else torch.where(rows.drawn, drawn, chosen)
+            scores = truncate(
+                (scores - largest) / metadata.temperature, metadata.top_k, metadata.top_p, metadata.min_p, metadata.most
+            )
+            drawn = draw(scores, uniforms(metadata.seeds, on_device(positions, index.device).index_select(0, index)))
+            chosen = drawn if metadata.drawn is None else torch.where(metadata.drawn, drawn, chosen)
         tokens.index_copy_(0, index, chosen)
         usable.index_copy_(0, index, good)
 
-    def _change(self, scores: Tensor, rows: Rows, places: list[int], errors: dict[int, VattnError]) -> None:
+    def _change(
+        self, scores: Tensor, metadata: SamplingMetadata, positions: list[int], errors: dict[int, VattnError]
+    ) -> None:
         """Apply to scores, in place, what requests ask for."""
-        change_logits(scores, rows.requests, places, self._counts)
-        masks: dict[int, Tensor] = {}
-        for i, request in enumerate(rows.requests):
+        change_logits(scores, metadata.requests, positions, self._counts)
+        bitmasks: dict[int, Tensor] = {}
+        for i, request in enumerate(metadata.requests):
             if request.matcher is not None:
                 try:
-                    masks[i] = request.matcher.mask(request.output)
+                    bitmasks[i] = request.matcher.bitmask(request.output)
                 except VattnError as error:
-                    errors[rows.rows[i]] = error
-        if masks:
+                    errors[metadata.rows[i]] = error
+        if bitmasks:
             device = scores.device
-            forbid(scores, on_device(list(masks), device), moved(torch.stack(list(masks.values())), device))
-        for i, request in enumerate(rows.requests):
+            stacked = torch.stack(list(bitmasks.values()))
+            apply_bitmask(scores, on_device(list(bitmasks), device), to_device(stacked, device))
+        for i, request in enumerate(metadata.requests):
             if request.sampling.logits_processors:
                 try:
                     scores[i] = run_processors(request, scores[i : i + 1])[0]
                 except VattnError as error:
-                    errors[rows.rows[i]] = error
+                    errors[metadata.rows[i]] = error

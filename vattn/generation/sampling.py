@@ -35,13 +35,13 @@ class Sampling:
         prompt_logprobs: the same for the tokens of the prompt, of which none is taken from the cache then.
         n: how many outputs a prompt gets, each with a seed of its own; blocks of the prompt are shared.
         best_of: how many outputs are generated, of which `Request.best` returns the `n` most likely ones; `None`: `n`.
-        grammar: the form that the output has; needs xgrammar and a tokenizer of transformers.
+        grammar: what the output must follow; needs xgrammar and a tokenizer of transformers.
         skip_special_tokens: whether the text is without special tokens; `None`: if the tokenizer has the option.
         stop_strings: end the text where one of these appears; it is removed. Needs a tokenizer.
-        stop_token_ids: end at one of these tokens, which is kept out of the output; `None`: the model's own end
+        stop_token_ids: end at one of these tokens, which is kept out of the output; `None`: the model's own EOS
             tokens, `()`: none.
-        seed: from 0 to 2**64 - 1. The draw for a token depends on it, on the token's place and on the model's chances
-            alone, so that the other requests of a batch change nothing.
+        seed: from 0 to 2**64 - 1. A draw depends on it, the token's position and the model's probabilities alone, so
+            the other requests of a batch change nothing.
         logits_processors, stopping_criteria: further objects of transformers: `LogitsProcessor`s are called with
             `[1, L]` ids and `[1, vocab_size]` scores and return scores, `StoppingCriteria` with the ids and no scores.
             One that raises ends its request with an error, and no other.

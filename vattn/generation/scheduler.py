@@ -24,8 +24,8 @@ class Batch:
         starts, ends: positions `starts[i]` to `ends[i] - 1` of request i are computed.
         ready: how many requests get a token.
         drafts: the drafts of each of the ready requests; empty in a step without drafts.
-        scored: requests with tokens of their prompts that get log-probabilities, the position of the first of these
-            tokens, and how many there are.
+        prompt_logprobs: requests with tokens of their prompts that get log-probabilities, the position of the first of
+            these tokens, and how many there are.
         run: the run of decode steps that this step belongs to; `None` where the next one has to be planned.
         offset: its number in the run, from 0. A step with an offset takes its tokens from the step before, see
             `Scheduler.follow`; its `starts` and `ends` are empty, since each is one more.
@@ -37,7 +37,7 @@ class Batch:
     ends: list[int] = field(default_factory=list)
     ready: int = 0
     drafts: list[list[int]] = field(default_factory=list)
-    scored: list[tuple[Request, int, int]] = field(default_factory=list)
+    prompt_logprobs: list[tuple[Request, int, int]] = field(default_factory=list)
     run: DecodeRun | None = None
     offset: int = 0
     new_blocks: list[list[int]] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Batch:
         """Whether it takes its tokens from the step before."""
         return self.offset > 0
 
-    def places(self) -> list[int]:
+    def positions(self) -> list[int]:
         """Return the positions of the tokens that the ready requests get."""
         if self.run is not None and self.offset:
             return [end + self.offset for end in self.run.ends]
@@ -69,8 +69,8 @@ class DecodeRun:
     Attributes:
         left: steps in which no request reaches its limit.
         stops: tokens that end one of the requests.
-        sampled: places of the requests that are not greedy.
-        measured: places of the requests that get log-probabilities.
+        sampled: rows of the requests that are not greedy.
+        with_logprobs: rows of the requests that get log-probabilities.
         settings: what the sampler keeps of the requests from step to step.
     """
 
@@ -78,15 +78,15 @@ class DecodeRun:
         self.requests, self.ends, self.changes = requests, ends, changes
         self.left = min(request.limit - end for request, end in zip(requests, ends, strict=True)) - 1
         self.stops = frozenset().union(*{request.stop_token_ids for request in requests})
-        self.sampled = [place for place, request in enumerate(requests) if not request.greedy]
-        self.measured = [place for place, request in enumerate(requests) if request.logprobs is not None]
+        self.sampled = [row for row, request in enumerate(requests) if not request.greedy]
+        self.with_logprobs = [row for row, request in enumerate(requests) if request.logprobs is not None]
         self.settings: Any = None
         self._plain = False
         self._full: list[list[int]] = [[] for _ in range(block_size)]
         self._due: dict[int, list[int]] = {}
-        for place, (request, end) in enumerate(zip(requests, ends, strict=True)):
-            self._full[-end % block_size].append(place)
-            self._due.setdefault(request.room - end, []).append(place)
+        for row, (request, end) in enumerate(zip(requests, ends, strict=True)):
+            self._full[-end % block_size].append(row)
+            self._due.setdefault(request.room - end, []).append(row)
 
     def plain(self) -> bool:
         """Return whether a token that ends no request changes nothing but its output."""
@@ -103,12 +103,12 @@ class DecodeRun:
         Raises:
             OutOfBlocksError: too few are left; some requests may have got theirs.
         """
-        for place in self._due.pop(offset - 1, ()):
-            request = self.requests[place]
+        for row in self._due.pop(offset - 1, ()):
+            request = self.requests[row]
             blocks.grow(request, 1)
-            self._due.setdefault(request.room - self.ends[place], []).append(place)
+            self._due.setdefault(request.room - self.ends[row], []).append(row)
         begun = self.full(offset - 1)
-        return blocks.begun([self.requests[place] for place in begun], [self.ends[place] + offset for place in begun])
+        return blocks.begun([self.requests[row] for row in begun], [self.ends[row] + offset for row in begun])
 
 
 class Scheduler:
@@ -167,7 +167,7 @@ class Scheduler:
         """
         prompt, new = len(choices[0].prompt), choices[0].sampling.max_new_tokens
         if not prompt:
-            raise RequestError("an empty prompt", "at least one token", "begin with the model's begin token")
+            raise RequestError("an empty prompt", "at least one token", "begin with the model's BOS token")
         if prompt + new > self.max_seq_len:
             raise RequestError(
                 f"a prompt of {prompt} tokens and {new} new ones",
@@ -253,8 +253,8 @@ class Scheduler:
             end += len(batch.drafts[-1])
         if self.waiting and start < len(request.prompt):
             self._filled.update(self.blocks.new_keys(request, start, end))
-        if not request.scored and start < len(request.prompt) - 1:
-            batch.scored.append((request, start + 1, min(end, len(request.prompt) - 1) - start))
+        if not request.has_prompt_logprobs and start < len(request.prompt) - 1:
+            batch.prompt_logprobs.append((request, start + 1, min(end, len(request.prompt) - 1) - start))
         batch.requests.append(request)
         batch.starts.append(start)
         batch.ends.append(end)

@@ -183,8 +183,8 @@ class StepLoop:
     def _accept(self, now: Launched) -> list[Progress]:
         """Wait for a step, and give its requests their tokens."""
         tokens, usable = now.read()
-        if now.batch.scored and now.measured is not None:
-            now.measured.note_prompts()
+        if now.batch.prompt_logprobs and now.step_logprobs is not None:
+            now.step_logprobs.store_prompts()
         if now.batch.drafts:
             return self._accept_drafts(now, tokens, usable)
         if self._ahead is not None and self._ahead.batch.follows:
@@ -258,7 +258,7 @@ _PROGRESS = partial(tuple.__new__, Progress)
 
 def _expect_tokens(batch: Batch) -> None:
     """Count the tokens that a running step will choose, except a request's last one."""
-    for place, request in enumerate(batch.requests[: batch.ready]):
+    for row, request in enumerate(batch.requests[: batch.ready]):
         if not request.pending and request.ended is None and request.num_tokens + 1 < request.limit:
-            request.pending, request.pending_row = True, place
+            request.pending, request.pending_row = True, row
             request.uncached += 1

@@ -1,4 +1,4 @@
-"""Lists of numbers to the device and results back, without waiting for it."""
+"""Copies of lists to the device and of results to the host, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ def on_host(values: Sequence[int]) -> Tensor:
 
 
 def on_device(values: Sequence[int], device: torch.device) -> Tensor:
-    """Return a list that is not empty as int64 on a device, without waiting for it."""
-    return moved(on_host(values), device)
+    """Return a list that is not empty as int64 on a device."""
+    return to_device(on_host(values), device)
 
 
-def numbers_on_device(values: Sequence[float], device: torch.device) -> Tensor:
-    """Return a list that is not empty as fp64 on a device, without waiting for it."""
-    return moved(torch.frombuffer(array("d", values), dtype=torch.float64), device)
+def floats_on_device(values: Sequence[float], device: torch.device) -> Tensor:
+    """Return a list that is not empty as fp64 on a device."""
+    return to_device(torch.frombuffer(array("d", values), dtype=torch.float64), device)
 
 
-def moved(host: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the host on a device, without waiting for it."""
+def to_device(host: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the host on a device."""
     return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
-def on_its_way(values: Tensor) -> Tensor:
-    """Return a tensor on the host, which holds what it should as soon as the device gets there."""
+def to_host(values: Tensor) -> Tensor:
+    """Return a tensor on the host, which holds the values once the device has done what was launched before."""
     if values.device.type == "cpu":
         return values
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
