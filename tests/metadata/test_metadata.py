@@ -448,6 +448,7 @@ def test_a_builder_refuses_more_blocks_than_its_layers_have() -> None:
     layer = with_cache(vattn.Attention(2, 16, 0.25, prefix="a"), 9)
     with pytest.raises(ConfigError, match=r"num_blocks=10 of the builder, and 9 blocks in the cache of layer 'a'"):
         AttentionMetadataBuilder(2, 8, 64, layers=layer, num_blocks=10)
+    assert AttentionMetadataBuilder(2, 8, 64, layers=layer, num_blocks=9).build([1], [9], [[8]]).num_reqs == 1
     builder = AttentionMetadataBuilder(2, 8, 64, layers=layer, num_blocks=7)
     with pytest.raises(MetadataError, match="block ids from 0 to 6"):
         builder.build([1], [9], [[7]])
