@@ -51,7 +51,7 @@ def mark_dynamic(*values: Any, num_tokens: int = 0) -> None:
 
 def _mark_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling():
-        return  # Part of a larger graph, whose own inputs are marked or not.
+        return  # Inlined into a larger graph; the caller marks its inputs.
     # Not `current_step`: the layers refuse a thread without a step, and a call may need none.
     step = getattr(context.in_thread, "step", None)
     mark_dynamic(*args, *kwargs.values(), num_tokens=0 if step is None else step.slot_mapping.shape[0])
@@ -157,25 +157,24 @@ def _with_own_errors(compiled: Any) -> Any:
 def _strict(run: Any, options: dict[str, Any]) -> Any:
     """Wrap compiled code whose options ask for strict passes: its first call fails if they have seen no attention.
 
-    Another `torch.compile` around it would drop its options: it calls this code, with a graph break, and does not
-    inline it.
+    A `torch.compile` around the wrapper gets a graph break here: if it inlined the code, these options would be lost.
     """
     given = dict(options.get("options") or {})
     if not (given.get("vattn.strict") or getattr(given.get("post_grad_custom_pre_pass"), "strict", False)):
         return run
-    seen, checked = fusion_notes.seen, False
+    counts, checked = fusion_notes.counts, False
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal checked
         before = fusion_notes.set_strict(True)
         if not checked:
             dispatch.read_notes_again()
-            count = seen["attention"]
+            count = counts["attention"]
         try:
             result = run(*args, **kwargs)
         finally:
             fusion_notes.set_strict(before)
-        if not checked and seen["attention"] == count:
+        if not checked and counts["attention"] == count:
             raise FusionError(
                 "strict fusion: the first call ran no attention that the passes have seen",
                 "a call that Dynamo and Inductor compile, of a model with attention, in a forward_context",

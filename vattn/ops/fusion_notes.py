@@ -1,7 +1,7 @@
 """The lines of the fusion report: kept by graph, and carried by the config strings of compiled code.
 
-What a layer hands to a compiler carries `UNSEEN`, which the passes replace by their line of the report. Compiled code
-that still carries it when it runs was made without the passes.
+While a graph is traced, layers append the note `UNSEEN` to their config strings, and the passes replace it by a line of
+the report. Compiled code that still has `UNSEEN` when it runs was compiled without the passes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger("vattn")
 FUSED, REFUSED, NEAR_MISS = "fused", "refused", "near miss"
 
 UNSEEN, UNSEEN_STRICT = "unseen", "unseen, strict"
-"""Notes of config strings that the passes have not seen; the second where they have to."""
+"""Notes of config strings that the passes have not seen; the second under `strict`."""
 
 _PLAIN = " !#$&()*+,-./:;<=>@[]^_`{|}~"
 """Characters that a note does not escape, besides letters and digits."""
@@ -81,15 +81,15 @@ class NodeReport:
         """Whether there is RoPE that is not fused."""
         return self.rope_outcome not in (FUSED, "")
 
-    def place(self) -> str:
+    def label(self) -> str:
         """Return which attention node of its graph this is."""
         return f"{self.op} {self.index + 1}/{self.count}"
 
     def __str__(self) -> str:
-        return f"{self.place()}: {self.says()}"
+        return f"{self.label()}: {self.result()}"
 
-    def says(self) -> str:
-        """Return the result, without which node it is of."""
+    def result(self) -> str:
+        """Return the result without the label: equal for layers with which the same happened."""
         text = self.outcome
         if self.outcome == FUSED:
             text += f", writes {self.output_format}"
@@ -133,24 +133,26 @@ class NodeReport:
 _graphs: dict[str, dict[int, NodeReport]] = {}
 _lock = threading.Lock()
 _unseen: dict[str, None] = {}
-_wanted = threading.local()
-seen = {"without attention": 0, "failed": 0, "attention": 0}
-"""Graphs that the passes ran on and that have no line in the report, and lines made or read."""
+"""Functions that ran compiled code which the passes have not seen, as an ordered set."""
+
+_thread = threading.local()
+counts = {"without attention": 0, "failed": 0, "attention": 0}
+"""Graphs without attention, graphs on which the passes failed, and attention nodes that were reported."""
 
 
 def is_strict() -> bool:
     """Return whether what this thread compiles must be seen by the passes."""
-    return getattr(_wanted, "strict", False)
+    return getattr(_thread, "strict", False)
 
 
 def set_strict(wanted: bool) -> bool:
-    """Say whether what this thread compiles must be seen by the passes; returns what held before."""
-    before, _wanted.strict = is_strict(), wanted
+    """Set whether what this thread compiles must be seen by the passes; return what was set before."""
+    before, _thread.strict = is_strict(), wanted
     return before
 
 
 def noted(config: str) -> str:
-    """Return a config string for an attention op: in compiled code with a note that only the passes take away."""
+    """Return a config string for an attention op, while a graph is traced with the note `UNSEEN`."""
     return config + _unseen_note() if torch.compiler.is_compiling() else config
 
 
@@ -158,15 +160,15 @@ def _unseen_note() -> str:
     return NOTE_MARK + (UNSEEN_STRICT if is_strict() else UNSEEN)
 
 
-# Dynamo calls it while it traces and keeps the result, without a guard: code that is compiled stays as it is.
+# Dynamo calls it while it traces and keeps the result without a guard, so that `set_strict` recompiles nothing.
 _unseen_note._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def record(nodes: list[NodeReport]) -> None:
     """Keep the report of one compiled graph; it replaces an earlier one of the same graph."""
     with _lock:
-        seen["without attention"] += not nodes
-        seen["attention"] += len(nodes)
+        counts["without attention"] += not nodes
+        counts["attention"] += len(nodes)
         for name in {node.graph for node in nodes}:
             _graphs.pop(name, None)
         for node in nodes:
@@ -176,7 +178,7 @@ def record(nodes: list[NodeReport]) -> None:
 def note_failed() -> None:
     """Count a graph on which the passes failed."""
     with _lock:
-        seen["failed"] += 1
+        counts["failed"] += 1
 
 
 def recorded() -> tuple[NodeReport, ...]:
@@ -186,7 +188,7 @@ def recorded() -> tuple[NodeReport, ...]:
 
 
 def passes_off() -> tuple[str, ...]:
-    """Return where compiled code was run that the passes have not seen."""
+    """Return the functions that ran compiled code which the passes have not seen."""
     with _lock:
         return tuple(_unseen)
 
@@ -196,7 +198,7 @@ def forget() -> None:
     with _lock:
         _graphs.clear()
         _unseen.clear()
-        seen.update(dict.fromkeys(seen, 0))
+        counts.update(dict.fromkeys(counts, 0))
 
 
 def read_note(config: str) -> None:
@@ -227,7 +229,7 @@ def read_note(config: str) -> None:
         logger.debug("a note of another version: %s", note)
         return
     with _lock:
-        seen["attention"] += 1
+        counts["attention"] += 1
         _graphs.setdefault(node.graph, {}).setdefault(node.index, dataclasses.replace(node, cached=True))
 
 
@@ -241,7 +243,7 @@ def _caller() -> str:
 
 
 _GENERATED = (torch.__path__[0], "<eval_with_key>")
-"""How names of files begin that torch makes code of."""
+"""How the file names of torch's own and generated code begin."""
 
 
 def _is_library(frame: FrameType) -> bool:

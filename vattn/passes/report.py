@@ -16,7 +16,7 @@ from textwrap import wrap
 from typing import Any
 
 from vattn.errors import FusionError
-from vattn.ops.fusion_notes import FUSED, NEAR_MISS, REFUSED, NodeReport, forget, logger, passes_off, recorded, seen
+from vattn.ops.fusion_notes import FUSED, NEAR_MISS, REFUSED, NodeReport, counts, forget, logger, passes_off, recorded
 
 
 @dataclass(frozen=True)
@@ -71,10 +71,10 @@ _WHOLE_WORDS: Any = {"break_long_words": False, "break_on_hyphens": False}
 
 
 def lines(nodes: Sequence[NodeReport]) -> list[str]:
-    """Return what to print of nodes: one line for all that say the same, as the layers of a model do."""
+    """Return a line for each different result: the layers of a model mostly share one."""
     equal: dict[str, list[NodeReport]] = {}
     for node in nodes:
-        equal.setdefault(node.says(), []).append(node)
+        equal.setdefault(node.result(), []).append(node)
     return [f"{_which(alike)}: {text}" for text, alike in equal.items()]
 
 
@@ -82,7 +82,7 @@ def _which(nodes: Sequence[NodeReport]) -> str:
     """Return which attention nodes of a graph these are; a layer has one."""
     first, count = nodes[0], len(nodes)
     if count == 1:
-        return first.place()
+        return first.label()
     some = f"{count}" if count == first.count else f"{count} of {first.count}"
     return f"{first.op}, {some} layers"
 
@@ -113,9 +113,9 @@ def _why_empty() -> str:
             "the passes are off: nothing in this process has switched them on; torch.compile and vattn.compile take "
             "them from vattn.enable(), options=vattn.options() or backend=vattn.backend"
         )
-    if seen["failed"]:
+    if counts["failed"]:
         return f"the passes failed on {_graphs_of('failed')}; the log says why"
-    if seen["without attention"]:
+    if counts["without attention"]:
         return (
             f"the passes ran on {_graphs_of('without attention')}, none with attention of vattn; layers that run "
             "without metadata make profiling calls, which have none"
@@ -127,7 +127,7 @@ def _why_empty() -> str:
 
 
 def _graphs_of(kind: str) -> str:
-    return f"{seen[kind]} graph" + "s" * (seen[kind] != 1)
+    return f"{counts[kind]} graph" + "s" * (counts[kind] != 1)
 
 
 def clear_fusion_report() -> None:
