@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import vattn
 from tests.layers.encoder_support import dense, offsets, random_qkv
 from tests.support import relative_l2
 from vattn.errors import ConfigError, DeviceError, ScaleError
+from vattn.layers.encoder import mm_encoder_attention
 from vattn.quantization.codecs import decode_kv, encode_kv
 
 DYNAMIC = vattn.EncoderFP8Config(dynamic=True)
@@ -152,8 +154,13 @@ def test_a_scale_of_one_is_a_plain_cast(tmp_path: Path, monkeypatch: pytest.Monk
     path = write(tmp_path / "scales.json", {"a": {"q": 1, "k": 1.0, "v": 1}})
     layer = make_layer(quant=vattn.EncoderFP8Config(scale_path=path))
     seen: list[Tensor] = []
-    arguments = layer._arguments
-    monkeypatch.setattr(layer, "_arguments", lambda qkv, *rest: seen.extend(qkv) or arguments(qkv, *rest))
+    arguments = mm_encoder_attention.varlen_arguments
+
+    def watched(layer: nn.Module, qkv: Sequence[Tensor], *rest: Any) -> Any:
+        seen.extend(qkv)
+        return arguments(layer, qkv, *rest)
+
+    monkeypatch.setattr(mm_encoder_attention, "varlen_arguments", watched)
     qkv = [t[None] * 300 for t in random_qkv(9)]
     layer(*qkv)
     for codes, given_tensor in zip(seen, qkv, strict=True):

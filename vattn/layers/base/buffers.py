@@ -37,22 +37,22 @@ _OWN_BUFFERS = (
 parameter."""
 
 
-MOST = torch.finfo(torch.float32).max
+_LARGEST = torch.finfo(torch.float32).max
 
 
-def own_tensor(name: str, source: Tensor | Sequence[float], least: float = -MOST) -> Tensor:
+def own_tensor(name: str, source: Tensor | Sequence[float], least: float = -_LARGEST) -> Tensor:
     """Return an fp32 copy of what a user gave. Numbers keep their values where modules are made on meta.
 
     Raises:
-        ConfigError: what is no numbers, NaN, infinity, or a value below `least`.
+        ConfigError: `source` holds no numbers, NaN, infinity, or a value below `least`.
     """
     values = as_numbers(source)
     if values is None:
         raise ConfigError(f"{name}: {source!r:.60} instead of numbers", "a tensor or a list of floats", "correct it")
-    # NaN compares with nothing; a FakeTensorMode makes tensors without values.
+    # NaN fails every comparison; tensors of a FakeTensorMode have no values.
     known = is_plain(values) and not values.is_meta
-    if known and not bool(((values >= least) & (values <= MOST)).all()):
-        allowed = "finite numbers" + (", or -inf" if least < -MOST else "")
+    if known and not bool(((values >= least) & (values <= _LARGEST)).all()):
+        allowed = "finite numbers" + (", or -inf" if least < -_LARGEST else "")
         raise ConfigError(f"{name}={values.tolist()!s:.80}", allowed, "check the checkpoint's values")
     return values
 
@@ -108,7 +108,7 @@ class OwnBuffers(nn.Module):
         if values is None or (isinstance(values, nn.Parameter) and name == "sinks"):
             tensor: Tensor | None = values
         else:
-            tensor = own_tensor(name, values, -torch.inf if name == "sinks" else -MOST)  # A sink of -inf is none.
+            tensor = own_tensor(name, values, -torch.inf if name == "sinks" else -_LARGEST)  # A sink of -inf is none.
         if tensor is not None and tuple(tensor.shape) != (self.num_heads,):
             allowed = f"({self.num_heads},), one per query head"
             raise ShapeError(f"{name} has shape {tuple(tensor.shape)}", allowed, "check num_heads")

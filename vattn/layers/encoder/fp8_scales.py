@@ -198,22 +198,22 @@ def save_encoder_scales(model: nn.Module, path: str | os.PathLike[str], *, margi
 def save_encoder_scales_when_full(
     model: nn.Module, path: str | os.PathLike[str], *, margin: float = 1.0
 ) -> RemovableHandle:
-    """Save a model's encoder scales by themselves, once, after the call that fills the last layer's history.
+    """Save a model's encoder scales once, after the call that fills the last layer's history.
 
-    Calls of the model count. Where a history may be full, the counters are read on the host, which synchronises: at
-    the 16th call, and at most every 16 calls later if some layer has not run. Replays of a CUDA graph do not call the
+    The 16th call of the model reads the layers' counters on the host, which synchronises. Where some layer has not run
+    16 times by then, later calls read them again, at most every 16 calls. Replays of a CUDA graph do not call the
     model: use `save_encoder_scales` after them.
 
     Args:
-        model, path, margin: as for `save_encoder_scales`. Pass what
-            `torch.compile` returned if the model is part of something compiled.
+        model, path, margin: as for `save_encoder_scales`. If the model is part of a compiled one, pass what
+            `torch.compile` returned.
 
     Returns:
-        A handle; `handle.remove()` calls it off.
+        A handle; `handle.remove()` cancels the saving.
 
     Raises:
-        ConfigError: as `save_encoder_scales`; no layer with dynamic scales, or a folder that does not exist. What goes
-            wrong later does not fail the model's call: it is a warning, and saving is tried again 16 calls later.
+        ConfigError: as `save_encoder_scales`; no layer with dynamic scales, or a folder that does not exist. Errors
+            during later calls of the model are warnings, and saving is tried again 16 calls later.
 
     Example:
         >>> import os, tempfile, torch, vattn

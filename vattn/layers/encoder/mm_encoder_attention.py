@@ -225,8 +225,8 @@ class MMEncoderAttention(VarlenAttention):
     ) -> tuple[Tensor, Tensor]:
         """Return where each sequence of queries, and of keys, starts and the last one ends, on the query's device."""
         (batch, tokens), keys = query.shape[:2], key.shape[1]
-        alone = padded or cu_seqlens_k is not None
-        if (cu_seqlens is None) != (max_seqlen is None) or (alone and cu_seqlens is None):
+        needs_offsets = padded or cu_seqlens_k is not None
+        if (cu_seqlens is None) != (max_seqlen is None) or (needs_offsets and cu_seqlens is None):
             names = {
                 "cu_seqlens": cu_seqlens is not None,
                 "max_seqlen": max_seqlen is not None,
@@ -236,15 +236,10 @@ class MMEncoderAttention(VarlenAttention):
             raise MetadataError(
                 f"layer {self.prefix!r} got {' and '.join(name for name, given in names.items() if given)} alone",
                 "cu_seqlens and max_seqlen, or neither; cu_seqlens_k and padded only with them",
-                "pass the offsets of the packed sequences and the longest length",
+                "pass the offsets of the sequences and the longest length",
             )
         if cu_seqlens is None:
-            if batch == 0:
-                starts = torch.zeros(2, dtype=torch.int32, device=query.device)
-                return starts, starts
-            row = torch.arange(batch + 1, dtype=torch.int32, device=query.device)
-            starts = row * tokens
-            return starts, starts if keys == tokens else row * keys
+            return _row_starts(batch, tokens, keys, query.device)
         self._check_types(cu_seqlens, max_seqlen, cu_seqlens_k, padded)
         if cu_seqlens_k is None and keys != tokens:
             raise ShapeError(
@@ -252,21 +247,25 @@ class MMEncoderAttention(VarlenAttention):
                 "as many keys as queries, or offsets of their own",
                 "pass cu_seqlens_k, the offsets of the keys",
             )
-        for name, offsets, rows, longest in (
-            ("cu_seqlens", cu_seqlens, batch * tokens, max_seqlen),
-            ("cu_seqlens_k", cu_seqlens_k, batch * keys, None),
-        ):
-            if offsets is None:
-                continue
-            if offsets.dim() != 1 or offsets.shape[0] < 2 or offsets.shape[0] != cu_seqlens.shape[0]:
-                raise ShapeError(
-                    f"{name} of shape {tuple(offsets.shape)} in layer {self.prefix!r}",
-                    "[sequences + 1] with one or more sequences, the same number for queries and keys",
-                    "pass cumulative lengths",
-                )
-            if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
-                check_offsets(name, offsets, rows, longest, padded)
-        return cu_seqlens, cu_seqlens if cu_seqlens_k is None else cu_seqlens_k
+        size = cu_seqlens.numel()
+        self._check_offsets("cu_seqlens", cu_seqlens, size, batch * tokens, max_seqlen, padded)
+        if cu_seqlens_k is None:
+            return cu_seqlens, cu_seqlens
+        self._check_offsets("cu_seqlens_k", cu_seqlens_k, size, batch * keys, None, padded)
+        return cu_seqlens, cu_seqlens_k
+
+    def _check_offsets(
+        self, name: str, offsets: Tensor, size: int, rows: int, longest: int | Tensor | None, padded: bool
+    ) -> None:
+        """Refuse offsets of another size or, on the CPU, with values that do not go with the rows."""
+        if offsets.dim() != 1 or offsets.shape[0] < 2 or offsets.shape[0] != size:
+            raise ShapeError(
+                f"{name} of shape {tuple(offsets.shape)} in layer {self.prefix!r}",
+                "[sequences + 1] with one or more sequences, the same number for queries and keys",
+                "pass cumulative lengths",
+            )
+        if offsets.device.type == "cpu" and not torch.compiler.is_compiling():
+            check_offsets(name, offsets, rows, longest, padded)
 
     def _check_types(
         self, cu_seqlens: Tensor, max_seqlen: int | Tensor | None, cu_seqlens_k: Tensor | None, padded: bool
@@ -327,3 +326,13 @@ class MMEncoderAttention(VarlenAttention):
 def _default_scale(head_size: int) -> float:
     """Return `head_size ** -0.5`; 1 for what is no head size, which the config refuses by its name."""
     return head_size**-0.5 if isinstance(head_size, int) and head_size > 0 else 1.0
+
+
+def _row_starts(batch: int, tokens: int, keys: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the offsets of queries and of keys where each row of a batch is one sequence."""
+    if batch == 0:
+        starts = torch.zeros(2, dtype=torch.int32, device=device)
+        return starts, starts
+    row = torch.arange(batch + 1, dtype=torch.int32, device=device)
+    starts = row * tokens
+    return starts, starts if keys == tokens else row * keys
