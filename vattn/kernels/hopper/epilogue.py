@@ -106,16 +106,16 @@ def group_scales(absmax, scale, GROUPS: gl.constexpr):
     else:
         if GROUPS[3] >= 0.0:
             made = divide_by_constant(absmax, 448.0, APPROXIMATE)
-            if GROUPS[2] == "no_zeros":
+            if GROUPS[2] == "zero_replaced":
                 made = gl.where(made == 0.0, GROUPS[3], made)
-            elif GROUPS[2] != "floored_powers":
+            elif GROUPS[2] != "floored_power_of_two":
                 made = gl.where(made < GROUPS[3], GROUPS[3], made)
         else:
             made = divide_by_constant(gl.where(absmax < MIN_ABSMAX, MIN_ABSMAX, absmax), 448.0, APPROXIMATE)
-        if GROUPS[2] == "powers" or GROUPS[2] == "floored_powers":
+        if GROUPS[2] == "power_of_two" or GROUPS[2] == "floored_power_of_two":
             bits = (made.to(gl.uint32, bitcast=True) + 0x7FFFFF) & 0x7F800000
             made = gl.where(made == made, bits.to(gl.float32, bitcast=True), made)
-        if GROUPS[2] == "floored_powers":
+        if GROUPS[2] == "floored_power_of_two":
             made = gl.where(made < GROUPS[3], GROUPS[3], made)
         return made, made
 

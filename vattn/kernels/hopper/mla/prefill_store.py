@@ -77,14 +77,14 @@ def fp8_scales(largest, OUTPUT_GROUPS: gl.constexpr):
     corrected = gl.fma(gl.fma(-product, zero + 448.0, largest), zero + (1.0 / 448.0), product)
     made = gl.where(largest < float("inf"), corrected, product)
     if OUTPUT_GROUPS[3] >= 0.0:
-        if OUTPUT_GROUPS[2] == "no_zeros":
+        if OUTPUT_GROUPS[2] == "zero_replaced":
             made = gl.where(made == 0.0, OUTPUT_GROUPS[3], made)
-        elif OUTPUT_GROUPS[2] != "floored_powers":
+        elif OUTPUT_GROUPS[2] != "floored_power_of_two":
             made = gl.where(made < OUTPUT_GROUPS[3], OUTPUT_GROUPS[3], made)
-    if OUTPUT_GROUPS[2] == "powers" or OUTPUT_GROUPS[2] == "floored_powers":
+    if OUTPUT_GROUPS[2] == "power_of_two" or OUTPUT_GROUPS[2] == "floored_power_of_two":
         bits = (made.to(gl.uint32, bitcast=True) + 0x7FFFFF) & 0x7F800000
         made = gl.where(made == made, bits.to(gl.float32, bitcast=True), made)
-    if OUTPUT_GROUPS[2] == "floored_powers":
+    if OUTPUT_GROUPS[2] == "floored_power_of_two":
         made = gl.where(made < OUTPUT_GROUPS[3], OUTPUT_GROUPS[3], made)
     return made
 

@@ -39,8 +39,8 @@ def groups_fit_heads(config: AttentionConfig) -> bool:
 def scale_kind(config: Any) -> str:
     """Return SCALES of `dynamic_scale` for a config of attention."""
     if OUTPUT_FORMATS[config.output_format].power_of_two:
-        return "floored_powers" if config.output_floor == "rounded_scale" else "powers"
-    return "no_zeros" if config.output_floor == "zero" else "any"
+        return "floored_power_of_two" if config.output_floor == "rounded_scale" else "power_of_two"
+    return "zero_replaced" if config.output_floor == "zero" else "plain"
 
 
 def group_constants(config: AttentionConfig) -> tuple[Any, ...]:
@@ -163,22 +163,23 @@ def absolute_maximum(x, AXIS: tl.constexpr = -1):
 def dynamic_scale(absmax, SCALES: tl.constexpr, MIN_SCALE: tl.constexpr, ARITHMETIC: tl.constexpr):
     """Return the FP8 scale of a row or group with this absolute maximum; a negative MIN_SCALE means the default.
 
-    SCALES: "any", "no_zeros" (MIN_SCALE replaces zero alone), "powers" of two, "floored_powers" (after rounding).
+    SCALES: "plain", "zero_replaced" (MIN_SCALE replaces zero alone), "power_of_two" (MIN_SCALE, then rounded up), or
+    "floored_power_of_two" (rounded up, then MIN_SCALE).
     """
     APPROXIMATE: tl.constexpr = ARITHMETIC == "approximate_divide" or ARITHMETIC == "approximate_multiply"
     if MIN_SCALE >= 0.0:
         scale = divide_by_constant(absmax, 448.0, APPROXIMATE)
-        if SCALES == "no_zeros":
+        if SCALES == "zero_replaced":
             scale = tl.where(scale == 0.0, MIN_SCALE, scale)
-        elif SCALES != "floored_powers":
+        elif SCALES != "floored_power_of_two":
             scale = tl.where(scale < MIN_SCALE, MIN_SCALE, scale)
     else:
         scale = divide_by_constant(tl.where(absmax < MIN_ABSMAX, MIN_ABSMAX, absmax), 448.0, APPROXIMATE)
-    if SCALES == "powers" or SCALES == "floored_powers":
+    if SCALES == "power_of_two" or SCALES == "floored_power_of_two":
         # Adding the mantissa mask carries into the exponent exactly when some mantissa bit is set.
         bits = (scale.to(tl.uint32, bitcast=True) + 0x7FFFFF) & 0x7F800000
         scale = tl.where(scale == scale, bits.to(tl.float32, bitcast=True), scale)
-    if SCALES == "floored_powers":
+    if SCALES == "floored_power_of_two":
         scale = tl.where(scale < MIN_SCALE, MIN_SCALE, scale)
     return scale
 
