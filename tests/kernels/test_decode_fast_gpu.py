@@ -442,9 +442,9 @@ def test_replays_follow_the_lengths() -> None:
 
 def test_refusals_name_what_is_missing() -> None:
     device = DeviceInfo.of("cuda")
-    config = make_config(head_size=80, dtype="bfloat16", alibi="linear", block_size=24)
+    config = make_config(head_size=24, dtype="bfloat16", alibi="linear", block_size=24)
     text = " ".join(decode_fast.refusals(config, device))
-    assert "head_size 80" in text and "alibi" in text and "block_size 24" in text
+    assert "head_size 24" in text and "alibi" in text and "block_size 24" in text
     other = dataclasses.replace(device, capability=(8, 0))
     assert decode_fast.refusals(make_config(head_size=128, dtype="bfloat16"), other)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -89,6 +90,7 @@ class Classifier:
         self.packed = dtype_of(quantised) == torch.uint8
         self.chooses = any(op_name(node.target) in _CHOICES for node in nodes)
         self.samples = Samples(region, nodes, inputs, dtype, self.reorders)
+        self.made = proof.dependants(nodes, [region.output])
         self.needed = region.ancestors([quantised])
         self.quotients = [node for node in self.needed if dtype_of(node) == torch.float32]
         self.rounded = proof.entering(self.needed, self.packed)
@@ -113,6 +115,8 @@ class Classifier:
         if not left:
             raise self._differs(seen)
         found = next((c for c in left if c.block_scales), left[0])
+        held = found.block_scales or {}
+        found.block_scales = {i: ways for i, ways in held.items() if self._is_scale(self.nodes[i])}
         whole = max(seen, key=lambda sample: len(sample.rows))
         self._prove(found, whole, certain)
         return self._match(found, whole)
@@ -169,6 +173,13 @@ class Classifier:
             if not self._agreeing([found], more):
                 raise self._differs([sample, more])
         self.conditions.check({*self.inputs.derived, *self.needed})
+
+    def _is_scale(self, node: Node) -> bool:
+        """Return whether a node is a scale that makes the codes, or such a scale moved: only that is proven."""
+        if node in self.needed:
+            return True
+        moved = op_name(node.target) in moves.MOVES or node.target is operator.getitem
+        return moved and all(self._is_scale(source) for source in node.all_input_nodes if source in self.made)
 
     def _quotient(self) -> Node:
         """Return the first node that holds the scaled values of a packed format.
