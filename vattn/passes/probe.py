@@ -9,22 +9,21 @@ that, a region that needs a cast to saturate needs a clamp.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.fx import Node
 
-from vattn.passes.probe_inputs import PROBE_SCALES, cycled, every_row, every_value, probe_scales, probe_values
+from vattn.passes.probe_inputs import PROBE_SCALES, every_output, probe_outputs, probe_scales
 from vattn.passes.region import Refusal, Region, can_run, expression, is_size, op_name, same_size, value
 from vattn.passes.region_moves import MOVES
 from vattn.passes.region_precision import CASTS, LOW, in_fp32, is_low
 from vattn.passes.region_run import constant, run_node
-from vattn.passes.region_tokens import TOKEN_COUNTS, check_order, possible_count, symbols_at, token_counts
+from vattn.passes.region_tokens import check_order, token_counts
 from vattn.quantization.formats import MODEL_DTYPES
 
 NO_CLAMP = (
@@ -37,7 +36,6 @@ _LEAST_ROUNDS = 4
 
 _SPREADS = MOVES | CASTS | frozenset("full full_like ones ones_like zeros zeros_like empty empty_like".split())
 """Ops that may make a tensor of many equal elements from one value."""
-_SCALE_ARITHMETIC = frozenset("mul div true_divide reciprocal neg pow".split())
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -65,9 +63,7 @@ def isolated() -> Iterator[None]:
     """Compute on real CPU tensors, without modes, devices or autocast of the compiler or the user."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False), ExitStack() as stack:
-        if torch.get_default_device().type != "cpu":  # a device mode costs as much as a small operation
-            stack.enter_context(torch.device("cpu"))
+    with _disable_current_modes(), torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
         yield
 
 
@@ -143,7 +139,7 @@ class _InputFinder:
         direct = list(self.roots)
         self._follow_back(lambda node: op_name(node.target) in _SPREADS and not _loses_digits(node))
         if len(self.roots) > 1:
-            self._follow_back(lambda node: op_name(node.target) in _SPREADS | _SCALE_ARITHMETIC)
+            self._follow_back(lambda node: True)
         scales = [node for node in dict.fromkeys([*direct, *self.roots]) if value(node).dtype in _SCALE_DTYPES]
         return Inputs(tuple(self.sizes), self.constants, tuple(self.roots), tuple(sorted(self.derived)), tuple(scales))
 
@@ -171,42 +167,28 @@ def _loses_digits(node: Node) -> bool:
 def set_sizes(sizes: Sequence[Node], output: Node, tokens: int) -> dict[Node, Any]:
     """Return the value of every size when the graph runs on `tokens` tokens."""
     symbols = {symbol for node in sizes for symbol in expression(value(node)).free_symbols}
-    others = sorted(symbols - expression(value(output).shape[0]).free_symbols, key=str)
+    others = sorted(symbols - {expression(value(output).shape[0])}, key=str)
     return {node: size_at(value(node), output, tokens, others) for node in sizes}
-
-
-@lru_cache(maxsize=4096)
-def _at(size: Any, tokens: Any, count: int) -> Any:
-    return size.subs(symbols_at(tokens, count))
 
 
 def size_at(size: Any, output: Node, tokens: int, others: Sequence[Any] = ()) -> int:
     """Return a size when the graph runs on `tokens` tokens, the first size of `output`.
 
     Args:
-        tokens: a result of `possible_count`.
         others: further symbols; each gets another number.
 
     Raises:
         Refusal: it depends on something else.
     """
-    if isinstance(size, int):
-        return size
-    found = _at(expression(size), expression(value(output).shape[0]), tokens)
+    symbol, found = expression(value(output).shape[0]), expression(size)
+    if symbol.is_Symbol:
+        found = found.subs(symbol, tokens)
     # Any number will do for another symbol if it is the same everywhere.
     numbers = {other: tokens // 2 + 1 + index for index, other in enumerate(others)}
     found = found.subs({other: numbers.get(other, tokens // 2 + 1) for other in found.free_symbols})
     if not found.is_Integer:
         raise Refusal(f"the region depends on the size {size}, which varies with no token count", output, near=True)
     return int(found)
-
-
-def known_values(output: Node, inputs: Inputs, tokens: int, scales: Sequence[float]) -> dict[Node, Any]:
-    """Return the values of sizes, constants and roots when the graph runs on `tokens` tokens."""
-    env: dict[Node, Any] = {**inputs.constants, **set_sizes(inputs.sizes, output, tokens)}
-    for node, scale in zip(inputs.roots, scales, strict=False):
-        env[node] = torch.full(tuple(value(node).shape), scale, dtype=value(node).dtype)
-    return env
 
 
 def run(
@@ -223,7 +205,9 @@ def run(
         scales: the values of `inputs.roots`, one at least.
         wide: nodes in bf16 or fp16 that stay in fp32.
     """
-    env = {output: x, **known_values(output, inputs, x.shape[0], scales)}
+    env: dict[Node, Any] = {output: x, **inputs.constants, **set_sizes(inputs.sizes, output, x.shape[0])}
+    for node, scale in zip(inputs.roots, scales, strict=False):
+        env[node] = torch.full(tuple(value(node).shape), scale, dtype=value(node).dtype)
     for node in (*inputs.derived, *nodes):
         seen: dict[Node, Any] = in_fp32(node, env, wide) if wide else env
         if node in wide and op_name(node.target) in CASTS:
@@ -243,71 +227,40 @@ class Sample:
     values: dict[Node, Any]
 
 
-class Samples:
-    """Runs of a region on chosen inputs.
+def samples(
+    region: Region,
+    nodes: list[Node],
+    inputs: Inputs,
+    dtype: str,
+    wide: frozenset[Node],
+    thorough: bool = False,
+    few: bool = False,
+) -> Iterator[Sample]:
+    """Run a region on all probe inputs.
 
     Args:
-        dtype: name of the model dtype.
-        few: whether the region may read only some tokens: rows are then run a few at a time.
+        wide: nodes in bf16 or fp16 that stay in fp32.
+        thorough: run every value of the model dtype under every scale.
+        few: run those a few tokens at a time.
     """
+    exact, roots = exact_scales(nodes, inputs, dtype), max(1, len(inputs.roots))
+    counts = token_counts((*inputs.derived, *inputs.sizes, *nodes), region.output)
 
-    def __init__(self, region: Region, nodes: list[Node], inputs: Inputs, dtype: str, few: bool) -> None:
-        self.output, self.nodes, self.inputs, self.dtype, self.few = region.output, nodes, inputs, dtype, few
-        self.counts = token_counts((*inputs.derived, *inputs.sizes, *nodes), region.output)
-        self.columns = math.prod(map(int, value(region.output).shape[1:]))
-        self.exact = exact_scales(nodes, inputs, dtype)
+    def sample(x: Tensor, scales: Sequence[float]) -> Sample:
+        return Sample(x.reshape(x.shape[0], -1), run(nodes, region.output, inputs, x, scales, wide))
 
-    def run(self, x: Tensor, scales: Sequence[float], wide: frozenset[Node]) -> Sample:
-        """Run the region on rows `[T, N]`."""
-        values = run(self.nodes, self.output, self.inputs, x.view(len(x), *value(self.output).shape[1:]), scales, wide)
-        return Sample(x, values)
-
-    def runs(self, rows: Tensor, scales: Sequence[float], wide: frozenset[Node]) -> Iterator[Sample]:
-        """Run the region on rows of any number, and on the first of them for other token counts."""
-        tokens, first = value(self.output).shape[0], self.counts[0]
-        if not isinstance(tokens, int) and not self.few:
-            first = possible_count(tokens, first - TOKEN_COUNTS[0] + len(rows))
-        step = first if isinstance(tokens, int) else min(first, TOKEN_COUNTS[0] if self.few else len(rows))
-        for count in self.counts[:0:-1]:  # The small ones rule out most quantisers.
-            yield self.run(cycled(rows, 0, count), scales, wide)
-        for start in range(0, len(rows), step):
-            yield self.run(cycled(rows, start, first), scales, wide)
-
-    def scales(self, round_: int) -> list[float]:
+    def scales_of(round_: int) -> list[float]:
         """Return a value for each root, all different: equal ones would hide which root is used."""
-        return [self.exact[(round_ + index) % len(self.exact)] for index in range(max(1, len(self.inputs.roots)))]
+        return [exact[(round_ + index) % len(exact)] for index in range(roots)]
 
-    def distinguishing(self, wide: frozenset[Node]) -> Iterator[Sample]:
-        """Run the region on inputs that tell quantisers apart, and once on every value of the model dtype.
-
-        Args:
-            wide: nodes in bf16 or fp16 that stay in fp32.
-        """
-        dtype, roots = MODEL_DTYPES[self.dtype], max(1, len(self.inputs.roots))
-        for round_ in range(max(_LEAST_ROUNDS, len(self.exact) * roots)):
-            scales = self.scales(round_)
-            # A graph may divide by a value or multiply by it.
-            tried = scales[round_ // len(self.exact) % roots]
-            steps = (tried, 1 / tried) if self.inputs.roots else (tried,)
-            yield from self.runs(probe_values(self.columns, *steps).to(dtype).roll(-7 * round_, 0), scales, wide)
-        yield from self.runs(every_row(self.columns, dtype), self.scales(1), wide)
-
-    def every_value(
-        self, scales: Sequence[float], wide: frozenset[Node], read: Callable[[Sample], Tensor]
-    ) -> Iterator[Sample]:
-        """Run the region on every 16-bit value; of fp32, on every bf16 value and other mantissas.
-
-        Args:
-            read: returns the places of the output that a run reads.
-        """
-        values, tokens, count = every_value(MODEL_DTYPES[self.dtype]), value(self.output).shape[0], self.counts[0]
-        if not isinstance(tokens, int):
-            count = possible_count(tokens, count + len(values) // self.columns)
-        x = torch.zeros(count * self.columns, dtype=values.dtype)
-        places = read(self.run(x.view(count, -1), scales, wide))
-        for start in range(0, len(values), len(places)):
-            x[places] = cycled(values, start, len(places))
-            yield self.run(x.clone().view(count, -1), scales, wide)
+    for round_ in range(max(_LEAST_ROUNDS, len(exact) * roots)):
+        scales = scales_of(round_)
+        # A graph may divide by a value or multiply by it.
+        tried = scales[round_ // len(exact) % roots]
+        steps = (tried, 1 / tried) if inputs.roots else (tried,)
+        yield from (sample(x, scales) for x in probe_outputs(region.output, dtype, steps, round_, counts))
+    for round_ in range(len(exact)) if thorough else [min(1, len(exact) - 1)]:
+        yield from (sample(x, scales_of(round_)) for x in every_output(region.output, dtype, counts, few))
 
 
 def exact_scales(nodes: Sequence[Node], inputs: Inputs, dtype: str) -> list[float]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
-from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.fx import Node
+
+from vattn.passes.region import value
+from vattn.passes.region_tokens import TOKEN_COUNTS
+from vattn.quantization.formats import MODEL_DTYPES
 
 PROBE_SCALES = (7 / 512, 0.0137, 233 / 16384, 5 / 16, 157 / 64, 1 / 17, 1 / 29)
 """Static scales under which a region is run. FP8 midpoints times a multiple of 7 are exact in bf16, and a quarter of
@@ -76,39 +80,60 @@ def _rows(values: Tensor, columns: int) -> Tensor:
     return values.repeat(-(-rows * columns // values.numel()))[: rows * columns].view(rows, columns)
 
 
-def cycled(rows: Tensor, start: int, count: int) -> Tensor:
-    """Return `count` rows from a place on, the first ones again behind the last."""
+def probe_outputs(
+    output: Node, config_dtype: str, scales: Sequence[float], shift: int, counts: Sequence[int]
+) -> Iterator[Tensor]:
+    """Yield attention outputs `[T, H, V]` in the model dtype.
+
+    Args:
+        scales: as in `probe_values`.
+        shift: rotates the rows, so that no token gets rows of one kind alone.
+        counts: token counts; every row is among those of the first.
+    """
+    _, heads, width = value(output).shape
+    rows = probe_values(int(heads) * int(width), *scales).to(MODEL_DTYPES[config_dtype]).roll(-7 * shift, 0)
+    for count in counts:
+        step = _step(output, count, TOKEN_COUNTS[0])
+        needed = -(-len(rows) // step) if count == counts[0] else 1
+        for part in range(needed):
+            yield _part(rows, part * step, count).view(count, int(heads), int(width))
+
+
+def every_output(output: Node, config_dtype: str, counts: Sequence[int], few: bool = False) -> Iterator[Tensor]:
+    """Yield attention outputs that hold every value of a 16-bit model dtype, in order and not, and all powers of two.
+
+    For fp32 they hold every bf16 value and as many random bit patterns.
+
+    Args:
+        counts: as in `probe_outputs`.
+        few: a few tokens at a time, for a region that may read only some of them.
+    """
+    tokens, heads, width = value(output).shape
+    rows = _every_row(int(heads) * int(width), MODEL_DTYPES[config_dtype])
+    count = counts[0] - TOKEN_COUNTS[0] + (TOKEN_COUNTS[1] if few else len(rows))
+    count = tokens if isinstance(tokens, int) else count
+    step = _step(output, count, TOKEN_COUNTS[1] if few else len(rows))
+    for start in range(0, len(rows), step):
+        yield _part(rows, start, count).view(count, int(heads), int(width))
+
+
+def _step(output: Node, count: int, most: int) -> int:
+    """Return after how many rows the next run begins: a region may read only the first of its tokens."""
+    return count if isinstance(value(output).shape[0], int) else min(count, most)
+
+
+def _part(rows: Tensor, start: int, count: int) -> Tensor:
     return rows[torch.arange(start, start + count) % len(rows)]
 
 
 @lru_cache(maxsize=4)
-def every_value(dtype: torch.dtype) -> Tensor:
-    """Return every value of a 16-bit dtype; for fp32, every bf16 value and as many random mantissas."""
-    bits = torch.arange(-(2**15), 2**15).to(torch.int16)
-    if dtype != torch.float32:
-        return bits.view(dtype)
-    rng = torch.Generator().manual_seed(4)
-    wide = bits.int() << 16
-    return torch.cat((wide, wide + torch.randint(1, 2**16, wide.shape, generator=rng, dtype=torch.int32))).view(dtype)
-
-
-def every_maximum(dtype: str) -> Tensor:
-    """Return all magnitudes that a 16-bit dtype has, in fp32; of fp32, those of bf16."""
-    values = every_value(torch.float16 if dtype == "float16" else torch.bfloat16).float()
-    return values[(values >= 0) & ~values.signbit()]
-
-
-@lru_cache(maxsize=4)
-def every_row(columns: int, dtype: torch.dtype) -> Tensor:
-    """Return rows that hold all powers of two as maxima, and then every value of a 16-bit dtype, mixed and in order.
-
-    For fp32 they hold every bf16 value and as many random bit patterns.
-    """
+def _every_row(columns: int, dtype: torch.dtype) -> Tensor:
     rng = torch.Generator().manual_seed(2)
-    values = every_value(dtype)
+    bits = torch.arange(-(2**15), 2**15).to(torch.int16)
+    values = bits.view(torch.bfloat16 if dtype == torch.float32 else dtype).to(dtype)
     mixed = values[torch.randperm(len(values), generator=rng)]
     if dtype == torch.float32:
-        mixed = torch.randint(-(2**31), 2**31, (2**16,), generator=rng).to(torch.int32).view(torch.float32)
+        mixed = torch.randint(-(2**31), 2**31, (len(values),), generator=rng).to(torch.int32).view(torch.float32)
     powers = torch.exp2(torch.tensor(_POWERS).float()).repeat_interleave(2)
     powers[1::2] *= 1 + 2.0**-7
     # Maxima at a power of two and just above: there the scale does or does not round up to the next power.
@@ -119,26 +144,4 @@ def every_row(columns: int, dtype: torch.dtype) -> Tensor:
     sixes = torch.randn(4, columns, generator=rng).clamp(-0.9, 0.9)
     sixes[:, ::16] = 1
     sixes *= (6 * torch.exp2(torch.arange(columns).div(16, rounding_mode="floor") % 13 - 6.0)).roll(5)
-    return torch.cat((largest.to(dtype), sixes.to(dtype), _rows(mixed, columns), _rows(values, columns)))
-
-
-@lru_cache(maxsize=4)
-def every_quotient(columns: int) -> Tensor:
-    """Return bf16 rows with every quotient of a value and a maximum, but for its sign and very small ones."""
-    largest = 1 + torch.arange(128).float() / 128
-    powers = torch.exp2(-torch.arange(20).float())
-    values = (largest * powers[:, None]).flatten().repeat(2)
-    values[: len(values) // 2] *= -1
-    free = torch.arange(columns) % 64 != 0
-    rows = -(-len(values) // int(free.sum()))
-    filled = values.repeat(2)[: rows * int(free.sum())].view(rows, -1)
-    made = largest.repeat_interleave(rows)[:, None].expand(-1, columns).clone()
-    made[:, free] = torch.where(filled.abs().repeat(128, 1) > made[:, free], 0.0, filled.repeat(128, 1))
-    return made.bfloat16()
-
-
-def scales_near(numbers: Collection[float]) -> list[float]:
-    """Return static scales by which some value comes out as each of some numbers, or between two of them."""
-    ordered = sorted(number for number in numbers if 1e-30 < number < 1e30)
-    found = [*ordered, *((a + b) / 2 for a, b in pairwise(ordered))]
-    return [scale for number in found for scale in (number, 1 / number)]
+    return torch.cat((largest.to(dtype), sixes.to(dtype), _rows(values, columns), _rows(mixed, columns)))

@@ -85,13 +85,6 @@ def run_nodes(nodes: Iterable[Node], env: dict[Node, Any]) -> None:
         env[node] = run_node(node, env)
 
 
-def run_known(nodes: Iterable[Node], env: dict[Node, Any]) -> None:
-    """Run, in order, the nodes without a value in `env` that read nothing else; `env` gets their values."""
-    for node in nodes:
-        if node not in env and all(source in env for source in node.all_input_nodes):
-            env[node] = run_node(node, env)
-
-
 def same_bits(a: Tensor, b: Tensor) -> bool:
     """Return whether two tensors hold the same elements in order, bit for bit except for NaN, in any shapes."""
     if a.numel() != b.numel() or a.dtype != b.dtype:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -40,38 +39,12 @@ def token_counts(nodes: Sequence[Node], output: Node) -> tuple[int, ...]:
         return (tokens,)
     furthest = reach(nodes, output)
     if furthest < min(TOKEN_COUNTS):
-        return tuple(possible_count(tokens, count) for count in TOKEN_COUNTS)
+        return TOKEN_COUNTS
     of_a_token = math.prod(int(size) for size in value(output).shape[1:])
-    # Each of several sizes that make up the token count must be beyond that place.
-    least = int(expression(tokens).subs(dict.fromkeys(expression(tokens).free_symbols, furthest)))
-    if (max(least, furthest) + max(TOKEN_COUNTS)) * of_a_token > _LARGEST_RUN:
+    if (furthest + max(TOKEN_COUNTS)) * of_a_token > _LARGEST_RUN:
         raise beyond(furthest, output)
-    counts = tuple(possible_count(tokens, max(least, furthest) + count) for count in TOKEN_COUNTS)
-    few = possible_count(tokens, min(TOKEN_COUNTS))
-    return counts if _fewest(tokens) > few else (*counts, few)
-
-
-def possible_count(tokens: int | torch.SymInt, least: int) -> int:
-    """Return the smallest number of tokens, from `least` on, that is tried for a size that varies."""
-    count = expression(tokens)
-    return int(count.subs(symbols_at(count, least)))
-
-
-@lru_cache(maxsize=1024)
-def symbols_at(tokens: Any, least: int) -> dict[Any, int]:
-    """Return values of the symbols in a token count, all different, for which it is `least` or just above."""
-    symbols = sorted(tokens.free_symbols, key=str)
-
-    def symbols_of(size: int) -> dict[Any, int]:
-        return {symbol: size + index for index, symbol in enumerate(symbols)}
-
-    low, high = 0, 1 + (len(symbols) > 1)
-    while symbols and tokens.subs(symbols_of(high)) < least:
-        low, high = high, 2 * high
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if tokens.subs(symbols_of(middle)) < least else (low, middle)
-    return symbols_of(high)
+    counts = tuple(furthest + count for count in TOKEN_COUNTS)
+    return counts if _fewest(tokens) > min(TOKEN_COUNTS) else (*counts, min(TOKEN_COUNTS))
 
 
 def beyond(place: int, node: Node) -> Refusal:
@@ -95,8 +68,8 @@ def reach(nodes: Sequence[Node], like: Node) -> int:
         sizes = val.shape if isinstance(val, Tensor) else [val] if isinstance(val, torch.SymInt) else []
         for size in sizes:
             if isinstance(size, torch.SymInt):
-                numbers = _numbers(expression(size))
-                found += [-(-number // _per_token(size, tokens)) for number in numbers]
+                each = _per_token(size, tokens)
+                found += [-(-number // each) for number in _numbers(expression(size))]
     return max(found)
 
 
@@ -169,20 +142,13 @@ def _elements(node: Node) -> list[int]:
 
 def _per_token(size: Any, tokens: Any) -> int:
     """Return how many elements of a dimension belong to one token."""
-    return _ratio(expression(size), tokens)
-
-
-@lru_cache(maxsize=1024)
-def _ratio(size: Any, tokens: Any) -> int:
-    symbols = tokens.free_symbols
-    if len(symbols) != 1 or size == tokens:
+    if not tokens.is_Symbol:
         return 1
-    at = [dict.fromkeys(symbols, number) for number in (1001, 1002)]
-    each = (size.subs(at[1]) - size.subs(at[0])) / (tokens.subs(at[1]) - tokens.subs(at[0]))
-    return int(each) if each.is_number and each >= 1 else 1
+    size = expression(size)
+    each = size.subs(tokens, 1002) - size.subs(tokens, 1001)
+    return int(each) if each.is_Integer and each > 0 else 1
 
 
-@lru_cache(maxsize=1024)
 def _numbers(size: Any) -> list[int]:
     """Return the numbers that the formula of a size adds to a token count or compares with it."""
     import sympy  # type: ignore[import-untyped]

@@ -131,8 +131,7 @@ def quant_fp8_static(input: Tensor, scale: Tensor) -> Tensor:
 
 def quant_fp8_per_token(input: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise `[T, N]` to e4m3 with one scale a row; returns codes and fp32 scales `[T, 1]`."""
-    scaled, scales = _scale_groups(input, input.shape[1], power_of_two=False)
-    return to_e4m3(scaled).contiguous(), scales
+    return _quant_fp8_groups(input, input.shape[1], power_of_two=False)
 
 
 def quant_fp8_group(
@@ -147,8 +146,8 @@ def quant_fp8_group(
     Returns:
         Codes `[T, N]` and fp32 scales `[T, N // group_size]`.
     """
-    scaled, scales = _scale_groups(input, group_size, power_of_two)
-    return to_e4m3(scaled).contiguous(), _column_major(scales) if column_major else scales
+    codes, scales = _quant_fp8_groups(input, group_size, power_of_two)
+    return codes, _column_major(scales) if column_major else scales
 
 
 def _column_major(scales: Tensor) -> Tensor:
@@ -156,7 +155,7 @@ def _column_major(scales: Tensor) -> Tensor:
     return columns.copy_(scales.t()).t()
 
 
-def _scale_groups(
+def _quant_fp8_groups(
     input: Tensor,
     group_size: int,
     power_of_two: bool,
@@ -165,16 +164,7 @@ def _scale_groups(
     floor: str = "scale",
 ) -> tuple[Tensor, Tensor]:
     groups = _grouped(input, group_size)
-    scales = scales_of_maxima(groups.abs().amax(dim=-1), power_of_two, min_scale, floor)
-    wide = scales.unsqueeze(-1)
-    scaled = groups * wide.reciprocal() if _multiplies(arithmetic) else groups / wide
-    return scaled.flatten(1), scales.contiguous()
-
-
-def scales_of_maxima(
-    largest: Tensor, power_of_two: bool, min_scale: float | None = None, floor: str = "scale"
-) -> Tensor:
-    """Return the fp32 scales of groups whose largest magnitudes are given."""
+    largest = groups.abs().amax(dim=-1)
     if min_scale is None:
         scales = divide(largest.clamp(min=MIN_ABSMAX), FP8_E4M3_MAX)
     else:
@@ -185,7 +175,11 @@ def scales_of_maxima(
         scales = torch.where(scales == 0, min_scale, scales)
     if power_of_two:
         scales = ceil_power_of_two(scales)
-    return scales.clamp(min=min_scale) if floor == "rounded_scale" else scales
+    if floor == "rounded_scale":
+        scales = scales.clamp(min=min_scale)
+    wide = scales.unsqueeze(-1)
+    codes = to_e4m3(groups * wide.reciprocal() if _multiplies(arithmetic) else groups / wide)
+    return codes.flatten(1).contiguous(), scales.contiguous()
 
 
 def _multiplies(arithmetic: str) -> bool:
@@ -235,19 +229,14 @@ def quant_nvfp4(input: Tensor, scale: Tensor, swizzled: bool = False) -> tuple[T
     Returns:
         Packed codes `[T, N // 2]` uint8, and block scales e4m3 `[T, N // 16]`, or swizzled and padded with zeros.
     """
-    scaled, block_scales = _scale_nvfp4(input, scale)
-    packed = pack_e2m1(encode_e2m1(scaled))
-    return packed.contiguous(), swizzle_block_scales(block_scales) if swizzled else block_scales
-
-
-def _scale_nvfp4(input: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
     scale = scale.reshape(())
     groups = _grouped(input, NVFP4_GROUP_SIZE)
     block_scales = to_e4m3(divide(groups.abs().amax(dim=-1), FP4_E2M1_MAX) / scale)
     step = block_scales.float() * scale
     # A block scale of zero stores zeros: dividing by infinity keeps their signs.
     step = torch.where(step == 0, torch.inf, step).unsqueeze(-1)
-    return (groups / step).flatten(1), block_scales.contiguous()
+    packed = pack_e2m1(encode_e2m1((groups / step).flatten(1)))
+    return packed.contiguous(), swizzle_block_scales(block_scales) if swizzled else block_scales.contiguous()
 
 
 def swizzle_block_scales(scales: Tensor) -> Tensor:
@@ -315,35 +304,6 @@ def quantise_output(
         output_block_scale.copy_(scales)
 
 
-def scale_rows(
-    rows: Tensor,
-    fmt: OutputFormat,
-    output_scale: Tensor | None = None,
-    arithmetic: str = "divide",
-    min_scale: float | None = None,
-    floor: str = "scale",
-) -> tuple[Tensor, Tensor | None]:
-    """Return what `quantise_rows` rounds, fp32 `[T, N]`, and the scales that it computes, if any.
-
-    Arguments: see `quantise_output`.
-    """
-    if output_scale is None:
-        group_size = rows.shape[1] if fmt.group_size < 0 else fmt.group_size
-        scaled, scales = _scale_groups(rows, group_size, fmt.power_of_two, arithmetic, min_scale, floor)
-        return scaled, _column_major(scales) if fmt.column_major else scales
-    if fmt.container is torch.uint8:
-        scaled, scales = _scale_nvfp4(rows, output_scale)
-        return scaled, swizzle_block_scales(scales) if fmt.swizzled else scales
-    scale = output_scale.reshape(())
-    return rows.float() * scale if _multiplies(arithmetic) else rows.float() / scale, None
-
-
-def round_scaled(scaled: Tensor, fmt: OutputFormat) -> Tensor:
-    """Return the codes of `scale_rows`'s first result."""
-    codes = pack_e2m1(encode_e2m1(scaled)) if fmt.container is torch.uint8 else to_e4m3(scaled)
-    return codes.contiguous()
-
-
 def quantise_rows(
     rows: Tensor,
     fmt: OutputFormat,
@@ -356,8 +316,15 @@ def quantise_rows(
 
     Arguments: see `quantise_output`.
     """
-    scaled, scales = scale_rows(rows, fmt, output_scale, arithmetic, min_scale, floor)
-    return round_scaled(scaled, fmt), scales
+    if output_scale is None:
+        group_size = rows.shape[1] if fmt.group_size < 0 else fmt.group_size
+        codes, scales = _quant_fp8_groups(rows, group_size, fmt.power_of_two, arithmetic, min_scale, floor)
+        return codes, _column_major(scales) if fmt.column_major else scales
+    if fmt.container is torch.uint8:
+        return quant_nvfp4(rows, output_scale, fmt.swizzled)
+    if _multiplies(arithmetic):
+        return to_e4m3(rows.float() * output_scale.reshape(())).contiguous(), None
+    return quant_fp8_static(rows, output_scale), None
 
 
 def dequantise_output(

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-import operator
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -12,16 +11,12 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from vattn.passes import proof
 from vattn.passes import region_moves as moves
 from vattn.passes.near_miss import dynamic_ways, first_difference, static_ways
-from vattn.passes.probe import Inputs, Sample, Samples, constant_scales, known_values, size_at
-from vattn.passes.probe_inputs import cycled, every_maximum, every_quotient, scales_near
-from vattn.passes.proof import same_scaled
+from vattn.passes.probe import Inputs, Sample, constant_scales, samples
 from vattn.passes.region import Match, Refusal, Region, dtype_of, op_name, value
 from vattn.passes.region_precision import LOW, roundings
-from vattn.passes.region_run import run_known, same_bits
-from vattn.passes.region_tokens import possible_count
+from vattn.passes.region_run import same_bits
 from vattn.quantization import codecs as quantization
 from vattn.quantization.formats import FP8_E4M3_MAX, MODEL_DTYPES, OUTPUT_FORMATS, OutputFormat
 
@@ -34,8 +29,6 @@ _CHOICES = frozenset("where masked_fill masked_fill_ index_put".split())
 _LAYOUTS = ("plain", "transposed", "swizzled", "moved")
 _MOST_FLOORS = 24
 _SAMPLES_TO_EXPLAIN = 8
-_MOST_RUNS = 8
-"""Runs under one scale beyond which not every value is run under every scale."""
 
 
 @dataclass(frozen=True)
@@ -52,11 +45,10 @@ class Quantiser:
         mantissa, exponent = math.frexp(self.min_scale or 0.0)
         return self.fmt.name, self.arithmetic, self.floor, round(mantissa * 2**7), exponent
 
-    def __call__(self, rows: Tensor, scale: float) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Return codes of rows `[T, N]`, what they are rounded from, fp32 `[T, N]`, and the computed scales, if any."""
+    def __call__(self, rows: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
+        """Return codes of rows `[T, N]` and the computed scales, if any."""
         static = torch.tensor([scale], dtype=torch.float32) if self.fmt.static_scale else None
-        scaled, scales = quantization.scale_rows(rows, self.fmt, static, self.arithmetic, self.min_scale, self.floor)
-        return quantization.round_scaled(scaled, self.fmt), scaled, scales
+        return quantization.quantise_rows(rows, self.fmt, static, self.arithmetic, self.min_scale, self.floor)
 
 
 @dataclass
@@ -89,14 +81,7 @@ class Classifier:
         self.same_as_codes = [n for n in nodes if dtype_of(n) == dtype_of(quantised)]
         self.packed = dtype_of(quantised) == torch.uint8
         self.chooses = any(op_name(node.target) in _CHOICES for node in nodes)
-        self.samples = Samples(region, nodes, inputs, dtype, self.reorders)
-        self.made = proof.dependants(nodes, [region.output])
-        self.needed = region.ancestors([quantised])
-        self.quotients = [node for node in self.needed if dtype_of(node) == torch.float32]
-        self.rounded = proof.entering(self.needed, self.packed)
-        self.conditions = proof.Conditions((*inputs.derived, *nodes), [region.output, *inputs.roots])
         self._places: dict[int, moves.Positions] = {}
-        self._reductions: list[Node] | None = None
 
     def classify(self) -> Match:
         """Return the format in which the region writes the quantised tensor.
@@ -113,17 +98,10 @@ class Classifier:
             if not left:
                 raise Refusal(ROUNDED, next(n for n in self.nodes if n in doubtful), near=True)
         if not left:
-            raise self._differs(seen)
-        found = next((c for c in left if c.block_scales), left[0])
-        held = found.block_scales or {}
-        found.block_scales = {i: ways for i, ways in held.items() if self._is_scale(self.nodes[i])}
-        whole = max(seen, key=lambda sample: len(sample.rows))
-        self._prove(found, whole, certain)
-        return self._match(found, whole)
-
-    def _differs(self, seen: list[Sample]) -> Refusal:
-        odd = first_difference(self.needed, self.region.output, seen) or self.quantised
-        return Refusal(f"{self._why(seen)}; first differs at {op_name(odd.target) or odd.name}", odd, near=True)
+            needed = self.region.ancestors([self.quantised])
+            odd = first_difference(needed, self.region.output, seen) or self.quantised
+            raise Refusal(f"{self._why(seen)}; first differs at {op_name(odd.target) or odd.name}", odd, near=True)
+        return self._match(next((c for c in left if c.block_scales), left[0]), seen[0])
 
     def _but_for_the_floor(self, left: list[_Candidate], wide: frozenset[Node]) -> list[_Candidate]:
         """Return the candidates that agree without roundings too, apart from a floor that is rounded to bf16 or fp16.
@@ -136,81 +114,18 @@ class Classifier:
     def _left(self, left: list[_Candidate] | None, wide: frozenset[Node]) -> tuple[list[_Candidate], list[Sample]]:
         """Return the candidates that agree with every run, and the first runs."""
         seen: list[Sample] = []
-        for sample in self.samples.distinguishing(wide):
+        for sample in samples(self.region, self.nodes, self.inputs, self.dtype, wide, self.packed, self.reorders):
             if len(seen) < _SAMPLES_TO_EXPLAIN:
                 seen.append(sample)
             if left is None:
                 left = list(self._candidates(sample))
-            left = self._agreeing(left, sample)
-            if not left and len(seen) == _SAMPLES_TO_EXPLAIN:
+            left = [candidate for candidate in left if self._agrees(candidate, sample)]
+            if left:
+                codes = sample.values[self.quantised]
+                self.same_as_codes = [n for n in self.same_as_codes if same_bits(sample.values[n], codes)]
+            elif len(seen) == _SAMPLES_TO_EXPLAIN:
                 break
         return left or [], seen
-
-    def _agreeing(self, left: Iterable[_Candidate], sample: Sample) -> list[_Candidate]:
-        """Return the candidates that agree with one more run."""
-        self.conditions.see(sample.values)
-        left = [candidate for candidate in left if self._agrees(candidate, sample)]
-        codes = sample.values[self.quantised]
-        self.same_as_codes = [n for n in self.same_as_codes if same_bits(sample.values[n], codes)]
-        return left
-
-    def _prove(self, found: _Candidate, sample: Sample, wide: frozenset[Node]) -> None:
-        """Show that the region is a quantiser for everything that was not tried.
-
-        Raises:
-            Refusal: it is not, or this cannot be shown.
-        """
-        fmt, roots = found.way.fmt, self.inputs.roots
-        proof.check_formula(self.nodes, self.region.output, self.quantised, sample.values)
-        scales = [*roots, *self.inputs.derived]
-        if not fmt.static_scale:
-            scales += self._check_scales(found, sample)
-        # Packed values are rounded by arithmetic of any kind behind the quotient.
-        nodes = [*self.inputs.derived, *self.region.ancestors([self._quotient()] if self.packed else [self.quantised])]
-        least = 0 if self.packed else sample.rows.numel() // 8
-        numbers = proof.check_scaled(nodes, self.region.output, scales, least, sample.values)
-        for more in self._further(fmt, numbers, wide):
-            if not self._agreeing([found], more):
-                raise self._differs([sample, more])
-        self.conditions.check({*self.inputs.derived, *self.needed})
-
-    def _is_scale(self, node: Node) -> bool:
-        """Return whether a node is a scale that makes the codes, or such a scale moved: only that is proven."""
-        if node in self.needed:
-            return True
-        moved = op_name(node.target) in moves.MOVES or node.target is operator.getitem
-        return moved and all(self._is_scale(source) for source in node.all_input_nodes if source in self.made)
-
-    def _quotient(self) -> Node:
-        """Return the first node that holds the scaled values of a packed format.
-
-        Raises:
-            Refusal: none does.
-        """
-        if not self.quotients:
-            raise Refusal("no node holds the scaled values before they are rounded", self.quantised, near=True)
-        return min(self.quotients)
-
-    def _further(self, fmt: OutputFormat, numbers: Collection[float], wide: frozenset[Node]) -> Iterator[Sample]:
-        """Run the region on every value under every scale, and where scaled values are near some numbers."""
-        if not fmt.static_scale:
-            if numbers:
-                yield from self.samples.runs(every_quotient(self.samples.columns), self.samples.scales(0), wide)
-            return
-        rounds = len(self.samples.exact) if self.inputs.roots else 1
-        for round_ in range(rounds):
-            made = list(self.samples.every_value(self.samples.scales(round_), wide, self._read))
-            yield from made
-            if len(made) > _MOST_RUNS:
-                break  # Values are the same under every scale until they are scaled, and then only limited.
-        for scale in scales_near(numbers) if self.inputs.roots else ():
-            yield from self.samples.every_value([scale] * len(self.inputs.roots), wide, self._read)
-
-    def _read(self, sample: Sample) -> Tensor:
-        """Return the places of the output that the codes are made of."""
-        place = self.places(sample).get(self.quantised)
-        everything = torch.arange(sample.rows.numel())
-        return everything if place is None or self.packed else place.flatten().unique()
 
     def places(self, sample: Sample) -> moves.Positions:
         """Return the positions of the elements of each node in a sample's output; empty if nothing is reordered."""
@@ -266,16 +181,8 @@ class Classifier:
         scale = candidate.scale
         if isinstance(scale, int):
             scale = float(sample.values[self.inputs.scales[scale]]) * candidate.factor
-        codes, scaled, scales = candidate.way(sample.rows, scale or 0.0)
+        codes, scales = candidate.way(sample.rows, scale or 0.0)
         if not same_bits(self._moved(codes, sample), sample.values[self.quantised]):
-            return False
-        rows = sample.rows.float()
-        for node, is_scaled in self.rounded:
-            if not self._holds(node, scaled if is_scaled else rows, sample, same_scaled if is_scaled else same_bits):
-                return False
-        if self.packed:
-            self.quotients = [n for n in self.quotients if self._holds(n, scaled, sample, same_bits)]
-        if not all(self._holds(node, rows, sample, proof.same_magnitudes) for node in self._reduced(sample)):
             return False
         if scales is not None:
             held = candidate.block_scales
@@ -287,64 +194,6 @@ class Classifier:
             candidate.block_scales = {}
         return True
 
-    def _holds(self, node: Node, wanted: Tensor, sample: Sample, same: Callable[[Tensor, Tensor], bool]) -> bool:
-        """Return whether a node holds the same as `wanted` does at its places."""
-        got, place = sample.values[node], self.places(sample).get(node)
-        wanted = wanted.flatten() if place is None else wanted.flatten()[place.flatten()]
-        return got.numel() == wanted.numel() and same(got.float().flatten(), wanted)
-
-    def _reduced(self, sample: Sample) -> list[Node]:
-        """Return the nodes as large as the output, or a part of it, whose maxima are taken."""
-        if self._reductions is None:
-            reduced = [node.all_input_nodes[0] for node in self.needed if proof.takes_maxima(node)]
-            self._reductions = [n for n in reduced if proof.is_large(sample.values[n], sample.rows.numel())]
-        return self._reductions
-
-    def _check_scales(self, found: _Candidate, sample: Sample) -> list[Node]:
-        """Show that scales are those of the quantiser for every maximum; return the nodes that hold maxima.
-
-        Raises:
-            Refusal: they are not, or something else than maxima makes them.
-        """
-        if not all(is_scaled for _, is_scaled in self.rounded):
-            return []  # A quantising op computes them.
-        fmt, (count, columns) = found.way.fmt, sample.rows.shape
-        groups = sample.rows.float().view(count, -1, columns if fmt.group_size < 0 else fmt.group_size)
-        largest = groups.abs().amax(-1)
-        layouts = {node: self._layouts(node, largest, sample, torch.float32) for node in self.needed}
-        maxima: dict[Node, str] = {}
-        for node, ways in layouts.items():
-            if ways and maxima.keys().isdisjoint(self.region.ancestors([node])):
-                maxima[node] = next(filter(ways.__contains__, _LAYOUTS))
-        odd = proof.first_odd_maximum(self.region.ancestors(maxima), sample) if maxima else self.quantised
-        if odd is not None:
-            raise Refusal("its scales are not made of maxima alone", odd, near=True)
-        tokens, per_token, every = value(self.region.output).shape[0], largest.shape[1], every_maximum(self.dtype)
-        if not (self.reorders or isinstance(tokens, int)):
-            count = possible_count(tokens, -(-len(every) // per_token))
-        known = known_values(self.region.output, self.inputs, count, self.samples.scales(0))
-        run_known(self.inputs.derived, known)
-        for start in range(0, len(every), count * per_token):
-            tried, env = cycled(every, start, count * per_token).view(count, per_token), dict(known)
-            for node, layout in maxima.items():
-                env[node] = self._laid(node, tried, layout, sample).to(dtype_of(node))
-            run_known(self.needed, env)
-            wanted = quantization.scales_of_maxima(tried, fmt.power_of_two, found.way.min_scale, found.way.floor)
-            made = Sample(torch.zeros(1).expand(count, columns), env)
-            held = [self.nodes[i] for i in (found.block_scales or ()) if self.nodes[i] in env]
-            if not held or not all(self._layouts(node, wanted, made) for node in held):
-                raise Refusal("its scales are those of no supported format for some maxima", self.quantised, near=True)
-        return [*maxima]
-
-    def _laid(self, node: Node, groups: Tensor, layout: str, sample: Sample) -> Tensor:
-        """Return numbers of groups `[T, G]` as a node holds them."""
-        columns = sample.rows.shape[1]
-        shape = [size_at(size, self.region.output, len(groups)) for size in value(node).shape]
-        if layout == "moved":
-            place = self.places(sample)[node]
-            return groups[place // columns, place % columns // (columns // groups.shape[1])]
-        return (groups.t() if layout == "transposed" else groups).reshape(shape)
-
     def _moved(self, codes: Tensor, sample: Sample) -> Tensor:
         place = self.places(sample).get(self.quantised)
         step = sample.rows.numel() // codes.numel()
@@ -352,15 +201,9 @@ class Classifier:
             return codes
         return codes.flatten()[place // step]
 
-    def _layouts(self, node: Node, scales: Tensor, sample: Sample, dtype: torch.dtype | None = None) -> frozenset[str]:
-        """Return the layouts in which a node may hold computed scales, empty if it holds none.
-
-        Args:
-            dtype: compare in this dtype.
-        """
+    def _layouts(self, node: Node, scales: Tensor, sample: Sample) -> frozenset[str]:
+        """Return the layouts in which a node may hold computed scales, empty if it holds none."""
         got = sample.values[node]
-        if dtype is not None and isinstance(got, Tensor) and got.is_floating_point():
-            got = got.to(dtype)
         layouts = {"plain": scales, "transposed": scales.t()}
         if scales.dtype == torch.float8_e4m3fn:
             # Padded to 128 rows: for few tokens these are more than the values.
@@ -440,7 +283,7 @@ class Classifier:
     def _agrees_in_finite_groups(self, way: Quantiser, sample: Sample) -> bool:
         got, (tokens, columns) = sample.values[self.quantised], sample.rows.shape
         groups = tokens, -1, columns if way.fmt.group_size < 0 else way.fmt.group_size
-        codes, *_ = way(sample.rows, 0.0)
+        codes, _ = way(sample.rows, 0.0)
         if got.numel() != codes.numel():
             return False
         finite = sample.rows.reshape(groups).isfinite().all(-1)
