@@ -106,10 +106,12 @@ class Classifier:
     def _but_for_the_floor(self, left: list[_Candidate], wide: frozenset[Node]) -> list[_Candidate]:
         """Return the candidates that agree without roundings too, apart from a floor that is rounded to bf16 or fp16.
 
-        Whether generated code rounds the floor shows only where all values are smaller; the op does, as eager code.
+        Whether generated code rounds the floor shows only where all values are smaller; the op does, as eager code,
+        which must agree everywhere.
         """
         unrounded = {way.same_but_floor() for way in (candidate.way for candidate in self._left(None, wide)[0])}
-        return [c for c in left if c.way.min_scale and c.way.same_but_floor() in unrounded]
+        floored = [c for c in left if c.way.min_scale and c.way.same_but_floor() in unrounded]
+        return self._left([replace(c) for c in floored], frozenset())[0] if floored else []
 
     def _left(self, left: list[_Candidate] | None, wide: frozenset[Node]) -> tuple[list[_Candidate], list[Sample]]:
         """Return the candidates that agree with every run, and the first runs."""
