@@ -200,6 +200,11 @@ WRONG_GENERATORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "speculation": ({"speculation": True}, errors.ConfigError, "PromptLookup"),
     "compile": ({"compile": "all"}, errors.ConfigError, "'layers'"),
     "no requests": ({"max_num_reqs": 0}, errors.ConfigError, "max_num_reqs"),
+    "options of Inductor": (
+        {"compile": "model", "compile_options": {"post_grad_custom_pre_pass": None}},
+        errors.ConfigError,
+        "compile_options with 'post_grad_custom_pre_pass'",
+    ),
     "options without compiling": ({"compile_options": {"mode": "default"}}, errors.ConfigError, "without compiling"),
 }
 

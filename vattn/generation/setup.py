@@ -145,6 +145,13 @@ def compiled(model: nn.Module, how: str | None, device: torch.device, options: d
         raise ConfigError(f"compile={how!r}", "'layers', 'model' or 'none'", "choose one of them")
     if how == "none" and options:
         raise ConfigError("compile_options without compiling", "compile='layers' or 'model'", "set compile=")
+    unknown = options.keys() - {"fullgraph", "dynamic", "backend", "mode", "options", "disable"}
+    if unknown:
+        raise ConfigError(
+            f"compile_options with {min(unknown)!r}",
+            "arguments of torch.compile",
+            'compile_options={"options": vattn.options()} passes options of Inductor',
+        )
     if how == "model":
         return compile(model, **options)
     if how == "layers":

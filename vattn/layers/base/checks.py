@@ -138,7 +138,7 @@ def check_storage_kind(layer: Any, storage: object, dtype: object) -> None:
         raise CacheError(
             f"a KV cache storage of type {type(storage).__name__} for {called(layer)}",
             "a strided tensor of no class that changes its ops",
-            "use vattn.allocate_kv_cache(model, num_blocks=...)",
+            "pass keys and values as two tensors, or call vattn.allocate_kv_cache(model, num_blocks=...)",
         )
     if dtype not in MODEL_DTYPES.values():
         allowed = ", ".join(map(str, MODEL_DTYPES.values()))
@@ -151,7 +151,7 @@ def check_bound(layer: Any, name: str, query: Tensor) -> None:
         raise CacheNotBoundError(
             f"{called(layer)} has no KV cache",
             "a bound cache whenever metadata is given",
-            "call vattn.allocate_kv_cache(model, num_blocks=...) first",
+            "call vattn.allocate_kv_cache(model, num_blocks=...) or layer.bind_kv_cache(...) first",
         )
     bound = layer.config.dtype
     if query.dtype == MODEL_DTYPES[bound]:
