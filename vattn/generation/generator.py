@@ -244,8 +244,12 @@ class Generator(StepLoop):
         submissions = read_prompts(prompts, sampling, cache_salt, self.tokenizer)
         requests: list[Request] = []
         bar = _bar(len(submissions)) if progress else None
+        counted: set[Request] = set()
         for one in self._run_to_end(submissions, requests):
-            if bar is not None and all(choice.done for choice in one.request.choices):
+            choices = one.request.choices
+            # Choices that end in one step are each yielded after all have ended.
+            if bar is not None and choices[0] not in counted and all(choice.done for choice in choices):
+                counted.add(choices[0])
                 bar.update()
         if bar is not None:
             bar.close()

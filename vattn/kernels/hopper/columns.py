@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import triton
 
 
@@ -9,6 +11,10 @@ import triton
 def padded_columns(head_size: int) -> int:
     """Return a head's columns and those of zeros behind them, which tensor maps fill in: 64, 128 or 256 together."""
     return max(64, 1 << (head_size - 1).bit_length())
+
+
+columns_of = functools.lru_cache(None)(padded_columns)
+"""`padded_columns` for launchers, which ask for it several times a call."""
 
 
 @triton.constexpr_function

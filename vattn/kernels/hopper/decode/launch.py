@@ -25,7 +25,7 @@ from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo, Sizes
 from vattn.errors import ShapeError
 from vattn.kernels.hopper import availability as hopper
-from vattn.kernels.hopper.columns import padded_columns
+from vattn.kernels.hopper.columns import columns_of
 from vattn.kernels.hopper.decode.schedule import plan_kernel
 from vattn.kernels.hopper.decode.triton_kernel import (
     FP16_QUERY_SHRINK,
@@ -106,7 +106,7 @@ def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1, chunk
         tokens: rows of a request that are attended at a time; `chunked`: it has more on average.
     """
     heads = heads_per_cta(config.num_kv_heads, 2)
-    columns = padded_columns(config.head_size)
+    columns = columns_of(config.head_size)
     row_bytes = columns * KV_FORMATS[config.kv_cache_dtype].element_size
     plain = config.kv_cache_dtype not in QUANTISED_CACHES
     if columns == 256 and not plain:
@@ -152,12 +152,12 @@ def whole_tuning(args: AttentionArgs, config: AttentionConfig) -> Tuning | None:
     """
     num_reqs, room = args.seq_lens.shape[0], args.block_table.shape[1] * config.block_size
     plain = config.kv_cache_dtype not in QUANTISED_CACHES
-    fits = config.num_kv_heads % 2 == 0 and attends_drafts(config)
+    fits = config.num_kv_heads % 2 == 0 and columns_of(config.head_size) in SPECULATIVE_COLUMNS
     if not fits or room > MOST_WHOLE_TOKENS or args.query.shape[0] != num_reqs:
         return None
     if not LEAST_WHOLE_WAVE <= num_reqs * config.num_kv_heads / 2 / devices.multiprocessors(args.query.device) <= 1:
         return None
-    stages = 512 // (padded_columns(config.head_size) * KV_FORMATS[config.kv_cache_dtype].element_size) if plain else 4
+    stages = 512 // (columns_of(config.head_size) * KV_FORMATS[config.kv_cache_dtype].element_size) if plain else 4
     return Tuning(2, stages, 1, slots=4, overlap=True, max_registers=128, whole=True)
 
 
@@ -202,7 +202,7 @@ def rows_at_a_time(config: AttentionConfig, num_tokens: int, num_reqs: int, devi
 
 def attends_drafts(config: AttentionConfig) -> bool:
     """Return whether the kernel attends several rows of a request at a time."""
-    return padded_columns(config.head_size) in SPECULATIVE_COLUMNS
+    return columns_of(config.head_size) in SPECULATIVE_COLUMNS
 
 
 def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
@@ -417,7 +417,7 @@ def computes_scales(config: AttentionConfig, num_reqs: int, tuning: Tuning, toke
         and num_reqs <= FEW_REQUESTS
         and 2 * OUTPUT_FORMATS[config.output_format].group_size > config.head_size
     )
-    whole = padded_columns(config.head_size) == config.head_size
+    whole = columns_of(config.head_size) == config.head_size
     return whole and groups_fit_heads(config) and not sixteen_rows and not wide
 
 
@@ -438,7 +438,7 @@ def launch(
     """
     written = config if output is args.output else config.with_plain_output()
     common = common_arguments(args, written, output)
-    groups, columns = -(-config.num_kv_heads // tuning.heads), padded_columns(config.head_size)
+    groups, columns = -(-config.num_kv_heads // tuning.heads), columns_of(config.head_size)
     kernel, warps, grid = decode_kernel, tuning.heads, sizes.ctas * groups
     partial: dict[str, Tensor | None] = {"schedule": None, "partial_output": None, "partial_stats": None}
     lengths: dict[str, Tensor | None] = {}
@@ -492,7 +492,7 @@ def launch_reduction(
     for name, value in common.items():
         (constants if name.isupper() else arguments)[name] = value
     sizes_of = {"max_items": sizes.max_items, "num_tokens": args.query.shape[0]}
-    own = {"TOKENS": tokens, "COLUMNS": padded_columns(config.head_size) // parts, "SPLITS": splits, "OVERLAP": overlap}
+    own = {"TOKENS": tokens, "COLUMNS": columns_of(config.head_size) // parts, "SPLITS": splits, "OVERLAP": overlap}
     launch_again(
         reduce_kernel, (min(num_reqs * tokens * config.num_heads * parts, most),), sizes_of | partial | arguments,
         own | constants | {"num_warps": warps, "launch_pdl": True},
