@@ -67,6 +67,13 @@ def test_tokens_are_told_apart() -> None:
             assert_same_bits(got, want)
 
 
+def test_every_fifth_token_is_told_apart() -> None:
+    """The fortieth of them is far beyond the fortieth token."""
+    forms = [lambda o, s: static(later_ones(o[::5], lambda x: x * 2), s), lambda o, s: static(o[::5], s)]
+    capture, _ = captured_bundle(forms, [150, 100])
+    assert [node.outcome for node in capture.report] == [NEAR_MISS, FUSED], capture.report
+
+
 def test_a_token_too_far_along_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reach, "_LARGEST_RUN", 70 * 256)
     capture, _ = captured_bundle([ALIKE["the first of them"]], LENGTHS)

@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from vattn.passes.region import Refusal, Region, can_run, expression, is_size, o
 from vattn.passes.region_moves import MOVES
 from vattn.passes.region_precision import CASTS, LOW, in_fp32, is_low
 from vattn.passes.region_run import constant, run_node
-from vattn.passes.region_tokens import check_order, token_counts
+from vattn.passes.region_tokens import check_order, symbols_at, token_counts
 from vattn.quantization.formats import MODEL_DTYPES
 
 NO_CLAMP = (
@@ -167,22 +168,28 @@ def _loses_digits(node: Node) -> bool:
 def set_sizes(sizes: Sequence[Node], output: Node, tokens: int) -> dict[Node, Any]:
     """Return the value of every size when the graph runs on `tokens` tokens."""
     symbols = {symbol for node in sizes for symbol in expression(value(node)).free_symbols}
-    others = sorted(symbols - {expression(value(output).shape[0])}, key=str)
+    others = sorted(symbols - expression(value(output).shape[0]).free_symbols, key=str)
     return {node: size_at(value(node), output, tokens, others) for node in sizes}
+
+
+@lru_cache(maxsize=4096)
+def _at(size: Any, tokens: Any, count: int) -> Any:
+    return size.subs(symbols_at(tokens, count))
 
 
 def size_at(size: Any, output: Node, tokens: int, others: Sequence[Any] = ()) -> int:
     """Return a size when the graph runs on `tokens` tokens, the first size of `output`.
 
     Args:
+        tokens: a result of `possible_count`.
         others: further symbols; each gets another number.
 
     Raises:
         Refusal: it depends on something else.
     """
-    symbol, found = expression(value(output).shape[0]), expression(size)
-    if symbol.is_Symbol:
-        found = found.subs(symbol, tokens)
+    if isinstance(size, int):
+        return size
+    found = _at(expression(size), expression(value(output).shape[0]), tokens)
     # Any number will do for another symbol if it is the same everywhere.
     numbers = {other: tokens // 2 + 1 + index for index, other in enumerate(others)}
     found = found.subs({other: numbers.get(other, tokens // 2 + 1) for other in found.free_symbols})

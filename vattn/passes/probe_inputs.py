@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from vattn.passes.region import value
-from vattn.passes.region_tokens import TOKEN_COUNTS
+from vattn.passes.region_tokens import TOKEN_COUNTS, possible_count
 from vattn.quantization.formats import MODEL_DTYPES
 
 PROBE_SCALES = (7 / 512, 0.0137, 233 / 16384, 5 / 16, 157 / 64, 1 / 17, 1 / 29)
@@ -111,7 +111,7 @@ def every_output(output: Node, config_dtype: str, counts: Sequence[int], few: bo
     tokens, heads, width = value(output).shape
     rows = _every_row(int(heads) * int(width), MODEL_DTYPES[config_dtype])
     count = counts[0] - TOKEN_COUNTS[0] + (TOKEN_COUNTS[1] if few else len(rows))
-    count = tokens if isinstance(tokens, int) else count
+    count = possible_count(tokens, count)
     step = _step(output, count, TOKEN_COUNTS[1] if few else len(rows))
     for start in range(0, len(rows), step):
         yield _part(rows, start, count).view(count, int(heads), int(width))

@@ -7,7 +7,8 @@ tokens would not show. Such numbers appear in the graph, as bounds of slices for
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -38,13 +39,43 @@ def token_counts(nodes: Sequence[Node], output: Node) -> tuple[int, ...]:
     if isinstance(tokens, int):
         return (tokens,)
     furthest = reach(nodes, output)
+    few = possible_count(tokens, min(TOKEN_COUNTS))
     if furthest < min(TOKEN_COUNTS):
-        return TOKEN_COUNTS
+        return possible_count(tokens, max(TOKEN_COUNTS)), few
     of_a_token = math.prod(int(size) for size in value(output).shape[1:])
     if (furthest + max(TOKEN_COUNTS)) * of_a_token > _LARGEST_RUN:
         raise beyond(furthest, output)
-    counts = tuple(furthest + count for count in TOKEN_COUNTS)
-    return counts if _fewest(tokens) > min(TOKEN_COUNTS) else (*counts, min(TOKEN_COUNTS))
+    counts = tuple(possible_count(tokens, furthest + count) for count in TOKEN_COUNTS)
+    return counts if _fewest(tokens) > few else (*counts, few)
+
+
+def possible_count(tokens: int | torch.SymInt, least: int) -> int:
+    """Return a number of tokens that a graph can run on, `least` or little more; the number itself if it is fixed."""
+    return tokens if isinstance(tokens, int) else int(expression(tokens).subs(symbols_at(expression(tokens), least)))
+
+
+@lru_cache(maxsize=1024)
+def symbols_at(tokens: Any, least: int) -> dict[Any, int]:
+    """Return values of the symbols in an expression, all different, for which it is `least` or little more."""
+    symbols = sorted(tokens.free_symbols, key=str)
+
+    def at(size: int) -> dict[Any, int]:
+        return {symbol: size + index for index, symbol in enumerate(symbols)}
+
+    return at(_first(lambda size: tokens.subs(at(size)) >= least) or least)
+
+
+def _first(holds: Callable[[int], Any]) -> int:
+    """Return the first number from 1 on for which something holds that then holds for all larger ones, 0 for none."""
+    low, high = 0, 1
+    while not holds(high):
+        low, high = high, 2 * high
+        if high > _UNBOUNDED:
+            return 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
+    return high
 
 
 def beyond(place: int, node: Node) -> Refusal:
@@ -53,23 +84,44 @@ def beyond(place: int, node: Node) -> Refusal:
 
 
 def reach(nodes: Sequence[Node], like: Node) -> int:
-    """Return the largest position or number of tokens in a graph of a varying number of tokens, 0 if there is none.
+    """Return the number of tokens up to which a graph may treat tokens differently, 0 if it treats all alike.
 
     Args:
         like: a node with the number of tokens as its first size.
     """
-    found = [0]
-    tokens = expression(value(like).shape[0])
+    tokens, found = expression(value(like).shape[0]), [0]
     for node in nodes:
         for along, numbers in _bounds(node):
-            each = _per_token(along, tokens)
-            found += [-(-abs(number) // each) for number in numbers if abs(number) < _UNBOUNDED]
+            found += [_symbols_beyond(expression(along), abs(number)) for number in numbers]
         val = value(node)
         sizes = val.shape if isinstance(val, Tensor) else [val] if isinstance(val, torch.SymInt) else []
         for size in sizes:
             if isinstance(size, torch.SymInt):
-                each = _per_token(size, tokens)
-                found += [-(-number // each) for number in _numbers(expression(size))]
+                found.append(_symbols_in_formula(expression(size)))
+    least, symbols = max(found), tokens.free_symbols
+    # Several symbols get different values; the smallest of them must be large enough.
+    return int(tokens.subs(dict.fromkeys(symbols, least + (len(symbols) > 1)))) if least else 0
+
+
+@lru_cache(maxsize=1024)
+def _symbols_beyond(size: Any, number: int) -> int:
+    """Return the value of all symbols from which on a size is at least `number`, 0 if it never is."""
+    if size.is_Symbol or number >= _UNBOUNDED:
+        return number if number < _UNBOUNDED else 0
+    return _first(lambda at: abs(size.subs(dict.fromkeys(size.free_symbols, at))) >= number)
+
+
+@lru_cache(maxsize=1024)
+def _symbols_in_formula(size: Any) -> int:
+    """Return the value of all symbols beyond every number that a formula adds to another part or compares with it."""
+    import sympy  # type: ignore[import-untyped]
+
+    found = [0]
+    for part in sympy.preorder_traversal(size):
+        if not part.is_Symbol and not part.is_Mul and not part.is_Pow:
+            numbers = [abs(int(argument)) for argument in part.args if argument.is_Integer]
+            others = [argument for argument in part.args if argument.free_symbols]
+            found += [_symbols_beyond(other, number) for other in others for number in numbers]
     return max(found)
 
 
@@ -138,26 +190,6 @@ def _elements(node: Node) -> list[int]:
     if known is None or known.is_floating_point() or known.dtype == torch.bool or not known.numel():
         return []
     return [int(known.abs().max())]
-
-
-def _per_token(size: Any, tokens: Any) -> int:
-    """Return how many elements of a dimension belong to one token."""
-    if not tokens.is_Symbol:
-        return 1
-    size = expression(size)
-    each = size.subs(tokens, 1002) - size.subs(tokens, 1001)
-    return int(each) if each.is_Integer and each > 0 else 1
-
-
-def _numbers(size: Any) -> list[int]:
-    """Return the numbers that the formula of a size adds to a token count or compares with it."""
-    import sympy  # type: ignore[import-untyped]
-
-    found = []
-    for part in sympy.preorder_traversal(size):
-        if not part.is_Symbol and not part.is_Mul and not part.is_Pow:
-            found += [abs(int(argument)) for argument in part.args if argument.is_Integer]
-    return found
 
 
 def _fewest(tokens: torch.SymInt) -> int:

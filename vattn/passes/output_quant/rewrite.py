@@ -39,6 +39,7 @@ def rewrite(attention: AttentionNode, found: Found) -> None:
             kwargs, written = _new_arguments(builder, attention, found, fmt, tokens)
         with hop.graph.inserting_before(output.next):
             replacements = _replacements(builder, attention, found, written, tokens)
+        unsorted = found.moved or not builder.is_ordered()
     old_base = hop.kwargs["_all_bases"][attention.base]  # type: ignore[index]
     change_call(hop, kwargs)
     hop.meta["val"] = (*value(hop)[:1], *map(value, written))
@@ -48,7 +49,7 @@ def rewrite(attention: AttentionNode, found: Found) -> None:
     for check in filter(is_check, list(output.users)):
         hop.graph.erase_node(check)
     erase_unread([old_base, *found.dead])  # type: ignore[list-item]
-    if found.moved or (isinstance(found.scale, Node) and found.scale > hop):
+    if unsorted or (isinstance(found.scale, Node) and found.scale > hop):
         sort_graph(hop.graph)
 
 
@@ -134,7 +135,7 @@ def _replacements(
     if found.moved:
         pairs = _moved_codes(builder, output, codes, found)
     else:
-        pairs = [(node, _viewed(builder, codes, node, tokens)) for node in found.codes]
+        pairs = [(node, _viewed(builder, attention, codes, node)) for node in found.codes]
     sources = {written[attention.base]: output}
     if found.block_scales:
         results = builder.graph.call_function(operator.getitem, (attention.node, len(written)))
@@ -142,11 +143,11 @@ def _replacements(
     for node, layout in found.block_scales:
         base = written[-1]
         if layout == "moved":
-            pairs.append((node, _moved_scales(builder, output, base, node, found.dead, tokens)))
+            pairs.append((node, _moved_scales(builder, attention, base, node, found.dead, tokens)))
             continue
         if layout == "transposed":
             base = builder.call(aten.permute.default, base, [1, 0])
-        pairs.append((node, _viewed(builder, base, node, tokens)))
+        pairs.append((node, _viewed(builder, attention, base, node)))
     for made in builder.nodes:
         if made.target is not operator.getitem:
             for old, new in sources.items():
@@ -170,14 +171,15 @@ def _moved_codes(builder: Builder, output: Node, codes: Node, found: Found) -> l
 
 
 def _moved_scales(
-    builder: Builder, output: Node, scales: Node, node: Node, inside: Sequence[Node], tokens: Node | int
+    builder: Builder, attention: AttentionNode, scales: Node, node: Node, inside: Sequence[Node], tokens: Node | int
 ) -> Node:
     """Return a new node for the scales of slices or transposes of the output."""
+    output = attention.output
     slices = token_slices(node, output, inside)
     if slices is not None:
         for start, end, step in slices:
             scales = builder.call(aten.slice.Tensor, scales, 0, start, end, step)
-        return _laid(builder, _viewed(builder, scales, node, tokens), node)
+        return _laid(builder, _viewed(builder, attention, scales, node), node)
     heads, width = (int(size) for size in value(output).shape[1:])
     groups = int(value(scales).shape[1])
     each = builder.call(aten.unsqueeze.default, scales, -1)
@@ -202,22 +204,11 @@ def _laid(builder: Builder, made: Node, like: Node) -> Node:
     raise Refusal(f"{like.name} lies otherwise in memory than slices of the whole would", like, near=True)
 
 
-def _viewed(builder: Builder, source: Node, like: Node, tokens: Node | int) -> Node:
+def _viewed(builder: Builder, attention: AttentionNode, source: Node, like: Node) -> Node:
     """View a tensor in the dtype and shape of another node."""
     wanted = value(like)
     if value(source).dtype != wanted.dtype:
         source = builder.call(aten.view.dtype, source, wanted.dtype)
     if same_shape(value(source).shape, wanted.shape):
         return source
-    total = value(tokens) if isinstance(tokens, Node) else tokens
-    shape: list[Any] = []
-    for size in wanted.shape:
-        if isinstance(size, int):
-            shape.append(size)
-        elif same_size(size, total):
-            shape.append(tokens)
-        elif -1 not in shape:
-            shape.append(-1)
-        else:
-            raise Refusal("the quantised tensor has more than one varying size besides the tokens", like, near=True)
-    return builder.call(aten.reshape.default, source, shape)
+    return builder.call(aten.reshape.default, source, builder.shape(wanted.shape, attention.node))

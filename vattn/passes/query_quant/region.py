@@ -32,7 +32,7 @@ from vattn.passes.region import (
     value,
 )
 from vattn.passes.region_run import SATURATES, constant, run_nodes, same_bits, unsaturated_cast
-from vattn.passes.region_tokens import beyond, reach
+from vattn.passes.region_tokens import beyond, possible_count, reach
 from vattn.quantization.formats import FP8_E4M3_MAX
 
 _MOST_SCALES = 4096
@@ -184,7 +184,7 @@ def _runs(region: QueryRegion, config: AttentionConfig, known: dict[Node, Any]) 
     columns = config.group_size * config.head_size
     rows = torch.cat([probe_values(columns, step) for step in scale.expand(config.num_kv_heads).tolist()], dim=1)
     rows = rows.to(value(region.source).dtype)
-    count = tokens if isinstance(tokens, int) else len(rows)
+    count = possible_count(tokens, len(rows))
     furthest = 0 if isinstance(tokens, int) else reach((*sizes, *region.nodes), region.codes)
     if furthest >= count:
         raise beyond(furthest, region.codes)
