@@ -135,7 +135,7 @@ def check_attention(args: AttentionArgs) -> None:
         ShapeError, DtypeError, DeviceError, StrideError, ScaleError, ConfigError: by kind of mistake.
     """
     config, device = AttentionConfig.parse(args.config), args.query.device
-    check_cache(args.key_cache, args.value_cache, config, device)
+    check_cache(args.key_cache, args.value_cache, config, device, written=False)
     num_reqs = check_lengths(args, device)
     check_optional("local_seq_lens", args.local_seq_lens, config.context_parallel, (num_reqs,), _INT32, device)
     _check_shared(args, config, num_reqs, device)
@@ -287,8 +287,17 @@ def _check_mask_inputs(
     check_optional("mm_ranges", ranges, config.mm_prefix != "none", (num_reqs, count, 2), _INT32, device)
 
 
-def check_cache(key_cache: Tensor, value_cache: Tensor | None, config: AttentionConfig, device: torch.device) -> None:
+def check_cache(
+    key_cache: Tensor,
+    value_cache: Tensor | None,
+    config: AttentionConfig,
+    device: torch.device,
+    written: bool = True,
+) -> None:
     """Check the keys and values of a cache as the ops take them, for a config with any backend.
+
+    Args:
+        written: whether the op writes the cache; blocks that are only read may overlap.
 
     Raises:
         ShapeError, DtypeError, DeviceError, StrideError, ConfigError: by kind of mistake.
@@ -313,7 +322,7 @@ def check_cache(key_cache: Tensor, value_cache: Tensor | None, config: Attention
     dtypes = tuple(dict.fromkeys((fmt.value_dtype, fmt.storage_dtype)))
     for name, view, columns in (("key_cache", key_cache, config.head_size), ("value_cache", value_cache, width)):
         refuse(name, view, (blocks, config.block_size, heads, columns), dtypes, device)
-        if overlaps_itself(view):
+        if overlaps_itself(view if written else view[:1]):
             raise StrideError(
                 f"{name} has strides {view.stride()}, in which elements overlap or columns lie apart",
                 "rows of adjacent elements, each in memory of its own",

@@ -22,13 +22,21 @@ from vattn.config.arguments import check_switches
 from vattn.config.attention import CacheConfig
 from vattn.errors import ConfigError, ScaleError
 from vattn.integrations.transformers import linears
-from vattn.integrations.transformers.attention_interface import NAME, REPLACED, ModelAttention, attend, register
+from vattn.integrations.transformers.attention_interface import (
+    NAME,
+    PACKED,
+    REPLACED,
+    ModelAttention,
+    attend,
+    register,
+)
 from vattn.integrations.transformers.available import transformers
 from vattn.integrations.transformers.checkpoint_scales import (
     checkpoint_configs,
     remove_cache_hooks,
     restore_cache_hooks,
 )
+from vattn.integrations.transformers.dense_attention import register_dense
 from vattn.integrations.transformers.fp8_checkpoint import load_fp8_linears as load_fp8_linears
 from vattn.integrations.transformers.observe import AttentionCall, observe, set_attention
 from vattn.integrations.transformers.packed_model import PackedCache, PackedModel
@@ -37,6 +45,8 @@ from vattn.integrations.transformers.replaced_forwards import replace_forwards, 
 from vattn.integrations.transformers.rope_frequencies import fix_frequencies, restore_frequencies
 from vattn.layers import QuantConfig
 from vattn.quantization.formats import KV_FORMATS, resolve_kv_cache_dtype
+
+register_dense()
 
 
 def enable(
@@ -149,7 +159,7 @@ def enable(
         replaced = bool(replaced_modules(model))
         register()
         replace_forwards(model, attend)
-        set_attention(model, REPLACED if replaced else NAME)
+        set_attention(model, REPLACED if replaced else PACKED)
         packed = PackedModel(model, rope_length, seen.first_position)
         if proof is not None:
             plain, backend = plain_cache(cache_config), attn_backend if stores_plainly(cache_config) else None

@@ -13,7 +13,10 @@ from vattn.layers import Attention
 from vattn.metadata import forward_context as context
 
 NAME = "vattn"
-"""Name of vattn's attention and mask functions in transformers' registries."""
+"""Name of the layer in an attention module."""
+
+PACKED = "vattn_packed"
+"""Name, in transformers' registries, of the functions of models that `enable` was called with."""
 
 REPLACED = "vattn_replaced"
 """The same for models whose attention modules get another forward, and which need a tensor as a mask."""
@@ -73,7 +76,7 @@ def empty_mask(attention_mask: Tensor | None = None, **options: Any) -> Tensor:
 
 def register() -> None:
     """Make the functions known to transformers by their names."""
-    for name, mask in ((NAME, no_mask), (REPLACED, empty_mask)):
+    for name, mask in ((PACKED, no_mask), (REPLACED, empty_mask)):
         ALL_ATTENTION_FUNCTIONS.register(name, attend)
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
 
@@ -106,5 +109,6 @@ def _no_step() -> MetadataError:
     return MetadataError(
         "a call of a model on vattn outside of vattn.forward_context, such as by model.generate()",
         "steps of packed tokens",
-        "use vattn.Generator(model, ...), run steps under vattn.forward_context(metadata), or disable(model) first",
+        "use vattn.Generator(model, ...), run steps under vattn.forward_context(metadata), or disable(model) and "
+        "model.set_attn_implementation('vattn')",
     )

@@ -1,0 +1,189 @@
+"""`attn_implementation="vattn"`: transformers' own calls on vattn's ops, over whatever cache transformers has."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import vattn.ops.schemas  # noqa: F401  registers the ops
+from vattn.config.attention import AttentionConfig
+from vattn.errors import GradientError, UnsupportedRequestError
+from vattn.integrations.transformers.available import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
+from vattn.integrations.transformers.dense_caches import BLOCK, as_blocks, unpack_step, with_room
+from vattn.integrations.transformers.step_masks import ELSEWHERE, step_mask
+from vattn.quantization.formats import dtype_name
+
+IMPLEMENTATION = "vattn"
+"""The name for `attn_implementation`."""
+
+_NO_PART_OF_ATTENTION = frozenset({"position_ids", "cache_position", "position_embeddings", "past_key_values"})
+"""Tensors and caches that models pass on to attention, which has no use for them."""
+
+
+def attend_dense(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any = None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    is_causal: bool | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attend queries to the keys of a cache of transformers; transformers' attention interface.
+
+    Args:
+        module: the attention module.
+        query: `[B, heads, T, head_size]`.
+        key, value: `[B, num_kv_heads, L, head_size]`, those of the step included.
+        attention_mask: what `step_mask` returned.
+        scaling, sliding_window, softcap, s_aux, is_causal: of the model; `s_aux` are sinks.
+        dropout: 0.
+        **options: whatever else the model passes; refused where it would change the result.
+
+    Returns:
+        `[B, T, heads, head_size_v]`, and no weights.
+
+    Raises:
+        UnsupportedRequestError: attention that vattn does not run so; the text says what to do.
+        GradientError: in training.
+    """
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    refuse_options(module, causal, dropout, options, query)
+    batch_size, _, query_len, _ = query.shape
+    step = None
+    if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.int32 and attention_mask.dim() == 4:
+        step = unpack_step(attention_mask, batch_size, key.shape[2])
+    if step is None:
+        raise _refused(_describe_mask(attention_mask, batch_size, key.shape[2]))
+    if step.windowed != (sliding_window is not None):
+        seen = "a window" if step.windowed else "no window"
+        raise _refused(f"sliding_window={sliding_window} beside a mask with {seen}")
+    if query_len > 1 and step.block_size == BLOCK:
+        key, value = with_room(key), with_room(value)
+    key_blocks, pitch = as_blocks(key, step.block_size)
+    value_blocks, value_pitch = as_blocks(value, step.block_size)
+    if pitch != value_pitch:
+        key_blocks, pitch = as_blocks(key.contiguous(), step.block_size)
+        value_blocks, _ = as_blocks(value.contiguous(), step.block_size)
+    table = step.block_table
+    if batch_size > 1:
+        rows = torch.arange(0, batch_size * pitch, pitch, dtype=torch.int32, device=query.device)
+        table = table + rows[:, None]
+    # A row alone sees the keys that its step lists.
+    window = sliding_window if query_len > 1 else None
+    config = encoded_config(
+        query.shape[1], key.shape[1], query.shape[3], value.shape[3], scaling, query.dtype, step.block_size, window,
+        softcap, s_aux is not None,
+    )  # fmt: skip
+    queries = query.transpose(1, 2).flatten(0, 1)
+    out = queries.new_empty(queries.shape[0], query.shape[1], value.shape[3])
+    torch.ops.vattn.attention(
+        queries, key_blocks, value_blocks, step.query_start_loc, step.seq_lens, table, out, None, None, None, None,
+        None, None, None, sinks_of(s_aux, query), None, None, None, None, None, [], None, config,
+    )  # fmt: skip
+    return out.view(batch_size, query_len, -1, value.shape[3]), None
+
+
+def register_dense() -> None:
+    """Make `attn_implementation="vattn"` known to transformers."""
+    ALL_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, attend_dense)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, step_mask)
+
+
+@torch.compiler.assume_constant_result
+def encoded_config(
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    head_size_v: int,
+    scale: float | None,
+    dtype: torch.dtype,
+    block_size: int,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: bool,
+) -> str:
+    """Return the config of a call as the ops take it."""
+    return _encoded_config(
+        num_heads, num_kv_heads, head_size, head_size_v, scale, dtype, block_size, window, soft_cap, sinks
+    )
+
+
+@lru_cache(maxsize=1024)
+def _encoded_config(
+    num_heads: int,
+    num_kv_heads: int,
+    head_size: int,
+    head_size_v: int,
+    scale: float | None,
+    dtype: torch.dtype,
+    block_size: int,
+    window: int | None,
+    soft_cap: float | None,
+    sinks: bool,
+) -> str:
+    return AttentionConfig(
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_size=head_size,
+        head_size_v=head_size_v,
+        scale=head_size**-0.5 if scale is None else float(scale),
+        dtype=dtype_name(dtype),
+        kv_cache_dtype=dtype_name(dtype),
+        block_size=block_size,
+        sliding_window=window,
+        logits_soft_cap=soft_cap or None,
+        sinks=sinks,
+    ).encode()
+
+
+def sinks_of(s_aux: Tensor | None, query: Tensor) -> Tensor | None:
+    """Return the sinks of a model as the ops take them."""
+    return None if s_aux is None else s_aux.detach().to(query.device, query.dtype)
+
+
+def refuse_options(module: nn.Module, causal: bool, dropout: float, options: dict[str, Any], query: Tensor) -> None:
+    """Refuse what vattn would have to ignore, and training.
+
+    Raises:
+        UnsupportedRequestError, GradientError: either.
+    """
+    if torch.is_grad_enabled() and query.requires_grad:
+        raise GradientError(
+            "attn_implementation='vattn' with gradients, as in training",
+            "inference",
+            "call the model under torch.no_grad(), or train with model.set_attn_implementation('sdpa')",
+        )
+    if dropout:
+        raise _refused(f"dropout={dropout} in attention (is the model in training mode?)")
+    if not causal:
+        raise _refused(f"{type(module).__name__}, whose attention is not causal,")
+    if options.get("output_attentions"):
+        raise _refused("output_attentions=True")
+    for name, given in options.items():
+        if isinstance(given, Tensor) and name not in _NO_PART_OF_ATTENTION:
+            raise _refused(f"{name} as an argument of attention")
+
+
+def _describe_mask(mask: Any, batch_size: int, num_keys: int) -> str:
+    if mask is None:
+        return "attention without a mask of transformers' mask functions"
+    if isinstance(mask, Tensor) and mask.dtype != torch.int32:
+        return f"an attention_mask of {dtype_name(mask.dtype)} {list(mask.shape)}"
+    return f"an attention_mask that was made for other keys than {batch_size} rows of {num_keys}"
+
+
+def _refused(got: str) -> UnsupportedRequestError:
+    return UnsupportedRequestError(
+        f"{got} with attn_implementation='vattn'",
+        "causal attention, windows, soft caps and sinks, under 2D attention masks",
+        ELSEWHERE,
+    )
