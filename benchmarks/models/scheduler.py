@@ -19,6 +19,7 @@ import torch
 
 import vattn
 from benchmarks.harness import add_row, machine, parser_of
+from vattn.generation import model_runner
 
 VOCABULARY = 64
 
@@ -82,9 +83,9 @@ def measure(
     if detail:
         for owner, method, name in (
             (generator.scheduler, "schedule", "scheduler"), (generator._blocks, "publish", "blocks by content"),
-            (generator._blocks, "rows", "block tables"), (generator._runner, "_ids", "token ids"),
-            (generator._runner.builder, "build", "metadata"), (generator, "_accept", "tokens taken"),
-            (generator._runner.builder, "advance", "metadata of steps behind"),
+            (generator._blocks, "rows", "block tables"), (model_runner, "_ids", "token ids"),
+            (generator._runner.steps.builder, "build", "metadata"), (generator, "_accept", "tokens taken"),
+            (generator._runner.steps.builder, "advance", "metadata of steps behind"),
             (generator.scheduler, "follow", "scheduler, steps behind"),
         ):  # fmt: skip
             parts.watch(owner, method, name)

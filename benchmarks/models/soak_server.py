@@ -74,7 +74,7 @@ class Traffic:
     def inject(self) -> None:
         """Let some steps of the server's model fail, and look at the blocks of each."""
         generator = self.engine.generator
-        forward, step = generator._runner.forward, generator.step
+        forward, step = generator._runner.steps.forward, generator.step
 
         def fails(*inputs: Any) -> Any:
             if self.rng.random() < 0.003:
@@ -88,7 +88,7 @@ class Traffic:
                 self.wrong.append(f"blocks {shared} of two tenants")
             return parts
 
-        generator._runner.forward, generator.step = fails, watched
+        generator._runner.steps.forward, generator.step = fails, watched
 
     def text(self, prompt: str) -> str:
         """Return the text of a prompt that runs alone, without a cache that others have filled."""

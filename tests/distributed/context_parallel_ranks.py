@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import multiprocessing
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -440,37 +436,3 @@ def a_rank_that_does_not_come_is_told(rank: int, world: int) -> None:
     assert again == dataclasses.replace(parallel, timeout=PATIENT)
     builder = vattn.AttentionMetadataBuilder(4, 64, 64, context_parallel=again)
     assert builder.build([2], [5], [[1]]).num_actual_tokens == 2
-
-
-def run(rank: int, world: int, folder: str, names: list[str]) -> None:
-    """Run cases on one rank and write what became of each; one that fails does not keep the next from starting."""
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=world)
-    found = {}
-    for name in names:
-        try:
-            {**CASES, **SLOW_CASES}[name](rank, world)
-            found[name] = "passed"
-        except Exception:
-            found[name] = traceback.format_exc()
-        Path(folder, f"rank{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
-
-
-def run_all(world: int, folder: Path, names: list[str], timeout: float = 400) -> list[dict[str, str]]:
-    """Run cases on `world` processes; return what became of each, by rank."""
-    # One server imports everything and forks the ranks; it has run no kernel and has no thread of its own.
-    multiprocessing.set_forkserver_preload([__name__, "torch._dynamo", "torch._functorch.aot_autograd"])
-    context = torch.multiprocessing.start_processes(
-        run, (world, str(folder), names), nprocs=world, join=False, start_method="forkserver"
-    )
-    assert context is not None
-    deadline = time.monotonic() + timeout
-    # It returns whenever one of them has ended.
-    while time.monotonic() < deadline and not context.join(deadline - time.monotonic()):
-        pass
-    for process in context.processes:
-        if process.is_alive():
-            process.kill()
-    files = [folder / f"rank{rank}.json" for rank in range(world)]
-    return [json.loads(file.read_text()) if file.exists() else {} for file in files]

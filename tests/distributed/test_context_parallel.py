@@ -16,8 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import vattn
-from tests.distributed.context_parallel_ranks import CASES, SLOW_CASES, run_all
+from tests.distributed.context_parallel_ranks import CASES, SLOW_CASES
 from tests.distributed.context_parallel_support import combined_parts, ranks
+from tests.distributed.processes import run_all
 from tests.layers.mla_support import exact, make_mla_config, random_mla_batch
 from tests.support import make_config, random_paged_batch, relative_l2, with_cache
 from vattn.distributed import ContextParallel, DCPShard
@@ -33,6 +34,7 @@ from vattn.errors import (
 )
 from vattn.ops.reference import attention as reference
 
+RANKS = "tests.distributed.context_parallel_ranks"
 WORLDS = st.integers(1, 5)
 INTERLEAVES = st.sampled_from([1, 2, 3, 7, 16])
 
@@ -320,7 +322,7 @@ def test_a_missed_meeting_is_over_for_all_ranks(kind: str, monkeypatch: pytest.M
     hasty, patient, _ = (Member(rank, store, "others") for rank, store in enumerate(stores))
     with ThreadPoolExecutor(1) as pool:
         said = pool.submit(patient.come, 2, 60)
-        first.wait(["vattn/context_parallel/others/0/1"])
+        first.wait(["vattn/meet/others/0/1"])
         assert "rank 2 did not answer" in hasty.come(2, 0.1)
         assert said.result().startswith("rank 0 of 3 gave up waiting for the others' answers about interleave")
 
@@ -350,7 +352,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[int, list[dict[str, 
     """Run all cases on two ranks and some on four, once."""
     names = [name for name in CASES if name != LAST] + [LAST]
     folders: list[Path] = [tmp_path_factory.mktemp(f"ranks{world}") for world in (2, 4)]
-    return {2: run_all(2, folders[0], names), 4: run_all(4, folders[1], OF_FOUR)}
+    return {2: run_all(RANKS, 2, folders[0], names), 4: run_all(RANKS, 4, folders[1], OF_FOUR)}
 
 
 @with_gloo
@@ -365,5 +367,5 @@ def test_every_rank_passes(found: dict[int, list[dict[str, str]]], world: int, n
 @with_gloo
 @pytest.mark.long
 def test_inductor_on_every_rank(tmp_path: Path) -> None:
-    for rank, results in enumerate(run_all(2, tmp_path, list(SLOW_CASES), timeout=600)):
+    for rank, results in enumerate(run_all(RANKS, 2, tmp_path, list(SLOW_CASES), timeout=600)):
         assert results == dict.fromkeys(SLOW_CASES, "passed"), f"rank {rank}: {results}"

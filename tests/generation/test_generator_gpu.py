@@ -155,13 +155,13 @@ def test_following_steps_in_graphs_are_those_of_build(compiled: str) -> None:
         if not follow:
             generator.scheduler.follow = lambda before: None  # type: ignore[method-assign]
         advanced = []
-        advance = generator._runner.builder.advance
+        advance = generator._runner.steps.builder.advance
 
         def watched(*arguments: Any, advance: Any = advance, advanced: list[int] = advanced) -> Any:
             advanced.append(1)
             return advance(*arguments)
 
-        generator._runner.builder.advance = watched  # type: ignore[method-assign]
+        generator._runner.steps.builder.advance = watched  # type: ignore[method-assign]
         outputs.append([request.output for request in generator.generate(PROMPTS, sampling)])
         assert bool(advanced) == follow
     assert outputs[0] == outputs[1]
@@ -182,16 +182,16 @@ def test_steps_with_prompts_in_graphs(name: str) -> None:
     assert generator.mixed_graphs._pool == generator.graphs._pool
     replayed = []
     replay = generator.mixed_graphs.__class__.__call__
-    runner, forward = generator.mixed_graphs, generator._runner.forward
+    runner, forward = generator.mixed_graphs, generator._runner.steps.forward
 
     def watched(*inputs: Any, metadata: Any) -> Any:
         replayed.append(metadata.slot_mapping.shape[0])
         return replay(runner, *inputs, metadata=metadata)
 
-    generator._runner.graphs = (generator.graphs, None, _Watched(runner, watched))  # type: ignore[assignment]
-    generator._runner.forward = None  # type: ignore[assignment]
+    generator._runner.steps.graphs = (generator.graphs, None, _Watched(runner, watched))  # type: ignore[assignment]
+    generator._runner.steps.forward = None  # type: ignore[assignment]
     done = generator.generate(PROMPTS, sampling)
-    generator._runner.forward = forward
+    generator._runner.steps.forward = forward
     assert_near(done, alone, plain)
     assert len(set(replayed)) > 1
     check_empty(generator)

@@ -30,14 +30,13 @@ LINES = {
 """How long an example may be, where that is not 120 lines."""
 
 
-def run(name: str, *arguments: str) -> str:
+def run(name: str, *arguments: str, launcher: tuple[str, ...] = ()) -> str:
     """Run an example in a fresh process and return what it printed."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     # The tests run Triton in its interpreter; a user does not.
     env.pop("TRITON_INTERPRET", None)
-    result = subprocess.run(
-        [sys.executable, ROOT / "examples" / name, *arguments], env=env, capture_output=True, text=True, timeout=300
-    )
+    command = [sys.executable, *launcher, ROOT / "examples" / name, *arguments]
+    result = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
 
@@ -104,6 +103,17 @@ def test_context_parallel() -> None:
     check_distances(printed, 8)
     assert "rank 0: holds 28 of 55 tokens" in printed and "rank 1: holds 27 of 55 tokens" in printed
     assert printed.count("ranks disagree: seq_lens of rank 1") == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [2, 4])
+def test_tensor_parallel(world: int) -> None:
+    """The same text from 2 and 4 ranks, which have half a KV head each."""
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("this build of torch has no gloo")
+    printed = run("21_tensor_parallel.py", launcher=("-m", "torch.distributed.run", f"--nproc-per-node={world}"))
+    assert f"{world} ranks, {4 // world} of 4 query heads on each" in printed
+    assert "import sys\nimport tempfile" in printed
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from vattn.generation.async_generator import AsyncGenerator
 from vattn.generation.chat import Chat
 from vattn.generation.generator import Generator
 from vattn.generation.grammar import Grammar
-from vattn.generation.model_runner import model_inputs
+from vattn.generation.model_steps import model_inputs
 from vattn.generation.prompt_lookup import PromptLookup
 from vattn.generation.request import Progress, Request
 from vattn.generation.sampling import Sampling

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
@@ -17,8 +17,10 @@ from vattn.generation.chat import Chat, is_conversation
 from vattn.generation.default_sampling import default_sampling
 from vattn.generation.grammar import GrammarCompiler
 from vattn.generation.model_runner import ModelRunner
+from vattn.generation.model_steps import ModelSteps
 from vattn.generation.prompt_lookup import PromptLookup
 from vattn.generation.prompts import Prompt, Submission, check_sampling, read_bad_words, read_prompt, read_prompts
+from vattn.generation.ranks import RankSteps, join_ranks
 from vattn.generation.request import FAILED, Progress, Request
 from vattn.generation.sampling import Sampling
 from vattn.generation.scheduler import Scheduler
@@ -37,6 +39,9 @@ from vattn.generation.setup import (
 from vattn.generation.statistics import Statistics
 from vattn.generation.step_loop import StepLoop
 from vattn.kv_transfer.connector import Salt, salt_digest
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class Generator(StepLoop):
@@ -68,6 +73,10 @@ class Generator(StepLoop):
             requests; default a ladder up to 1535 and the token budget where decodes are captured and all layers run on
             TRITON_ATTN, else none; `()` for none. A step runs padded to the next size, and without a graph beyond the
             largest. It helps where the host takes longer to launch the layers than the device to compute them.
+        group: the process group over whose ranks the model is sharded. Every rank makes a generator with the same
+            arguments; rank 0 of the group takes requests and runs steps, all others call `follow`.
+        group_timeout: seconds to wait here for all ranks. Steps wait as long as the group does, see
+            `torch.distributed.init_process_group(timeout=)`.
 
     Attributes:
         default_sampling: of requests without one, what the model's generation config asks for; without one greedy.
@@ -79,6 +88,7 @@ class Generator(StepLoop):
         ConfigError: no model on vattn, no cache, or a value of another type or out of range.
         UnknownOptionError: an unknown keyword.
         UnsupportedRequestError: the model cannot be captured as a CUDA graph.
+        RankError: ranks differ in versions, model, weights or options, or one did not answer.
 
     Each request gets the tokens of a run by itself, up to the first step in which the two best logits are closer than
     the rounding of matrix products of other shapes. Any thread may add and cancel; one thread at a time runs a step.
@@ -112,6 +122,8 @@ class Generator(StepLoop):
         compile_options: dict[str, Any] | None = None,
         graph_sizes: Sequence[int] | None = None,
         mixed_graph_sizes: Sequence[int] | None = None,
+        group: ProcessGroup | None = None,
+        group_timeout: float = 300.0,
     ) -> None:
         counts = {"max_num_reqs": max_num_reqs, "token_budget": token_budget, "max_queue": max_queue}
         for name, count in counts.items():
@@ -132,12 +144,20 @@ class Generator(StepLoop):
         scheduler = Scheduler(blocks, max_num_reqs, token_budget, max_seq_len, max_queue, speculation)
         capacity = max(2, token_budget + 1, max_num_reqs * (1 + num_drafts))
         builder = make_builder(model, cache, max_num_reqs, capacity, max_seq_len)
+        options = {
+            "cache": [cache.num_blocks, cache.block_size, len(cache.groups)],
+            "limits": [max_num_reqs, token_budget, max_seq_len, num_drafts],
+            "graphs": [sizes, mixed_graph_sizes, compile],
+        }
+        leader = join_ranks(model, group, group_timeout, options)
         mixed = mixed_sizes(mixed_graph_sizes, token_budget, max_num_reqs, sizes, builder)
         forward = compiled(model, compile, self.device, compile_options or {})
         graphs = capture(forward, builder, sizes, num_drafts, mixed, max_num_reqs)
         self.graphs, self.draft_graphs, self.mixed_graphs = graphs
         take_cache(cache.kv_caches[0])
-        super().__init__(model, tokenizer, scheduler, ModelRunner(forward, builder, graphs, blocks))
+        parts = forward, builder, graphs
+        steps = ModelSteps(*parts) if leader is None else RankSteps(*parts, leader)
+        super().__init__(model, tokenizer, scheduler, ModelRunner(steps, blocks))
         self._statistics.num_blocks = cache.num_blocks - cache.reserved_blocks
         self._grammar_compiler: GrammarCompiler | None = None
 
@@ -168,7 +188,7 @@ class Generator(StepLoop):
 
     def _read(self, prompt: Prompt, sampling: Sampling | None, cache_salt: Salt) -> tuple[Request, ...]:
         """Return the requests of a prompt, which are not queued yet."""
-        self._mode.check()
+        self._check_ready()
         salt_digest(self._blocks.block_size, cache_salt, "cache_salt")
         vocab_size = getattr(self.model, "vocab_size", None)
         sampling = self.default_sampling if sampling is None else sampling
@@ -183,6 +203,11 @@ class Generator(StepLoop):
                 request.matcher = self._grammars().matcher(sampling.grammar, ends)
             self._open_text(request)
         return choices
+
+    def _check_ready(self) -> None:
+        """Refuse prompts where no step can run."""
+        self._runner.steps.check()
+        self._mode.check()
 
     def _grammars(self) -> GrammarCompiler:
         """Return what compiles grammars for the tokenizer, made by the first request that has one."""
@@ -206,7 +231,7 @@ class Generator(StepLoop):
         Raises:
             ConfigError: see `generate`.
         """
-        self._mode.check()
+        self._check_ready()
         submissions = read_prompts(prompts, sampling, cache_salt, self.tokenizer)
 
         def run() -> Iterator[Progress]:
@@ -240,7 +265,7 @@ class Generator(StepLoop):
                 Nothing has run then.
         """
         check_switches(progress=progress)
-        self._mode.check()
+        self._check_ready()
         submissions = read_prompts(prompts, sampling, cache_salt, self.tokenizer)
         requests: list[Request] = []
         bar = _bar(len(submissions)) if progress else None
@@ -279,6 +304,27 @@ class Generator(StepLoop):
         done = self.generate(chats, sampling, cache_salt=cache_salt, progress=progress)
         return done[0] if alone else done
 
+    def follow(self) -> None:
+        """Run this rank's part of all steps, until rank 0 calls `close` or ends.
+
+        Every rank of `group` but 0 calls it.
+
+        Raises:
+            ConfigError: a generator without a group, or rank 0.
+            RankError: a rank failed; its text says which, and with what.
+        """
+        self._rank_steps("follow").follow()
+
+    def close(self) -> None:
+        """Let `follow` return on the other ranks; no step runs afterwards."""
+        self._rank_steps("close").end()
+
+    def _rank_steps(self, name: str) -> RankSteps:
+        steps = self._runner.steps
+        if not isinstance(steps, RankSteps):
+            raise ConfigError(f"{name}() of a generator on one device", "generators with group=", f"leave {name}() out")
+        return steps
+
     def statistics(self) -> Statistics:
         """Return counts and times since the generator was made, and the requests and blocks that it holds."""
         now, running = self._statistics, self.scheduler.running
@@ -306,7 +352,7 @@ class Generator(StepLoop):
 
     def _run_to_end(self, submissions: Sequence[Submission], requests: list[Request]) -> Iterator[Progress]:
         """Queue prompts, append their requests to a list, and yield their progress until all have ended."""
-        self._mode.check()
+        self._check_ready()
         self._streams += 1
         try:
             for submission in submissions:

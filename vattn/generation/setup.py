@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from vattn.compilation.compile import compile, compile_regions
 from vattn.compilation.cuda_graph import CUDAGraphRunner
 from vattn.config.arguments import integer, read_count
 from vattn.errors import ConfigError, UnsupportedRequestError, VattnError
-from vattn.generation.model_runner import sample_draft_inputs, sample_inputs
+from vattn.generation.model_steps import Graphs, sample_draft_inputs, sample_inputs
 from vattn.generation.prompts import check_stop_ids
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.hybrid_builder import GroupedMetadataBuilder
@@ -226,20 +226,6 @@ def graph_ladder(sizes: Sequence[int] | None, most: int, device: torch.device) -
     if not isinstance(sizes, (list, tuple, range)):
         raise ConfigError(f"graph_sizes={sizes!r:.80}", "a list of numbers of requests, () for none", "graph_sizes=[8]")
     return [read_count("graph_sizes", size, 1, "change graph_sizes") for size in sizes]
-
-
-class Graphs(NamedTuple):
-    """The captured graphs of a generator, `None` where nothing is captured.
-
-    Attributes:
-        plain: for steps of one token a request.
-        drafts: for steps with drafts.
-        mixed: for steps with prompts.
-    """
-
-    plain: CUDAGraphRunner | None = None
-    drafts: CUDAGraphRunner | None = None
-    mixed: CUDAGraphRunner | None = None
 
 
 def capture(

@@ -103,9 +103,11 @@ class StepLoop:
 
         Raises:
             CacheError: the model has another cache by now, or the cache another user.
-            ConfigError: the model is in training mode; requests stay what they are.
+            ConfigError: the model is in training mode, or this is another rank than 0; requests stay what they are.
+            RankError: another rank failed, in this step or before.
             RequestError: another step is running.
         """
+        self._runner.steps.check()
         self._mode.check_whole()
         self._check_cache()
         with self._lock:

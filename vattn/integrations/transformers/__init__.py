@@ -43,6 +43,7 @@ from vattn.integrations.transformers.packed_model import PackedCache, PackedMode
 from vattn.integrations.transformers.prove import Proof
 from vattn.integrations.transformers.replaced_forwards import replace_forwards, replaced_modules, restore_forwards
 from vattn.integrations.transformers.rope_frequencies import fix_frequencies, restore_frequencies
+from vattn.integrations.transformers.tensor_parallel import replicate_kv_heads, restore_kv_heads
 from vattn.layers import QuantConfig
 from vattn.quantization.formats import KV_FORMATS, resolve_kv_cache_dtype
 
@@ -138,7 +139,9 @@ def enable(
     found = None if calibration is None else as_calibration(calibration)
     scales = _scales(found, quant_config, cache_config, scales_per_head, query_format)
     own_config(model)
+    heads = replicate_kv_heads(model)
     frequencies = fix_frequencies(model, rope_length)
+    model.__dict__["_vattn_heads"] = heads
     model.__dict__["_vattn_before"] = model.config._attn_implementation, remove_cache_hooks(model), frequencies
     try:
         seen = observe(model, PackedCache())
@@ -202,6 +205,7 @@ def disable(model: nn.Module) -> None:
                 "pass the whole model",
             )
         return
+    restore_kv_heads(inner.__dict__.pop("_vattn_heads", []))
     restore_forwards(inner)
     linears.separate_projections(inner)
     linears.restore_linears(inner)

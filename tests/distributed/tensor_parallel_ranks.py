@@ -1,0 +1,278 @@
+"""What runs on every rank of `test_tensor_parallel`: cases by name, each of which raises where it fails."""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import vattn
+from tests.distributed.context_parallel_ranks import compare, refused
+from vattn.errors import ConfigError, UnsupportedRequestError
+from vattn.integrations.transformers import disable, enable
+
+CASES: dict[str, Callable[[int, int], None]] = {}
+SLOW_CASES: dict[str, Callable[[int, int], None]] = {}
+"""Cases that compile by Inductor."""
+
+LAST = "a rank that fails in a step ends the others"
+
+PROMPTS = [[1, 2, 3, 4, 5], [7, 8], [9, 11] * 20, [1, 2, 3, 4, 6]]
+SAMPLINGS = [
+    vattn.Sampling(20, stop_token_ids=()),
+    vattn.Sampling(12, temperature=0.7, seed=3, stop_token_ids=()),
+    vattn.Sampling(9, logprobs=2, stop_token_ids=()),
+    vattn.Sampling(6, temperature=1.0, seed=1, n=2, stop_token_ids=()),
+]
+
+
+def case(name: str) -> Callable[[Any], Any]:
+    def add(function: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        CASES[name] = function
+        return function
+
+    return add
+
+
+def make_whole(kind: str = "llama", kv_heads: int = 4, heads: int = 8) -> Any:
+    """Return a model of random weights, the same on every rank."""
+    torch.manual_seed(0)
+    shared = {
+        "vocab_size": 128, "hidden_size": 8 * heads, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 8,
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 256,
+    }  # fmt: skip
+    if kind == "llama":
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(**shared)).eval()
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**shared)).eval()
+
+
+def make_sharded(kind: str = "llama", kv_heads: int = 4, heads: int = 8) -> Any:
+    """Return the same model, sharded by transformers."""
+    folder = tempfile.mkdtemp() if dist.get_rank() == 0 else ""
+    folders = [folder]
+    # Only rank 0 writes a folder.
+    dist.broadcast_object_list(folders)
+    make_whole(kind, kv_heads, heads).save_pretrained(folders[0])
+    dist.barrier()
+    model = transformers.AutoModelForCausalLM.from_pretrained(folders[0], tp_plan="auto", dtype=torch.float32).eval()
+    dist.barrier()
+    if folder:
+        shutil.rmtree(folder)
+    return model
+
+
+def step_logits(packed: Any) -> Tensor:
+    """Return the logits of a prefill of three requests and of a mixed step after it."""
+    builder = vattn.AttentionMetadataBuilder(4, 64, 64, layers=packed)
+    tables, found = [[1, 5], [2], [3, 4]], []
+    for queries, lengths in (([5, 1, 19], [5, 1, 19]), ([1, 3, 1], [6, 4, 20])):
+        step = builder.build(queries, lengths, tables)
+        with torch.no_grad(), vattn.forward_context(step):
+            found.append(packed(torch.arange(sum(queries)) + 3, step.positions))
+    return torch.cat(found)
+
+
+def make_generator(model: Any, **options: Any) -> vattn.Generator:
+    defaults: dict[str, Any] = {
+        "max_num_reqs": 4,
+        "token_budget": 32,
+        "stop_token_ids": (),
+        "max_seq_len": 64,
+        "group_timeout": 60,
+    }
+    return vattn.Generator(model, **{**defaults, **options})
+
+
+def outputs(generator: vattn.Generator) -> list[Any]:
+    """Return the tokens of every choice of every prompt, and log-probabilities in short."""
+    done = generator.generate(PROMPTS, SAMPLINGS)
+    assert all(request.error is None for request in done), [request.error for request in done]
+    found: list[Any] = [[choice.output for choice in request.choices] for request in done]
+    return [*found, [round(token.logprob, 3) for token in done[2].logprobs]]
+
+
+@functools.cache
+def expected(kind: str = "llama", kv_heads: int = 4, speculation: bool = False) -> list[Any]:
+    lookup = vattn.PromptLookup(shortest=1) if speculation else None
+    return outputs(make_generator(enable(make_whole(kind, kv_heads), num_blocks=40), speculation=lookup))
+
+
+def run_sharded(rank: int, model: Any, **options: Any) -> list[Any] | None:
+    """Return what rank 0 generates; the others follow."""
+    generator = make_generator(model, group=dist.group.WORLD, **options)
+    if rank:
+        generator.follow()
+        return None
+    found = outputs(generator)
+    generator.close()
+    return found
+
+
+@case("logits of a step are those of one rank")
+def logits_equal(rank: int, world: int) -> None:
+    for kind in ("llama", "qwen2"):
+        for options in ({}, {"merge_projections": True, "vattn_linears": True}):
+            model = make_sharded(kind)
+            got = step_logits(enable(model, num_blocks=8, **options))
+            compare(got, step_logits(enable(make_whole(kind), num_blocks=8)), 1e-5)
+            layer = model.get_submodule("model.layers.0.self_attn.vattn")
+            assert (layer.num_heads, layer.num_kv_heads) == (8 // world, 4 // world), (
+                layer.num_heads,
+                layer.num_kv_heads,
+            )
+
+
+@case("fewer KV heads than ranks are replicated")
+def few_kv_heads(rank: int, world: int) -> None:
+    for kv_heads in {1, world // 2}:
+        model = make_sharded("qwen2", kv_heads)
+        before = {name: parameter for name, parameter in model.named_parameters() if "k_proj" in name}
+        packed = enable(model, num_blocks=8)
+        whole = enable(make_whole("qwen2", kv_heads), num_blocks=8)
+        compare(step_logits(packed), step_logits(whole), 1e-5)
+        packed.allocate(num_blocks=40)
+        assert run_sharded(rank, packed) in (None, expected("qwen2", kv_heads) if rank == 0 else None)
+        disable(model)
+        assert all(model.get_parameter(name) is parameter for name, parameter in before.items())
+
+
+@case("heads that ranks cannot share are refused")
+def uneven_heads(rank: int, world: int) -> None:
+    model = make_sharded(kv_heads=3, heads=9)
+    with refused(f"9 query and 3 KV heads of 'model.layers.0.self_attn' over {world} ranks", UnsupportedRequestError):
+        enable(model, num_blocks=8)
+    assert "_vattn_before" not in model.__dict__
+
+
+@case("a model that its user sharded")
+def sharded_by_hand(rank: int, world: int) -> None:
+    model = make_whole()
+    mesh = init_device_mesh("cpu", (world,))
+    columns, rows = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+    for layer in model.model.layers:
+        plan = {name: ColwiseParallel() for name, _ in layer.named_modules() if name.endswith(columns)}
+        plan |= {name: RowwiseParallel() for name, _ in layer.named_modules() if name.endswith(rows)}
+        parallelize_module(layer, mesh, plan)
+    packed = enable(model, num_blocks=40)
+    assert run_sharded(rank, packed) in (None, expected() if rank == 0 else None)
+
+
+@case("a generator gives the tokens of one rank")
+def generator_equal(rank: int, world: int) -> None:
+    packed = enable(make_sharded(), num_blocks=40)
+    for speculation in (False, True):
+        lookup = vattn.PromptLookup(shortest=1) if speculation else None
+        got = run_sharded(rank, packed, speculation=lookup)
+        assert got == (None if rank else expected(speculation=speculation)), got
+
+
+@case("streams and cancelled requests")
+def streams(rank: int, world: int) -> None:
+    generator = make_generator(enable(make_sharded(), num_blocks=40), group=dist.group.WORLD)
+    if rank:
+        generator.follow()
+        return
+    tokens: list[int] = []
+    for progress in generator.stream([PROMPTS[0]], SAMPLINGS[0]):
+        tokens += progress.tokens
+    assert tokens == expected()[0][0]
+    cancelled = generator.add(PROMPTS[1], SAMPLINGS[0])
+    other = generator.add(PROMPTS[0], SAMPLINGS[0])
+    for _ in range(3):
+        generator.step()
+    generator.cancel(cancelled)
+    while generator.busy:
+        generator.step()
+    assert other.output == expected()[0][0] and cancelled.state == "cancelled"
+    assert generator.statistics().used_blocks == 0
+    generator.close()
+
+
+@case("ranks that differ")
+def ranks_differ(rank: int, world: int) -> None:
+    packed = enable(make_sharded(), num_blocks=40)
+    with refused("limits=[4, 32, 64, 0] on rank 0"):
+        make_generator(packed, group=dist.group.WORLD, max_num_reqs=4 + (rank == 1))
+    if rank == 1:
+        with torch.no_grad():
+            packed.model.model.norm.weight.mul_(2)
+    with refused("weights that every rank holds="):
+        make_generator(packed, group=dist.group.WORLD)
+    whole = enable(make_whole(), num_blocks=40)
+    with refused("LlamaForCausalLM, sharded"):
+        make_generator(whole if rank == 1 else packed, group=dist.group.WORLD)
+    if rank != 1:
+        with refused("got no answer of all others"):
+            make_generator(packed, group=dist.group.WORLD, group_timeout=0.5)
+    dist.barrier()
+
+
+@case("calls on the wrong rank")
+def wrong_rank(rank: int, world: int) -> None:
+    packed = enable(make_sharded(), num_blocks=40)
+    with refused("without their group", ConfigError):
+        make_generator(packed)
+    with refused("group of type str", ConfigError):
+        make_generator(packed, group="all")
+    generator = make_generator(packed, group=dist.group.WORLD)
+    if rank:
+        for call in (lambda: generator.add([1]), generator.step, lambda: generator.generate([[1]])):
+            with refused(f"on rank {rank} of {world}", ConfigError):
+                call()
+        generator.follow()
+        return
+    with refused("follow() on rank 0", ConfigError):
+        generator.follow()
+    generator.close()
+    with refused("after close()", ConfigError):
+        generator.add([1])
+    alone = make_generator(enable(make_whole(), num_blocks=40))
+    with refused("of a generator on one device", ConfigError):
+        alone.follow()
+
+
+@case(LAST)
+def rank_fails(rank: int, world: int) -> None:
+    """Rank 1's second step fails, in the middle of the model: it says so, and so does rank 0."""
+    packed = enable(make_sharded(), num_blocks=40)
+    generator = make_generator(packed, group=dist.group.WORLD)
+    calls = []
+
+    def fail(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            # Others wait for it in a sum by now; what closes its connections ends that.
+            raise ValueError("no memory left on this rank")
+
+    if rank == 1:
+        packed.model.model.layers[1].register_forward_pre_hook(fail)
+    begin = time.monotonic()
+    with refused("rank 1 of 2 failed with ValueError: no memory left on this rank" if rank else "rank"):
+        generator.generate(PROMPTS, SAMPLINGS[0]) if rank == 0 else generator.follow()
+    assert time.monotonic() - begin < 100
+
+
+@case("a rank is killed")
+def rank_killed(rank: int, world: int) -> None:
+    """Run by itself: rank 1 leaves in a step, without a word."""
+    packed = enable(make_sharded(), num_blocks=40)
+    generator = make_generator(packed, group=dist.group.WORLD)
+    if rank == 1:
+        packed.model.model.layers[1].register_forward_pre_hook(lambda *_: os._exit(1))
+        generator.follow()
+    with refused("rank 1 of 2 ended in a step"):
+        generator.generate(PROMPTS, SAMPLINGS[0])
+    assert generator.statistics().used_blocks == 0
+    with refused("rank 1 of 2 ended in a step"):
+        generator.step()

@@ -1,0 +1,141 @@
+"""Rank 0 of a group tells the others what to do next, through the store of their process group.
+
+A store waits as long as the caller says, and answers while a collective hangs: a rank that fails leaves its error
+there, so that each of the others can say which one failed, and why.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Mapping
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from vattn.distributed.rendezvous import first_line, meet, reaching_the_store, store_of_ranks
+from vattn.errors import RankError
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+_KEPT = 64
+"""Messages that stay in the store. No rank is as far behind: the ranks of a model wait for each other in each step."""
+
+_LOOK = timedelta(seconds=1)
+"""How long a rank waits for a message before it looks for errors of the others."""
+
+_GRACE = 5.0
+"""Seconds that a rank which failed waits for the others to say the same: those that do not have ended."""
+
+
+class Leader:
+    """Messages from rank 0 of a group to its other ranks, in order.
+
+    Args:
+        group: of any backend.
+        facts: what must be equal on all ranks: values with a faithful `repr`.
+        timeout: seconds to wait for all ranks here.
+        call: what every rank calls to make this, for errors.
+
+    Attributes:
+        rank, world_size: this rank in the group, and how many there are.
+
+    Raises:
+        RankError: ranks have other facts, or one did not answer.
+    """
+
+    def __init__(self, group: ProcessGroup, facts: Mapping[str, object], timeout: float, call: str) -> None:
+        from torch import distributed
+
+        self._group, self._source = group, distributed.get_global_rank(group, 0)
+        self.rank, self.world_size = group.rank(), group.size()
+        self._key, self._count = meet(group, facts, timeout, call), 0
+        self._store = store_of_ranks()
+        self._error: RankError | None = None
+
+    def check(self) -> None:
+        """Raise the error after which ranks are at different places, if there was one."""
+        if self._error is not None:
+            raise self._error
+
+    def send(self, message: bytes) -> None:
+        """Send a message to all other ranks."""
+        with reaching_the_store(self._group):
+            self._store.set(f"{self._key}/step/{self._count}", message)
+            if self._count >= _KEPT:
+                self._store.delete_key(f"{self._key}/step/{self._count - _KEPT}")
+        self._count += 1
+
+    def end(self) -> None:
+        """Send an empty message from rank 0, if the others can still be reached."""
+        if self.rank == 0:
+            with contextlib.suppress(RankError):
+                self.send(b"")
+
+    def receive(self) -> bytes:
+        """Wait for the next message, however long that takes.
+
+        Raises:
+            RankError: another rank failed, or the store is out of reach.
+        """
+        key, first = f"{self._key}/step/{self._count}", f"{self._key}/failed"
+        with reaching_the_store(self._group):
+            while not self._arrived(key):
+                if self._store.check([first]):
+                    raise _failure(self._store.get(first).decode())
+            self._count += 1
+            message: bytes = self._store.get(key)
+            return message
+
+    def _arrived(self, key: str) -> bool:
+        try:
+            self._store.wait([key], _LOOK)
+        except RuntimeError:
+            # A store out of reach raises again.
+            return bool(self._store.check([key]))
+        return True
+
+    def share(self, tensor: Tensor) -> None:
+        """Give a tensor on every rank the values that it has on rank 0."""
+        from torch import distributed
+
+        distributed.broadcast(tensor, src=self._source, group=self._group)
+
+    def lost(self, error: Exception) -> RankError:
+        """Tell the other ranks that this one failed in a step, and return an error that names the first that did.
+
+        Ranks are at different places then, so that nothing more can be sent.
+        """
+        if self._error is None:
+            own = f"rank {self.rank} of {self.world_size} failed with {type(error).__name__}: {first_line(error)}"
+            try:
+                with reaching_the_store(self._group):
+                    self._error = self._report(own, error)
+            except RankError as unreachable:
+                self._error = RankError(unreachable.got, unreachable.allowed, f"{own}; {unreachable.fix}")
+        return self._error
+
+    def _report(self, own: str, error: Exception) -> RankError:
+        self._store.set(f"{self._key}/failed/{self.rank}", own)
+        if isinstance(error, RankError):
+            return error
+        first = self._store.compare_set(f"{self._key}/failed", "", own).decode()
+        silent, end = self._silent(), time.monotonic() + _GRACE
+        while silent and time.monotonic() < end:
+            time.sleep(0.05)
+            silent = self._silent()
+        if silent and first == own:
+            return _failure(f"rank {', '.join(map(str, silent))} of {self.world_size} ended in a step, or hangs; {own}")
+        return _failure(first)
+
+    def _silent(self) -> list[int]:
+        ranks = range(self.world_size)
+        return [rank for rank in ranks if not self._store.check([f"{self._key}/failed/{rank}"])]
+
+
+def _failure(got: str) -> RankError:
+    return RankError(
+        got, "steps that every rank of the group can run", "start all ranks again; that rank's output says more"
+    )

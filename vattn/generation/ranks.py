@@ -1,0 +1,154 @@
+"""Several ranks run one generator: rank 0 plans the steps and chooses tokens, the others run the model with it."""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import sys
+import weakref
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from vattn.config.arguments import check_seconds
+from vattn.distributed.leader import Leader
+from vattn.errors import ConfigError
+from vattn.generation.model_steps import Graphs, ModelSteps, Outcome, Ran, StepInputs
+from vattn.metadata.builder import AttentionMetadataBuilder
+from vattn.version import __version__
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+class RankSteps(ModelSteps):
+    """Steps of a model over the ranks of a group: rank 0 runs each step with all others.
+
+    Args:
+        forward, builder, graphs: see `ModelSteps`, of this rank.
+        leader: of the ranks.
+    """
+
+    def __init__(
+        self, forward: Callable[..., Tensor], builder: AttentionMetadataBuilder, graphs: Graphs, leader: Leader
+    ) -> None:
+        super().__init__(forward, builder, graphs)
+        self._leader = leader
+        # Also at the end of the process: the others would wait for ever.
+        self.end = weakref.finalize(self, leader.end)
+
+    def check(self) -> None:
+        """Refuse requests and steps on another rank than 0, and after a step in which a rank failed."""
+        self._leader.check()
+        if self._leader.rank:
+            raise ConfigError(
+                f"a request or a step on rank {self._leader.rank} of {self._leader.world_size}",
+                "requests and steps on rank 0 of the group",
+                "call generator.follow() on all other ranks",
+            )
+        if not self.end.alive:
+            raise ConfigError("a step after close()", "steps before it", "make a new generator on every rank")
+
+    @torch.inference_mode()
+    def run(self, step: StepInputs, before: Ran | None, begin: torch.cuda.Event | None = None) -> Outcome:
+        """Run a step on every rank; see `ModelSteps`."""
+        tokens = before.tokens if before is not None and step.continues else None
+        try:
+            self._leader.send(pickle.dumps((step, 0 if tokens is None else tokens.shape[0])))
+            if tokens is not None:
+                self._leader.share(tokens)
+            return super().run(step, before, begin)
+        except Exception as error:
+            raise self._leader.lost(error) from error
+
+    @torch.inference_mode()
+    def follow(self) -> None:
+        """Run the steps that rank 0 runs, until it closes its generator.
+
+        Raises:
+            ConfigError: this is rank 0.
+            RankError: a rank failed.
+        """
+        self._leader.check()
+        if not self._leader.rank:
+            raise ConfigError("follow() on rank 0", "the other ranks of the group", "generate or step on rank 0")
+        before: Ran | None = None
+        try:
+            while message := self._leader.receive():
+                step, count = pickle.loads(message)
+                if before is not None and count:
+                    before.tokens = torch.empty(count, dtype=torch.int64, device=self.device)
+                    self._leader.share(before.tokens)
+                _, metadata, graphs = super().run(step, before)
+                before = Ran(torch.empty(0), metadata, graphs)
+        except Exception as error:
+            raise self._leader.lost(error) from error
+
+
+def join_ranks(
+    model: nn.Module, group: ProcessGroup | None, timeout: float, options: Mapping[str, object]
+) -> Leader | None:
+    """Meet the other ranks of a group; return who leads them, `None` without a group.
+
+    Args:
+        model: as it is loaded on this rank.
+        group: `None` for a model on one device.
+        timeout: seconds to wait for all ranks.
+        options: of the generator; equal on all ranks.
+
+    Raises:
+        ConfigError: a sharded model without a group, or no group of this rank.
+        RankError: ranks differ in versions, model, options or weights, or one did not answer.
+    """
+    check_seconds("group_timeout", timeout, "leave it out for 300")
+    if group is None:
+        if _is_sharded(model):
+            raise ConfigError(
+                "a generator of a model whose weights are sharded over ranks, without their group",
+                "group=, on every rank",
+                "Generator(model, group=torch.distributed.group.WORLD), and generator.follow() on all ranks but 0",
+            )
+        return None
+    from torch import distributed
+
+    if not isinstance(group, distributed.ProcessGroup):
+        raise ConfigError(
+            f"group of type {type(group).__name__}",
+            "a process group that this rank is in",
+            "group=torch.distributed.group.WORLD after torch.distributed.init_process_group",
+        )
+    facts = {
+        "torch": torch.__version__,
+        "vattn": __version__,
+        "model": f"{type(getattr(model, 'model', model)).__name__}, {'sharded' if _is_sharded(model) else 'whole'}",
+        **options,
+        "weights that every rank holds": _digest(model),
+    }
+    return Leader(group, facts, timeout, "Generator(model, group=...)")
+
+
+def _distributed_tensor() -> Any:
+    """Return DTensor, if anything has imported it: without that no weight is one."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return () if module is None else module.DTensor
+
+
+def _is_sharded(model: nn.Module) -> bool:
+    return any(isinstance(parameter, _distributed_tensor()) for parameter in model.parameters())
+
+
+def _digest(model: nn.Module) -> str:
+    """Return a digest of names, shapes and dtypes of all weights, and of the values of those that are on every rank.
+
+    Those are all but DTensors and KV heads that `enable` dealt out. A model without DTensors may be sharded by hand.
+    """
+    kind, sharded, digest = _distributed_tensor(), _is_sharded(model), hashlib.sha256()
+    for name, weight in model.named_parameters():
+        digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+        own = isinstance(weight, kind) or getattr(weight, "differs_between_ranks", False)
+        if sharded and not own and weight.numel():
+            values = weight.detach().double()
+            digest.update(repr([float(values.sum()), float(values.square().sum())]).encode())
+    return digest.hexdigest()[:16]
