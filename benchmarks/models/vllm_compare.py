@@ -1,4 +1,6 @@
-"""Read what `vllm_engine` wrote: `make DIR` makes models of random weights, `tokens DIR FILE...` compares with fp32.
+"""Read what `vllm_engine` and `sglang_engine` wrote.
+
+`make DIR` makes models of random weights, `tokens DIR FILE...` compares with fp32.
 
 A token counts as equal if transformers in fp32, given the engine's tokens before it, gives it the highest logit: an
 engine that gives equal tokens alone does what transformers' greedy search does. Otherwise `gap` is how far below the
