@@ -9,8 +9,8 @@ that, a region that needs a cast to saturate needs a clamp.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -64,7 +64,9 @@ def isolated() -> Iterator[None]:
     """Compute on real CPU tensors, without modes, devices or autocast of the compiler or the user."""
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with _disable_current_modes(), torch.device("cpu"), torch.no_grad(), torch.autocast("cpu", enabled=False):
+    with _disable_current_modes(), torch.no_grad(), torch.autocast("cpu", enabled=False), ExitStack() as stack:
+        if torch.get_default_device().type != "cpu":  # a device mode costs as much as a small operation
+            stack.enter_context(torch.device("cpu"))
         yield
 
 
@@ -205,17 +207,22 @@ def run(
     x: Tensor,
     scales: Sequence[float],
     wide: frozenset[Node] = frozenset(),
+    given: dict[Node, Any] | None = None,
 ) -> dict[Node, Any]:
     """Run a region on one attention output `[T, H, V]`; returns the value of every node.
 
     Args:
         scales: the values of `inputs.roots`, one at least.
         wide: nodes in bf16 or fp16 that stay in fp32.
+        given: values of nodes that are not run.
     """
     env: dict[Node, Any] = {output: x, **inputs.constants, **set_sizes(inputs.sizes, output, x.shape[0])}
     for node, scale in zip(inputs.roots, scales, strict=False):
         env[node] = torch.full(tuple(value(node).shape), scale, dtype=value(node).dtype)
+    env.update(given or {})
     for node in (*inputs.derived, *nodes):
+        if node in env:
+            continue
         seen: dict[Node, Any] = in_fp32(node, env, wide) if wide else env
         if node in wide and op_name(node.target) in CASTS:
             env[node] = seen[node.all_input_nodes[0]].float()
@@ -240,6 +247,7 @@ def samples(
     inputs: Inputs,
     dtype: str,
     wide: frozenset[Node],
+    every: Callable[[], bool],
     thorough: bool = False,
     few: bool = False,
 ) -> Iterator[Sample]:
@@ -247,7 +255,8 @@ def samples(
 
     Args:
         wide: nodes in bf16 or fp16 that stay in fp32.
-        thorough: run every value of the model dtype under every scale.
+        every: says, after the other inputs, whether to run every value of the model dtype too.
+        thorough: run those under every scale.
         few: run those a few tokens at a time.
     """
     exact, roots = exact_scales(nodes, inputs, dtype), max(1, len(inputs.roots))
@@ -266,6 +275,8 @@ def samples(
         tried = scales[round_ // len(exact) % roots]
         steps = (tried, 1 / tried) if inputs.roots else (tried,)
         yield from (sample(x, scales) for x in probe_outputs(region.output, dtype, steps, round_, counts))
+    if not every():
+        return
     for round_ in range(len(exact)) if thorough else [min(1, len(exact) - 1)]:
         yield from (sample(x, scales_of(round_)) for x in every_output(region.output, dtype, counts, few))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from functools import lru_cache
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -80,6 +81,29 @@ def _rows(values: Tensor, columns: int) -> Tensor:
     return values.repeat(-(-rows * columns // values.numel()))[: rows * columns].view(rows, columns)
 
 
+def cycled(rows: Tensor, start: int, count: int) -> Tensor:
+    """Return `count` rows from a place on, the first ones again behind the last."""
+    return rows[torch.arange(start, start + count) % len(rows)]
+
+
+@lru_cache(maxsize=4)
+def every_value(dtype: torch.dtype) -> Tensor:
+    """Return every value of a 16-bit dtype; for fp32, every bf16 value and as many with random mantissas."""
+    bits = torch.arange(-(2**15), 2**15).to(torch.int16)
+    if dtype != torch.float32:
+        return bits.view(dtype)
+    rng = torch.Generator().manual_seed(4)
+    wide = bits.int() << 16
+    return torch.cat((wide, wide + torch.randint(1, 2**16, wide.shape, generator=rng, dtype=torch.int32))).view(dtype)
+
+
+def scales_near(numbers: Collection[float]) -> list[float]:
+    """Return static scales by which some value comes out as each of some numbers, or between two of them."""
+    ordered = sorted(number for number in numbers if 1e-30 < number < 1e30)
+    found = [*ordered, *((a + b) / 2 for a, b in pairwise(ordered))]
+    return [scale for number in found for scale in (number, 1 / number)]
+
+
 def probe_outputs(
     output: Node, config_dtype: str, scales: Sequence[float], shift: int, counts: Sequence[int]
 ) -> Iterator[Tensor]:
@@ -96,7 +120,7 @@ def probe_outputs(
         step = _step(output, count, TOKEN_COUNTS[0])
         needed = -(-len(rows) // step) if count == counts[0] else 1
         for part in range(needed):
-            yield _part(rows, part * step, count).view(count, int(heads), int(width))
+            yield cycled(rows, part * step, count).view(count, int(heads), int(width))
 
 
 def every_output(output: Node, config_dtype: str, counts: Sequence[int], few: bool = False) -> Iterator[Tensor]:
@@ -114,7 +138,7 @@ def every_output(output: Node, config_dtype: str, counts: Sequence[int], few: bo
     count = possible_count(tokens, count)
     step = _step(output, count, TOKEN_COUNTS[1] if few else len(rows))
     for start in range(0, len(rows), step):
-        yield _part(rows, start, count).view(count, int(heads), int(width))
+        yield cycled(rows, start, count).view(count, int(heads), int(width))
 
 
 def _step(output: Node, count: int, most: int) -> int:
@@ -122,15 +146,10 @@ def _step(output: Node, count: int, most: int) -> int:
     return count if isinstance(value(output).shape[0], int) else min(count, most)
 
 
-def _part(rows: Tensor, start: int, count: int) -> Tensor:
-    return rows[torch.arange(start, start + count) % len(rows)]
-
-
 @lru_cache(maxsize=4)
 def _every_row(columns: int, dtype: torch.dtype) -> Tensor:
     rng = torch.Generator().manual_seed(2)
-    bits = torch.arange(-(2**15), 2**15).to(torch.int16)
-    values = bits.view(torch.bfloat16 if dtype == torch.float32 else dtype).to(dtype)
+    values = every_value(dtype)[: 2**16]
     mixed = values[torch.randperm(len(values), generator=rng)]
     if dtype == torch.float32:
         mixed = torch.randint(-(2**31), 2**31, (len(values),), generator=rng).to(torch.int32).view(torch.float32)

@@ -90,10 +90,10 @@ def same_bits(a: Tensor, b: Tensor) -> bool:
     if a.numel() != b.numel() or a.dtype != b.dtype:
         return False
     a, b = a.reshape(-1), b.reshape(-1)
-    if a.is_floating_point():
-        nan_a, nan_b = a.float().isnan(), b.float().isnan()
-        if not torch.equal(nan_a, nan_b):
-            return False
-        integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
-        return bool(((a.view(integer) == b.view(integer)) | nan_a).all())
-    return torch.equal(a, b)
+    if not a.is_floating_point():
+        return torch.equal(a, b)
+    integer = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[a.element_size()]
+    if torch.equal(a.view(integer), b.view(integer)):
+        return True
+    differ = a.view(integer) != b.view(integer)
+    return bool(a[differ].float().isnan().all()) and bool(b[differ].float().isnan().all())

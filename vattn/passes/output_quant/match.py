@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -11,14 +10,17 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from vattn.passes import proof
 from vattn.passes import region_moves as moves
 from vattn.passes.near_miss import dynamic_ways, first_difference, static_ways
+from vattn.passes.output_quant.prove import Prover
+from vattn.passes.output_quant.quantisers import Quantiser, quantisers
 from vattn.passes.probe import Inputs, Sample, constant_scales, samples
-from vattn.passes.region import Match, Refusal, Region, dtype_of, op_name, value
+from vattn.passes.region import Match, Refusal, Region, dtype_of, op_name
 from vattn.passes.region_precision import LOW, roundings
 from vattn.passes.region_run import same_bits
 from vattn.quantization import codecs as quantization
-from vattn.quantization.formats import FP8_E4M3_MAX, MODEL_DTYPES, OUTPUT_FORMATS, OutputFormat
+from vattn.quantization.formats import FP8_E4M3_MAX, MODEL_DTYPES
 
 ROUNDED = (
     "values are rounded to bf16 or fp16 between its operations, which generated code does in one place and leaves out "
@@ -29,26 +31,6 @@ _CHOICES = frozenset("where masked_fill masked_fill_ index_put".split())
 _LAYOUTS = ("plain", "transposed", "swizzled", "moved")
 _MOST_FLOORS = 24
 _SAMPLES_TO_EXPLAIN = 8
-
-
-@dataclass(frozen=True)
-class Quantiser:
-    """A quantiser of the attention op: a format in its plain layout, its arithmetic and the least computed scale."""
-
-    fmt: OutputFormat
-    arithmetic: str = "divide"
-    min_scale: float | None = None
-    floor: str = "scale"
-
-    def same_but_floor(self) -> tuple[Any, ...]:
-        """Return what this is, with seven bits of its least scale."""
-        mantissa, exponent = math.frexp(self.min_scale or 0.0)
-        return self.fmt.name, self.arithmetic, self.floor, round(mantissa * 2**7), exponent
-
-    def __call__(self, rows: Tensor, scale: float) -> tuple[Tensor, Tensor | None]:
-        """Return codes of rows `[T, N]` and the computed scales, if any."""
-        static = torch.tensor([scale], dtype=torch.float32) if self.fmt.static_scale else None
-        return quantization.quantise_rows(rows, self.fmt, static, self.arithmetic, self.min_scale, self.floor)
 
 
 @dataclass
@@ -81,6 +63,9 @@ class Classifier:
         self.same_as_codes = [n for n in nodes if dtype_of(n) == dtype_of(quantised)]
         self.packed = dtype_of(quantised) == torch.uint8
         self.chooses = any(op_name(node.target) in _CHOICES for node in nodes)
+        self.needed = region.ancestors([quantised])
+        self.rounded = [] if self.packed else proof.rounded(self.needed, region.output)
+        self.conditions = proof.Conditions((*inputs.derived, *self.needed), [region.output, *inputs.roots])
         self._places: dict[int, moves.Positions] = {}
 
     def classify(self) -> Match:
@@ -98,10 +83,39 @@ class Classifier:
             if not left:
                 raise Refusal(ROUNDED, next(n for n in self.nodes if n in doubtful), near=True)
         if not left:
-            needed = self.region.ancestors([self.quantised])
-            odd = first_difference(needed, self.region.output, seen) or self.quantised
-            raise Refusal(f"{self._why(seen)}; first differs at {op_name(odd.target) or odd.name}", odd, near=True)
-        return self._match(next((c for c in left if c.block_scales), left[0]), seen[0])
+            raise self._differs(seen)
+        found = next((c for c in left if c.block_scales), left[0])
+        if self._is_proven(found):
+            self._prove(found, seen[0], certain)
+        if self._is_proven(found) and doubtful:
+            try:
+                self._prove(found, seen[0], certain | doubtful)
+            except Refusal:
+                raise Refusal(ROUNDED, next(n for n in self.nodes if n in doubtful), near=True) from None
+        return self._match(found, seen[0])
+
+    def _differs(self, seen: list[Sample]) -> Refusal:
+        odd = first_difference(self.needed, self.region.output, seen) or self.quantised
+        return Refusal(f"{self._why(seen)}; first differs at {op_name(odd.target) or odd.name}", odd, near=True)
+
+    def _is_proven(self, candidate: _Candidate) -> bool:
+        """Return whether more than runs of some values show what a candidate is."""
+        return candidate.way.fmt.static_scale and not self.packed
+
+    def _prove(self, found: _Candidate, sample: Sample, wide: frozenset[Node]) -> None:
+        """Refuse a region that is not the quantiser it was found to be, of what was not run.
+
+        Raises:
+            Refusal: it is not, or this cannot be shown.
+        """
+
+        def check(sample: Sample) -> None:
+            self.conditions.see(sample.values)
+            if not self._agrees(found, sample):
+                raise self._differs([sample])
+
+        Prover(self.region, self.quantised, self.nodes, self.inputs, self.dtype, wide).static(sample, check)
+        self.conditions.check()
 
     def _but_for_the_floor(self, left: list[_Candidate], wide: frozenset[Node]) -> list[_Candidate]:
         """Return the candidates that agree without roundings too, apart from a floor that is rounded to bf16 or fp16.
@@ -116,9 +130,15 @@ class Classifier:
     def _left(self, left: list[_Candidate] | None, wide: frozenset[Node]) -> tuple[list[_Candidate], list[Sample]]:
         """Return the candidates that agree with every run, and the first runs."""
         seen: list[Sample] = []
-        for sample in samples(self.region, self.nodes, self.inputs, self.dtype, wide, self.packed, self.reorders):
+
+        def every() -> bool:
+            return not all(self._is_proven(candidate) for candidate in left or ())
+
+        runs = samples(self.region, self.nodes, self.inputs, self.dtype, wide, every, self.packed, self.reorders)
+        for sample in runs:
             if len(seen) < _SAMPLES_TO_EXPLAIN:
                 seen.append(sample)
+            self.conditions.see(sample.values)
             if left is None:
                 left = list(self._candidates(sample))
             left = [candidate for candidate in left if self._agrees(candidate, sample)]
@@ -186,6 +206,11 @@ class Classifier:
         codes, scales = candidate.way(sample.rows, scale or 0.0)
         if not same_bits(self._moved(codes, sample), sample.values[self.quantised]):
             return False
+        scaled = candidate.way.scaled(sample.rows, scale or 0.0, scales) if self.rounded else sample.rows
+        for node, is_scaled in self.rounded:
+            wanted, same = (scaled, proof.same_scaled) if is_scaled else (sample.rows.float(), same_bits)
+            if not self._holds(node, wanted, sample, same):
+                return False
         if scales is not None:
             held = candidate.block_scales
             if held is None:
@@ -195,6 +220,12 @@ class Classifier:
         else:
             candidate.block_scales = {}
         return True
+
+    def _holds(self, node: Node, wanted: Tensor, sample: Sample, same: Callable[[Tensor, Tensor], bool]) -> bool:
+        """Return whether a node holds the same as `wanted` does at its places."""
+        got, place = sample.values[node], self.places(sample).get(node)
+        wanted = wanted.flatten() if place is None else wanted.flatten()[place.flatten()]
+        return got.numel() == wanted.numel() and same(got.float().flatten(), wanted)
 
     def _moved(self, codes: Tensor, sample: Sample) -> Tensor:
         place = self.places(sample).get(self.quantised)
@@ -298,23 +329,3 @@ def _holds(got: Tensor, scales: Tensor) -> bool:
     if got.dtype == torch.uint8:
         scales = scales.contiguous().view(torch.uint8)
     return same_bits(got, scales)
-
-
-def quantisers(
-    columns: int, quantised: Node, floors: Sequence[float | None], chooses: bool = False
-) -> Iterator[Quantiser]:
-    """Yield the quantisers that can write the dtype of the quantised tensor, the op's defaults first.
-
-    Args:
-        floors: possible least computed scales.
-        chooses: whether scales of zero alone may be replaced by one.
-    """
-    container = value(quantised).dtype
-    for arithmetic in ("divide", "multiply") if container == torch.float8_e4m3fn else ("divide",):
-        for fmt in OUTPUT_FORMATS.values():
-            fits = fmt.group_size <= 0 or columns % fmt.group_size == 0
-            if fmt.container == container and fits and not fmt.column_major and not fmt.swizzled:
-                for floor in [None] if fmt.static_scale else floors:
-                    yield Quantiser(fmt, arithmetic, floor)
-                    if floor and not fmt.static_scale and (chooses or fmt.power_of_two):
-                        yield Quantiser(fmt, arithmetic, floor, "rounded_scale" if fmt.power_of_two else "zero")

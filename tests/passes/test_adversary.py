@@ -1,0 +1,80 @@
+"""No quantiser that is changed at a value, a threshold, a row, a column, a token or a rounding fuses wrongly."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import adversary
+import pytest
+import torch
+from adversary import BASES, Adversary, rounded
+from fx_programs import copied, run
+from torch import Tensor
+from torch.fx import GraphModule
+
+from vattn.passes.pipeline import fuse_graph
+
+SEED = int(os.environ.get("VATTN_FUZZ_SEED", "1"))
+PARTS, PROGRAMS = 20, 1000
+
+
+@pytest.fixture(scope="module")
+def judge() -> Adversary:
+    return Adversary({name: base for name, base in BASES.items() if name.startswith("static")})
+
+
+def judged(judge: Adversary, seeds: Iterable[int]) -> tuple[list[str], int]:
+    """Return the programs that fused wrongly, and how many fused though they were changed."""
+    verdicts = [verdict for verdict in map(judge.judge, seeds) if verdict is not None]
+    return [verdict.name for verdict in verdicts if verdict.wrong], sum(verdict.fused for verdict in verdicts)
+
+
+def test_a_few_changes(judge: Adversary) -> None:
+    """Five changes to each of a few quantisers; some change nothing and fuse."""
+    seeds = [block * 100 + index for block in range(10 * SEED, 10 * SEED + 10) for index in range(5)]
+    wrong, fused = judged(judge, seeds)
+    assert not wrong and fused
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(PARTS))
+def test_many_changes(judge: Adversary, part: int) -> None:
+    """Twenty thousand programs in twenty parts."""
+    start = (SEED * PARTS + part) * PROGRAMS
+    wrong, fused = judged(judge, range(start, start + PROGRAMS))
+    print(f"{PROGRAMS} programs, {fused} fused, {len(wrong)} wrong")
+    assert not wrong and fused
+
+
+UNSEEN: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "a value that has the same code under most scales": lambda o, s: rounded(
+        torch.where(o.float() == 1.2421875, 1.25, o.float()) / s
+    ),
+    "a quotient": lambda o, s: rounded(torch.where(o.float() / s == 3.7, 4.0, o.float() / s)),
+    "an interval of quotients": lambda o, s: rounded(
+        torch.where((o.float() / s - 3.7).abs() < 1e-6, 4.0, o.float() / s)
+    ),
+    "near a quotient": lambda o, s: rounded(o.float() / s + (1e-5 - (o.float() / s - 3.7).abs()).relu() * 1e5),
+    "a value in a column": lambda o, s: rounded(
+        torch.where((torch.arange(256) == 17) & (o.float() == 1.2421875), 1.25, o.float()) / s
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNSEEN)
+def test_what_few_inputs_show_is_refused(judge: Adversary, name: str) -> None:
+    (report,) = fuse_graph(judge.template.behind(UNSEEN[name]).graph)
+    assert report.outcome == "near miss", report
+
+
+def test_quantisers_that_are_not_changed_fuse() -> None:
+    output, scale = adversary.outputs(1), torch.tensor([0.0213])
+    for name, gm in Adversary().bases.items():
+        fused = copied(gm)
+        (report,) = fuse_graph(fused.graph)
+        assert report.outcome == "fused", (name, report)
+        wanted, _ = run(gm, output, scale)
+        got, _ = run(GraphModule(fused, fused.graph), output, scale)
+        assert all(map(adversary.same_bytes, got, wanted)), name

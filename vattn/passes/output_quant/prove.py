@@ -1,0 +1,103 @@
+"""Proves that a region which agreed with a quantiser in the runs so far agrees with it elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+from vattn.passes import proof
+from vattn.passes.probe import Inputs, Sample, exact_scales, run
+from vattn.passes.probe_inputs import cycled, every_value, scales_near
+from vattn.passes.proof import Origin
+from vattn.passes.region import Refusal, Region, value
+from vattn.passes.region_tokens import TOKEN_COUNTS, possible_count, token_counts
+from vattn.quantization.formats import MODEL_DTYPES
+
+_MOST_ELEMENTS = 1 << 24
+"""How many elements one pass over every value may take."""
+_MOST_RUNS = 8
+"""Runs under one scale beyond which not every value is run under every scale."""
+
+
+class Prover:
+    """Proves what one quantised tensor of a region is.
+
+    Args:
+        nodes: the part of the region that was run.
+        needed: those that the quantised tensor is computed from, itself included.
+        dtype: name of the model dtype.
+        wide: nodes in bf16 or fp16 that stay in fp32.
+    """
+
+    def __init__(
+        self, region: Region, quantised: Node, nodes: list[Node], inputs: Inputs, dtype: str, wide: frozenset[Node]
+    ) -> None:
+        self.region, self.quantised, self.nodes, self.inputs = region, quantised, nodes, inputs
+        self.dtype, self.wide = dtype, wide
+        self.needed = region.ancestors([quantised])
+        self.scales = exact_scales(nodes, inputs, dtype)
+
+    def run(self, x: Tensor, scales: Sequence[float]) -> Sample:
+        """Run the region on rows `[T, N]`."""
+        shaped = x.view(len(x), *map(int, value(self.region.output).shape[1:]))
+        return Sample(x, run(self.nodes, self.region.output, self.inputs, shaped, scales, self.wide))
+
+    def roots(self, first: int) -> list[float]:
+        """Return a value for each root, all different: equal ones would hide which root is used."""
+        return [self.scales[(first + index) % len(self.scales)] for index in range(max(1, len(self.inputs.roots)))]
+
+    def static(self, sample: Sample, check: Callable[[Sample], None]) -> None:
+        """Prove a quantiser with a static scale.
+
+        Args:
+            sample: one run.
+            check: refuses a run that differs from the quantiser.
+
+        Raises:
+            Refusal: it is another, or this cannot be shown.
+        """
+        unknown = [*self.inputs.roots, *self.inputs.derived]
+        nodes = [*self.inputs.derived, *self.needed]
+        numbers = proof.check_scaled(nodes, self.region.output, unknown, sample.rows.numel() // 8, sample.values)
+        rounds = [self.roots(index) for index in range(len(self.scales) if self.inputs.roots else 1)]
+        if self.inputs.roots:
+            rounds += [[scale] * len(self.inputs.roots) for scale in scales_near(numbers)]
+        for x, many in self._every_value():
+            for scales in rounds[:1] if many else rounds:
+                check(self.run(x, scales))
+
+    def _every_value(self) -> Iterator[tuple[Tensor, bool]]:
+        """Yield rows that hold every value of the model dtype for each formula; and whether these are many."""
+        values = every_value(MODEL_DTYPES[self.dtype])
+        tokens, heads, width = value(self.region.output).shape
+        columns = int(heads) * int(width)
+        count = token_counts((*self.inputs.derived, *self.inputs.sizes, *self.nodes), self.region.output)[0]
+        count = possible_count(tokens, count + max(0, -(-len(values) // columns) - TOKEN_COUNTS[0]))
+        x = torch.zeros(count * columns, dtype=values.dtype)
+        origin = self._origin(self.run(x.view(count, -1), self.roots(0)))
+        formulas, place = origin.formula.flatten(), origin.first.flatten()
+        parts = [place[formulas == formula] for formula in formulas.unique()[: _MOST_ELEMENTS // len(values)]]
+        runs = -(-len(values) // min(map(len, parts)))
+        if runs * len(x) > _MOST_ELEMENTS or sum(map(len, parts)) < len(place):
+            raise Refusal("it has too many parts to try every value in each", self.quantised, near=True)
+        for index in range(runs):
+            for part in parts:
+                x[part] = cycled(values, index * len(part), len(part))
+            yield x.clone().view(count, -1), runs > _MOST_RUNS
+
+    def _origin(self, sample: Sample) -> Origin:
+        """Return where the elements of the quantised tensor come from, each from one place.
+
+        Raises:
+            Refusal: not each from one place.
+        """
+        start = proof.start(sample.values[self.region.output])
+        found = proof.origins(self.needed, {self.region.output: start}, sample.values)
+        origin: Origin = found[self.quantised]
+        if bool((origin.last != origin.first).any()):
+            node = proof.first_unknown(self.needed, found)
+            raise Refusal("a code depends on other values than its own", node or self.quantised, near=True)
+        return origin
