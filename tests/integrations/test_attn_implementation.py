@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 import vattn.integrations.transformers  # noqa: E402  registers the name
 from tests.integrations.hf_families import make_model  # noqa: E402
-from vattn.integrations.transformers import disable, enable  # noqa: E402
+from vattn.integrations.transformers import continuous_batching, disable, enable  # noqa: E402
 
 FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "gemma3", "gpt_oss", "phi3", "cohere2", "gpt2", "deepseek_v3"]
 FIRST = {"plain": [0, 0, 0], "padded": [7, 0, 18]}
@@ -223,3 +224,41 @@ def test_enable_takes_a_model_of_that_name_and_gives_it_back() -> None:
     disable(model)
     assert model.config._attn_implementation == "vattn"
     assert_same(generate(model, "vattn", batch([0])), expected)
+
+
+def generate_batch(model: Any, prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    """Return what transformers' continuous batching generates, in pages of 16 tokens and steps of at most 48."""
+    from transformers import ContinuousBatchingConfig
+
+    page = "page_size" if "page_size" in inspect.signature(ContinuousBatchingConfig).parameters else "block_size"
+    found = model.generate_batch(
+        inputs=prompts,
+        generation_config=transformers.GenerationConfig(max_new_tokens=new_tokens, do_sample=False, eos_token_id=96),
+        continuous_batching_config=ContinuousBatchingConfig(num_blocks=64, max_batch_tokens=48, **{page: 16}),
+        progress_bar=False,
+    )
+    return sorted(one.generated_tokens for one in found.values())
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_generate_batch(family: str) -> None:
+    model, prompts = make_model(family), [batch([0], length)["input_ids"][0].tolist() for length in (5, 33, 19, 64)]
+    expected = []
+    for prompt in prompts:
+        inputs = {"input_ids": torch.tensor([prompt]), "attention_mask": torch.ones(1, len(prompt), dtype=torch.long)}
+        tokens = generate(model, "eager", inputs, max_new_tokens=20, min_new_tokens=None, eos_token_id=96).sequences[0]
+        expected.append(tokens[len(prompt) :].tolist())
+    with continuous_batching(model):
+        assert generate_batch(model, prompts, 20) == sorted(expected)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_what_does_not_fit_continuous_batching_is_refused() -> None:
+    model = make_model("llama")
+    with continuous_batching(model), pytest.raises(vattn.errors.ConfigError, match="leave the block"):
+        model(torch.tensor([[3, 4]]))
+    with pytest.raises(vattn.errors.ConfigError, match="pass the model itself"), continuous_batching("llama"):
+        pass
+    enable(model, num_blocks=8)
+    with pytest.raises(vattn.errors.ConfigError, match="Generator"), continuous_batching(model):
+        pass

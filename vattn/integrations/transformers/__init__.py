@@ -36,6 +36,12 @@ from vattn.integrations.transformers.checkpoint_scales import (
     remove_cache_hooks,
     restore_cache_hooks,
 )
+from vattn.integrations.transformers.continuous_batching import (
+    continuous_batching as continuous_batching,
+)
+from vattn.integrations.transformers.continuous_batching import (
+    register_batched,
+)
 from vattn.integrations.transformers.dense_attention import register_dense
 from vattn.integrations.transformers.fp8_checkpoint import load_fp8_linears as load_fp8_linears
 from vattn.integrations.transformers.observe import AttentionCall, observe, set_attention
@@ -48,6 +54,7 @@ from vattn.layers import QuantConfig
 from vattn.quantization.formats import KV_FORMATS, resolve_kv_cache_dtype
 
 register_dense()
+register_batched()
 
 
 def enable(

@@ -168,6 +168,12 @@ def refuse_options(module: nn.Module, causal: bool, dropout: float, options: dic
         raise _refused(f"{type(module).__name__}, whose attention is not causal,")
     if options.get("output_attentions"):
         raise _refused("output_attentions=True")
+    if options.get("cache") is not None:
+        raise UnsupportedRequestError(
+            "generate_batch with attn_implementation='vattn'",
+            "generate() and its kin",
+            "with continuous_batching(model): of vattn.integrations.transformers, around generate_batch",
+        )
     for name, given in options.items():
         if isinstance(given, Tensor) and name not in _NO_PART_OF_ATTENTION:
             raise _refused(f"{name} as an argument of attention")
