@@ -82,7 +82,7 @@ from vattn.metadata.token_tree import TokenTree
 from vattn.metadata.tree_builder import TreeAttentionMetadataBuilder
 from vattn.metadata.xformers import XFormersMetadata, XFormersMetadataBuilder
 from vattn.passes.entry import backend, disable, enable, options
-from vattn.passes.report import FusionReport, fusion_report
+from vattn.passes.report import FusionReport, clear_fusion_report, fusion_report
 from vattn.version import __version__ as __version__
 
 __all__ = [
@@ -147,6 +147,7 @@ __all__ = [
     "boundary_layers",
     "calibrate",
     "check_cu_seqlens",
+    "clear_fusion_report",
     "clip_rates",
     "compile",
     "compile_regions",

@@ -98,7 +98,7 @@ CHAT = (
 )
 
 
-def make_tokenizer() -> Any:
+def make_tokenizer(chat_template: str | None = CHAT) -> Any:
     """Return a tokenizer of transformers: bytes, some merges, a begin and an end token, and a chat template."""
     import tokenizers
     import transformers
@@ -113,7 +113,7 @@ def make_tokenizer() -> Any:
     inner.add_special_tokens(special)
     inner.post_processor = tokenizers.processors.TemplateProcessing("<s> $A", None, [("<s>", 0)])
     return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", pad_token="</s>", chat_template=CHAT
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", pad_token="</s>", chat_template=chat_template
     )
 
 

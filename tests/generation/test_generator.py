@@ -210,7 +210,7 @@ def test_text_is_streamed_in_whole_characters() -> None:
 def test_the_scheduler_keeps_to_its_budget() -> None:
     layer = vattn.Attention(1, 16, 0.25, cache_config=vattn.CacheConfig(block_size=8))
     cache = vattn.allocate_kv_cache(layer, num_blocks=10, dtype=torch.float32)
-    blocks = CacheBlocks(cache, max_num_reqs=2, max_seq_len=80)
+    blocks = CacheBlocks(cache, max_num_reqs=2, max_seq_len=80, reuse=True)
     scheduler = Scheduler(blocks, max_num_reqs=2, token_budget=16, max_seq_len=80)
     with pytest.raises(errors.OutOfBlocksError, match=r"70 \+ 4 tokens needs 10 blocks.*up to 9"):
         scheduler.add(Request([1] * 70, vattn.Sampling(4)))

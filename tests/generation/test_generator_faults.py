@@ -254,7 +254,12 @@ def test_wrong_calls(packed: PackedModel) -> None:
 def test_requests_are_no_longer_than_the_model_was_trained_for() -> None:
     packed = enable(make_model("llama"), num_blocks=64)
     assert vattn.Generator(packed).scheduler.max_seq_len == 256
-    assert vattn.Generator(packed, max_seq_len=500).scheduler.max_seq_len == 500, "a requested length counts"
+    longer = vattn.Generator(packed, max_seq_len=500)
+    assert longer.scheduler.max_seq_len == 500, "a requested length counts"
+    with pytest.raises(errors.RequestError, match="a larger max_seq_len= needs a cache and a model for it"):
+        longer.add([1] * 500, GREEDY)
+    with pytest.raises(errors.ConfigError, match="max_seq_len=257 for a model with a table of 256 positions"):
+        vattn.Generator(enable(make_model("gpt2"), num_blocks=64), max_seq_len=257)
 
 
 def test_cancelling_while_a_step_is_on_its_way(packed: PackedModel, expected: list[list[int]]) -> None:

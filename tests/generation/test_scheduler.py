@@ -15,8 +15,8 @@ import vattn
 from tests.generation.generator_support import check_empty
 from vattn import errors
 from vattn.generation.cache_blocks import CacheBlocks
-from vattn.generation.request import Request
-from vattn.generation.scheduler import Scheduler
+from vattn.generation.request import CANCELLED, FINISHED, Request, TokenLogprobs
+from vattn.generation.scheduler import DecodeRun, Scheduler
 from vattn.metadata.forward_context import current_step
 
 BLOCK, WINDOW = 4, 6
@@ -268,3 +268,73 @@ def test_what_no_cache_could_hold_is_refused_and_what_just_fits_is_not() -> None
     with pytest.raises(errors.QueueFullError, match="1 requests wait"):
         plan.add(request(1))
     assert len(plan.waiting) == 1
+
+
+def test_a_run_reads_what_its_requests_say() -> None:
+    plain, drawn, text = request(3), request(2), request(4)
+    plain.plain = drawn.plain = True
+    drawn.greedy, text.logprobs = False, []
+    run = DecodeRun([plain, drawn], [4, 3], 0, BLOCK)
+    assert run.plain() and run.plain() and run.sampled == [1] and not run.with_logprobs
+    mixed = DecodeRun([plain, text], [4, 5], 0, BLOCK)
+    assert not mixed.plain() and mixed.with_logprobs == [1]
+
+
+def test_equal_prompts_wait_for_the_first_in_their_order() -> None:
+    plan = Scheduler(CacheBlocks(Chains(20, hybrid=False).kv_cache, 6, 32, reuse=True), 6, 32, 32)
+    first, second, third, other = requests = [request(9), request(9), request(9), Request([5] * 3, vattn.Sampling(2))]
+    for one in requests:
+        plan.add(one)
+    assert plan.schedule().requests == [first, other], "the others find what the first computes"
+    assert list(plan.waiting) == [second, third]
+    plan.cancel(first)
+    assert plan.schedule().requests[-1] is second and list(plan.waiting) == [third], "nobody waits for one that is gone"
+
+
+def test_a_step_without_drafts_has_none() -> None:
+    plan = scheduler(budget=8, lookup=vattn.PromptLookup(shortest=1))
+    one = Request([1, 2] * 4 + [1], vattn.Sampling(8, stop_token_ids=()))
+    plan.add(one)
+    assert plan.schedule().drafts == []
+    batch = plan.schedule()
+    assert (batch.starts, batch.ends, batch.drafts) == ([8], [9], []), "the last token of a prompt drafts nothing"
+    one.output, one.uncached = [2], 1
+    assert [len(drafts) for drafts in plan.schedule().drafts] == [4]
+
+
+def test_blocks_before_a_window_leave_the_tables() -> None:
+    cache = Chains(20, hybrid=True).kv_cache
+    blocks = CacheBlocks(cache, 2, 40, reuse=False)
+    one = request(30)
+    blocks.open(one)
+    for _ in range(7):
+        blocks.grow(one, BLOCK)
+        one.cached += BLOCK
+    blocks.grow(one, 1)
+    gone = (28 - WINDOW + 1) // BLOCK
+    full, window = (table[0].tolist() for table in blocks.rows([one], 29))
+    assert all(full) and window[:gone] == [0] * gone and all(window[gone:])
+    assert blocks.num_wasted([one]) == 4 + (8 - gone) * BLOCK - (28 - gone * BLOCK)
+
+
+def test_rows_end_with_the_batch() -> None:
+    blocks = scheduler(max_num_reqs=2).blocks
+    held = [request(1), request(1)]
+    for left, one in zip((1, 0), held, strict=True):
+        blocks.open(one)
+        assert blocks.num_free_rows == left
+    assert {one.row for one in held} == {0, 1}
+
+
+def test_the_best_choices_are_the_likeliest_for_each_token() -> None:
+    sampling = vattn.Sampling(4, n=1, best_of=3, temperature=1.0)
+    choices = tuple(Request([1], sampling, index=index) for index in range(3))
+    for choice, logs in zip(choices, ([-1.0], [-0.5, -1.3], [-0.9] * 4), strict=True):
+        choice.choices, choice.output = choices, [1] * len(logs)
+        choice.logprobs = [TokenLogprobs(log, 1, {}) for log in logs]
+    with pytest.raises(errors.RequestError, match="choices that have not ended"):
+        _ = choices[0].best
+    for choice, state in zip(choices, (FINISHED, FINISHED, CANCELLED), strict=True):
+        choice.end(state, "length")
+    assert choices[0].best == (choices[1],)
+    assert len({choice.seed for choice in choices}) == 3

@@ -86,11 +86,26 @@ def test_conversations_that_fail_alone(wide: PackedModel) -> None:
     assert (good.state, many.state, pictures.state) == ("finished", "failed", "failed")
     assert "only one" in str(many.error) and "content of type 'image'" in str(pictures.error)
     for wrong in ("hello", [{"content": "x"}], [[]], 3):
-        with pytest.raises((errors.ConfigError, TypeError), match=r"Chat\(|not iterable"):
+        with pytest.raises(errors.ConfigError, match=r"Chat\("):
             generator.chat(wrong, SAMPLING)  # type: ignore[arg-type]
-    with pytest.raises(errors.RequestError, match="whose tokenizer has no chat template"):
-        make_generator(wide, tokenizer=Characters()).add(vattn.Chat(MESSAGES))
     check_empty(generator)
+
+
+def test_conversations_that_nothing_can_turn_into_a_prompt(wide: PackedModel) -> None:
+    generator = make_generator(wide, tokenizer=TOKENIZER)
+    with pytest.raises(errors.ConfigError, match=r"prompts\[1\], a list of messages.*vattn.Chat"):
+        generator.generate(["the", MESSAGES], SAMPLING)  # type: ignore[list-item]
+    own = "{{ messages[0]['content'] }}"
+    for tokenizer in (None, Characters(), make_tokenizer(chat_template=None)):
+        generator = make_generator(wide, tokenizer=tokenizer)
+        with pytest.raises(errors.ConfigError, match="whose tokenizer has no chat template"):
+            generator.chat(MESSAGES, SAMPLING)
+        with pytest.raises(errors.RequestError, match="whose tokenizer has no chat template"):
+            generator.add(vattn.Chat(MESSAGES))
+        check_empty(generator)
+    assert generator.chat(MESSAGES, SAMPLING, chat_template=own).prompt == TOKENIZER.encode(
+        "the thin", add_special_tokens=False
+    )
 
 
 def test_special_tokens_are_skipped(wide: PackedModel) -> None:

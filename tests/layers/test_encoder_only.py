@@ -229,6 +229,8 @@ def test_steps_that_mean_something_else() -> None:
             layer(*qkv, metadata=builder.build([3, 2], **options))  # type: ignore[arg-type]
     with pytest.raises(MetadataError, match="cached tokens"):
         layer(*qkv, metadata=builder.build([3, 2], [3, 9], [[1], [2]]))
+    with pytest.raises(MetadataError, match="cached tokens"):
+        layer(*qkv, metadata=builder.build([4, 1], [4, 3], [[1], [2]]))
     # A step with a cache whose requests have cached nothing is a step of whole texts.
     assert layer(*qkv, metadata=builder.build([3, 2], [3, 2], [[1], [2]])).shape == (5, 64)
 

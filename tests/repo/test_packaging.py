@@ -25,8 +25,9 @@ GroupedMetadataBuilder HostMemoryConnector HybridBlockTable KVCacheSpec KVConnec
 MLAAttentionSpec MLAConfig MMEncoderAttention PromptLookup QuantConfig Request RopeConfig Sampling SinkFullAttentionSpec
 SlidingWindowSpec StaticSinkAttention TQFullAttentionSpec TokenTree TransferRequest TreeAttentionMetadataBuilder
 WarmupReport XFormersMetadata XFormersMetadataBuilder allocate_kv_cache audit backend block_keys boundary_layers
-calibrate check_cu_seqlens clip_rates compile compile_regions copy_blocks differential_lambda_init disable enable
-errors explain export_step fast_prefill forward_context fusion_report kept_rows kv_cache_shape load_flash_attn
+calibrate check_cu_seqlens clear_fusion_report clip_rates compile compile_regions copy_blocks
+differential_lambda_init disable enable errors explain export_step fast_prefill forward_context fusion_report kept_rows
+kv_cache_shape load_flash_attn
 maybe_transfer_kv_layer merge_attn_states move_slots observe_clipping options pad_cu_seqlens paged_attention
 plan_key quantise_linears read_encoder_scales register_backend register_kv_format rope_update_kv_cache
 save_encoder_scales save_encoder_scales_when_full swap_blocks token_order update_kv_cache
@@ -76,6 +77,7 @@ for row in doctor.check_backends():
     assert printed.startswith("[]\n")
     assert re.search(r"TRITON_ATTN .*not usable: package triton is not installed \(pip install", printed)
     assert re.search(r"TORCH_SDPA CPU ok", printed)
+    assert "DIFFERENTIAL_FLASH_ATTN" not in printed, "it runs no plain request"
 
 
 def test_public_names_are_these() -> None:

@@ -66,13 +66,11 @@ def plain_request(backend: Backend) -> AttentionConfig:
     dtype = can.dtypes[0]
     cache = dtype if dtype in can.kv_cache_dtypes else can.kv_cache_dtypes[0]
     head_size = next(size for size in (64, 128, *range(8, 520, 8)) if size in can.head_sizes)
-    pairs = "head_pairs" in can.required_features
     return AttentionConfig(
         num_heads=2,
         num_kv_heads=1,
         head_size=head_size,
-        head_size_v=2 * head_size if pairs else head_size,
-        head_pairs="even" if pairs else "none",
+        head_size_v=head_size,
         scale=0.125,
         dtype=dtype,
         kv_cache_dtype=cache,
@@ -81,6 +79,12 @@ def plain_request(backend: Backend) -> AttentionConfig:
         attn_type=can.attn_types[0],
         backend=backend.name,
     )
+
+
+def _backends() -> list[Backend]:
+    """Return the backends that run plain requests: one for a single kind of layer hands its requests to another."""
+    found = map(selector.get_backend, selector.backend_names())
+    return [backend for backend in found if not backend.capabilities.required_features]
 
 
 def unusable(backend: Backend, device: DeviceInfo) -> str | None:
@@ -119,13 +123,12 @@ def _cuda() -> str:
 
 def _backend_rows() -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
-    for name in selector.backend_names():
-        backend = selector.get_backend(name)
+    for backend in _backends():
         running = backend.running()
         version = "not installed" if running is None else "part of torch" if running[0] == "torch" else running[1]
         for device in devices():
             problem = unusable(backend, device)
-            rows.append((name, version, str(device), "usable" if problem is None else f"not usable: {problem}"))
+            rows.append((backend.name, version, str(device), "usable" if problem is None else f"not usable: {problem}"))
     return rows
 
 
@@ -161,11 +164,9 @@ def check_backends() -> list[tuple[str, str, str]]:
         Rows of backend, device, and `"ok"` with the relative L2 error, or `"wrong"` with it, or the exception.
     """
     rows = []
-    for name in selector.backend_names():
+    for backend in _backends():
         for index, device in enumerate(devices()):
-            backend = selector.get_backend(name)
-            # What is for one kind of layer alone hands its requests to another backend.
-            if unusable(backend, device) is not None or backend.capabilities.required_features:
+            if unusable(backend, device) is not None:
                 continue
             where = "cpu" if device.type == "cpu" else f"cuda:{index - 1}"
             try:
@@ -174,7 +175,7 @@ def check_backends() -> list[tuple[str, str, str]]:
                 outcome = f"{'ok' if error <= limit else 'wrong'}, relative L2 error {error:.1e}"
             except Exception as error:  # a broken toolchain raises anything, and the next backend still counts
                 outcome = f"failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-            rows.append((name, str(device), outcome))
+            rows.append((backend.name, str(device), outcome))
     return rows
 
 

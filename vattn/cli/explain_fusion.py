@@ -81,7 +81,6 @@ def explain_fusion(make: Callable[[], Sequence[Any]]) -> tuple[Any, list[str]]:
     """
     import vattn
     from vattn.passes.graphviz import drawing_options
-    from vattn.passes.report import clear_fusion_report
 
     made = make()
     parts = made if isinstance(made, (tuple, list)) else ()
@@ -92,7 +91,7 @@ def explain_fusion(make: Callable[[], Sequence[Any]]) -> tuple[Any, list[str]]:
             "return (model, (x,), metadata)",
         )
     model, args, metadata = (*parts, None)[:3]
-    clear_fusion_report()
+    vattn.clear_fusion_report()
     texts: list[str] = []
     # Plain functions as passes have no cache key, so that nothing comes from a cache.
     options = vattn.options(drawing_options(texts))

@@ -40,7 +40,7 @@ class CacheBlocks:
         cache: KVCacheAllocation,
         max_num_reqs: int,
         max_seq_len: int,
-        reuse: bool = True,
+        reuse: bool,
         model: nn.Module | None = None,
     ) -> None:
         self.cache, self.reuse = cache, reuse
@@ -60,7 +60,7 @@ class CacheBlocks:
         self.pool = BlockPool(self.cache.num_blocks, reserved=self.cache.reserved_blocks)
         # Not yet written into the tables: row, column and block.
         self._fresh: list[tuple[int, int, int]] = []
-        self._rows = list(range(self._max_num_reqs - 1, -1, -1))
+        self._rows = list(range(self._max_num_reqs))
 
     @property
     def num_free_rows(self) -> int:
@@ -130,7 +130,7 @@ class CacheBlocks:
             # Before the next request of the row notes its own blocks.
             self._write_fresh()
             self._rows.append(request.row)
-            request.table, request.row = None, -1
+            request.table = None
             request.cached = request.room = request.published = 0
 
     def publish(self, request: Request, num_tokens: int) -> None:
@@ -219,10 +219,11 @@ class CacheBlocks:
             else:
                 most = min(most, self.pool.find(group))
         held = [(spec, _run_lengths([self.pool.find([name]) for name in group[:most]])) for spec, group in windows]
-        for count in range(most, 0, -1):
-            if all(runs[count - 1] >= count - _first_block(spec, count * self.block_size) for spec, runs in held):
-                return count
-        return 0
+        while most and not all(
+            runs[most - 1] >= most - _first_block(spec, most * self.block_size) for spec, runs in held
+        ):
+            most -= 1
+        return most
 
 
 _MOST_FRESH = 4096

@@ -33,6 +33,14 @@ class Chat:
     def __repr__(self) -> str:
         return f"Chat({len(self.messages)} message{'s' if len(self.messages) > 1 else ''})"
 
+    def has_template(self, tokenizer: Any) -> bool:
+        """Return whether a tokenizer has a chat template, or the options name one."""
+        if not callable(getattr(tokenizer, "apply_chat_template", None)):
+            return False
+        # A method of the tokenizer's own may need none.
+        own = type(tokenizer).apply_chat_template.__module__ != "transformers.tokenization_utils_base"
+        return own or tokenizer.chat_template is not None or "chat_template" in self.options
+
     def token_ids(self, tokenizer: Any) -> list[int]:
         """Return the prompt's token ids.
 
@@ -40,11 +48,11 @@ class Chat:
             RequestError: a tokenizer without a chat template, a conversation that it refuses, or one with more than
                 texts.
         """
-        if not callable(getattr(tokenizer, "apply_chat_template", None)):
+        if not self.has_template(tokenizer):
             raise RequestError(
                 "a chat for a generator whose tokenizer has no chat template",
-                "a tokenizer with apply_chat_template",
-                "give the generator tokenizer=AutoTokenizer.from_pretrained(folder)",
+                "the tokenizer of a chat model",
+                "give the generator such a tokenizer=, or pass vattn.Chat(messages, chat_template=...)",
             )
         for message in self.messages:
             content = message.get("content")

@@ -260,9 +260,9 @@ class Generator(StepLoop):
             `Sampling(n=...)` each has the others of its prompt in `choices`.
 
         Raises:
-            ConfigError: no list of prompts, one that is neither a text nor a sequence, a text without a tokenizer, or
-                neither one sampling nor one each, or salts likewise; a model, or a part of it, in training mode.
-                Nothing has run then.
+            ConfigError: no list of prompts, one that is neither a text nor a sequence, a text without a tokenizer, a
+                chat without a chat template, or neither one sampling nor one each, or salts likewise; a model, or a
+                part of it, in training mode. Nothing has run then.
         """
         check_switches(progress=progress)
         self._check_ready()
@@ -300,7 +300,9 @@ class Generator(StepLoop):
             ConfigError: see `generate`; no conversation.
         """
         alone = is_conversation(messages)
-        chats = [Chat(each, **options) for each in ([messages] if alone else messages)]
+        chats = [
+            Chat(each, **options) for each in (messages if isinstance(messages, Iterable) and not alone else [messages])
+        ]
         done = self.generate(chats, sampling, cache_salt=cache_salt, progress=progress)
         return done[0] if alone else done
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vattn.errors import ConfigError, RequestError, VattnError
-from vattn.generation.chat import Chat
+from vattn.generation.chat import Chat, is_conversation
 from vattn.generation.detokenizer import takes
 from vattn.generation.sampling import Sampling
 from vattn.kv_transfer.connector import Salt, salt_digest
@@ -164,8 +164,8 @@ def read_prompts(prompts: Any, sampling: Any, cache_salt: Any, tokenizer: Any) -
     """Return each prompt with its sampling and its salt.
 
     Raises:
-        ConfigError: no list of prompts, texts without a tokenizer, or samplings or salts that are neither one nor as
-            many as the prompts.
+        ConfigError: no list of prompts, texts without a tokenizer, chats without a chat template, or samplings or salts
+            that are neither one nor as many as the prompts.
     """
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
         prompts = encoded_rows(prompts)
@@ -202,7 +202,19 @@ def _check_kind(index: int, prompt: Any, tokenizer: Any) -> None:
                 "give the generator tokenizer=, or pass ids",
             )
         return
+    if is_conversation(prompt):
+        raise ConfigError(
+            f"prompts[{index}], a list of messages",
+            "a vattn.Chat of them",
+            "pass vattn.Chat(messages), or call generator.chat(messages)",
+        )
     if isinstance(prompt, Chat):
+        if not prompt.has_template(tokenizer):
+            raise ConfigError(
+                f"prompts[{index}], a chat for a generator whose tokenizer has no chat template",
+                "the tokenizer of a chat model",
+                "give the generator such a tokenizer=, or pass vattn.Chat(messages, chat_template=...)",
+            )
         return
     try:
         # Tensors and arrays without dimensions have the method and refuse the call.

@@ -50,6 +50,12 @@ class Request:
         uncached: tokens whose keys and values are not in the cache, and not written by a running step.
     """
 
+    # Of an open request: its row in the block tables, and how many blocks of each group were freed before a window.
+    row: int
+    freed: list[int]
+    # Of a pending token: its row in the running step's output.
+    pending_row: int
+
     def __init__(
         self,
         prompt: Sequence[int],
@@ -79,16 +85,13 @@ class Request:
         self.arrived = time.monotonic()
         self.first_token: float | None = None
         self.ended: float | None = None
-        # Blocks, how many of each group were freed before a window, the tokens they have room for, and how many of
-        # them are known by their content.
+        # Blocks, the tokens they have room for, and how many of them are known by their content.
         self.table: BlockTable | HybridBlockTable | None = None
-        self.row = -1
         # The mark of its scheduler.
         self.holder: object = None
-        self.freed: list[int] = []
         self.uncached, self.room, self.published = len(self.prompt), 0, 0
-        # Whether the token that a running step will choose is counted already, and its row in that step's output.
-        self.pending, self.pending_row = False, -1
+        # Whether the token that a running step will choose is counted already.
+        self.pending = False
         self.greedy, self.needs_history = sampling.greedy, sampling.needs_history
         # Whether it has all log-probabilities of its prompt that it asks for.
         self.has_prompt_logprobs = self.prompt_logprobs is None or len(self.prompt) < 2
@@ -196,7 +199,7 @@ class Request:
         if self.logprobs is not None:
             del self.logprobs[length:]
         self.state, self.reason, self.error, self.stop_reason = WAITING, "", None, None
-        self.table, self.row, self.freed = None, -1, []
+        self.table = None
         self.pending, self.lookup_index, self._keys = False, None, []
         self.cached = self.room = self.published = 0
 

@@ -172,6 +172,15 @@ _ITEMS: dict[str, tuple[Callable[[Any], bool], str]] = {
 }
 
 
+_EXAMPLES = {
+    "stop_strings": '["END"]',
+    "stop_token_ids": "[2]",
+    "allowed_token_ids": "[5, 7]",
+    "bad_words": '["never"]',
+    "logit_bias": "{5: -2.0}",
+}
+
+
 def _items(name: str, value: Any, right: Callable[[Any], bool], allowed: str) -> tuple[Any, ...] | None:
     """Return a sequence as a tuple, or refuse it."""
     if value is None and name in ("stop_token_ids", "allowed_token_ids"):
@@ -203,4 +212,6 @@ def _biases(given: Any) -> dict[int, float]:
 
 
 def _refused(name: str, value: Any, allowed: str) -> ConfigError:
-    return ConfigError(f"Sampling({name}={value!r:.80})", allowed, f"change {name}")
+    example = _EXAMPLES.get(name)
+    fix = f"pass {name}={example}" if example else f"leave {name} out for its default"
+    return ConfigError(f"Sampling({name}={value!r:.80})", allowed, fix)

@@ -49,7 +49,7 @@ class Batch:
 
     def positions(self) -> list[int]:
         """Return the positions of the tokens that the ready requests get."""
-        if self.run is not None and self.offset:
+        if self.run is not None:
             return [end + self.offset for end in self.run.ends]
         return self.ends[: self.ready]
 
@@ -172,7 +172,7 @@ class Scheduler:
             raise RequestError(
                 f"a prompt of {prompt} tokens and {new} new ones",
                 f"{self.max_seq_len} tokens together",
-                "shorten the prompt, request fewer tokens, or give the generator a larger max_seq_len and cache",
+                "shorten the prompt or request fewer tokens; a larger max_seq_len= needs a cache and a model for it",
             )
         # The last token is chosen and never computed.
         needed = blocks_needed(self.blocks.cache, prompt + new - 1, self.token_budget)
@@ -197,9 +197,8 @@ class Scheduler:
         """Plan the next step and take its blocks."""
         budget, preemptions, batch = self.token_budget, self.preemptions, Batch()
         for request in list(self.running):
-            start = request.cached
             count = min(request.uncached, budget)
-            if count and (start + count <= request.room or self._grow(request, count)):
+            if count and self._grow(request, count):
                 budget -= self._put(request, count, budget, batch)
         if self.waiting:
             self.blocks.look()
@@ -297,7 +296,7 @@ class Scheduler:
         """
         self.blocks.open(request)
         found = request.cached
-        if self._filled and self.blocks.next_key(request) in self._filled:
+        if self.blocks.next_key(request) in self._filled:
             self.blocks.close(request)
             return None
         count = min(request.num_tokens - found, budget)
@@ -311,7 +310,6 @@ class Scheduler:
         if not request.output:
             request.reused = found
         self.running.append(request)
-        self._changes += 1
         return count
 
     def preempt(self, request: Request) -> None:

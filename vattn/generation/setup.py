@@ -77,6 +77,12 @@ def _no_cache(model: Any, cache: Any) -> ConfigError:
     )
 
 
+def _has_position_table(model: nn.Module) -> bool:
+    """Return whether a model looks positions up in a learned table, which ends where its training did."""
+    tables = [name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Embedding)]
+    return any(name == "wpe" or "pos" in name for name in tables)
+
+
 def longest_request(model: Any, requested: int | None, most: int) -> int:
     """Return the longest request: as requested, or what the cache can hold.
 
@@ -97,11 +103,17 @@ def longest_request(model: Any, requested: int | None, most: int) -> int:
                 "leave max_seq_len out, or call enable(model, rope_length=...) with the longest request",
             )
         most = min(most, rope_length)
+    config: Any = getattr(getattr(model, "model", None), "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else None
+    trained = integer(getattr(text, "max_position_embeddings", None)) or 0
     if requested is None:
-        config: Any = getattr(getattr(model, "model", None), "config", None)
-        text = config.get_text_config() if hasattr(config, "get_text_config") else None
-        trained = integer(getattr(text, "max_position_embeddings", None))
-        return min(most, trained if trained and trained > 0 else most, 32768)
+        return min(most, trained if trained > 0 else most, 32768)
+    if 0 < trained < requested and _has_position_table(model):
+        raise ConfigError(
+            f"max_seq_len={requested} for a model with a table of {trained} positions",
+            f"up to {trained}",
+            "leave max_seq_len out",
+        )
     if requested > most:
         raise ConfigError(
             f"max_seq_len={requested} for a cache that holds a request of {most} tokens",

@@ -192,6 +192,13 @@ class AttentionMetadata:
         """The prefills, and the padding after them; as `decode_metadata`."""
         return self._half(decodes=False)
 
+    @property
+    def has_cached_tokens(self) -> bool:
+        """Whether a request has more tokens than new ones, as far as the host knows: never waits for a device."""
+        if self._lengths is not None:
+            return not torch.equal(self._lengths.query_lens, self._lengths.seq_lens)
+        return self.max_seq_len > self.max_query_len
+
     def _half(self, decodes: bool) -> Self | None:
         step_of(self, "decode_metadata" if decodes else "prefill_metadata")
         return half_of(self, decodes)

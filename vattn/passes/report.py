@@ -131,7 +131,14 @@ def _graphs_of(kind: str) -> str:
 
 
 def clear_fusion_report() -> None:
-    """Forget all lines of the report."""
+    """Forget all lines of the report, such as those of a model that is compiled no more.
+
+    Example:
+        >>> import vattn
+        >>> vattn.clear_fusion_report()
+        >>> len(vattn.fusion_report().nodes)
+        0
+    """
     forget()
 
 

@@ -176,8 +176,9 @@ class EncoderOnlyAttention(VarlenAttention):
 
         Raises:
             ShapeError, DtypeError, DeviceError: tensors that contradict the layer or the step.
-            MetadataError: a step with cached tokens, per-request causal flags, trees or multimodal ranges; for the type
-                `"encoder"`, one in which no encoder ran.
+            MetadataError: a step with cached tokens (of a step from device tensors the largest lengths are compared),
+                per-request causal flags, trees or multimodal ranges; for the type `"encoder"`, one in which no encoder
+                ran.
             UnsupportedRequestError: no backend, or not the requested one, runs the layer on this device.
         """
         metadata = given_step(self, metadata)
@@ -217,8 +218,8 @@ class EncoderOnlyAttention(VarlenAttention):
                 "a step without them: all tokens of a request see each other here",
                 "build it with query_lens alone",
             )
-        # Host integers, which compiled code must not read.
-        if not torch.compiler.is_compiling() and metadata.max_seq_len > metadata.max_query_len:
+        # Compiled code must not read what the host knows.
+        if not torch.compiler.is_compiling() and metadata.has_cached_tokens:
             raise MetadataError(
                 f"a step with cached tokens (seq_len up to {metadata.max_seq_len}, {metadata.max_query_len} new) in "
                 f"layer {self.prefix!r}",

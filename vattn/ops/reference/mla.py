@@ -20,7 +20,6 @@ from vattn.ops.reference.attention import (
     locate_keys,
     ranges,
     softmax,
-    write_results,
     write_slots,
 )
 from vattn.ops.reference.mla_absorb import key_and_value_weights, quantised_query, weight_values
@@ -31,11 +30,6 @@ def mla_kv_cache_update(args: MLACacheUpdateArgs, config: MLAConfig) -> None:
     """Write rows `[T, L]` and `[T, R]` into their slots, without a sync; see `write_slots`."""
     stored = encode_rows(args.kv_c, args.k_pe, config.kv_cache_dtype, args.k_scale)
     write_slots(row_view(args.kv_cache, config), stored, args.slot_mapping)
-
-
-def mla_attention(args: MLAAttentionArgs, config: MLAConfig) -> None:
-    """Run `vattn::mla_attention`: write output, scales and LSE as requested by the config."""
-    write_results(args, *attend_latents(args, config), config)
 
 
 def attend_latents(
