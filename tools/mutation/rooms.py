@@ -36,7 +36,9 @@ ROOMS = {
     "block_pool": Room(("vattn/cache/block_pool.py", "vattn/cache/hybrid_block_table.py"), ("tests/cache",)),
     "metadata": Room(
         ("vattn/metadata/*.py",),
-        ("tests/metadata", "tests/layers/test_kv_sharing.py", "tests/backends/test_xformers.py"),
+        ("tests/metadata", "tests/layers/test_kv_sharing.py", "tests/backends/test_xformers.py")
+        + ("tests/cache/test_hybrid_cache.py", "tests/layers/test_cross_attention.py")
+        + ("tests/distributed/test_context_parallel.py",),
     ),
     "reference": Room(
         ("vattn/ops/reference/*.py",),

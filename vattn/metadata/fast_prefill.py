@@ -52,7 +52,7 @@ def _count_last(query_lens: Tensor, rows: Tensor) -> Tensor:
     """Count the rows of each request; refuse rows that are out of range, out of order or not its last ones."""
     ends = query_lens.cumsum(0)
     request = torch.searchsorted(ends, rows, right=True)
-    inside = (rows >= 0) & (request < query_lens.shape[0])
+    inside = request < query_lens.shape[0]
     counts = torch.bincount(request[inside], minlength=query_lens.shape[0])
     owner, offset, _ = packed_rows(counts, rows.shape[0])
     if not bool(inside.all()) or not torch.equal(rows, ends[owner] - counts[owner] + offset):
@@ -100,12 +100,6 @@ def fast_prefill(metadata: AttentionMetadata, logits_indices: Tensor) -> Attenti
         >>> vattn.fast_prefill(step, torch.tensor([4, 5, 6])).logits_start_loc.tolist()
         [0, 1, 3]
     """
-    if not isinstance(metadata, AttentionMetadata) or not isinstance(logits_indices, Tensor):
-        raise MetadataError(
-            f"metadata of type {type(metadata).__name__}, logits_indices of type {type(logits_indices).__name__}",
-            "AttentionMetadata and an int64 tensor",
-            "vattn.fast_prefill(step, indices)",
-        )
     step_of(metadata, "fast_prefill()")
     starts, tokens = metadata.query_start_loc, metadata.slot_mapping.shape[0]
     right = logits_indices.dim() == 1 and logits_indices.dtype == torch.int64

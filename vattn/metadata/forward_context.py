@@ -81,14 +81,12 @@ def forward_context(metadata: AttentionMetadata | None) -> Iterator[None]:
         if metadata._built is not None and not torch.compiler.is_compiling():
             metadata._built.lineage.check_caches()
     if torch.compiler.is_compiling():  # Dynamo traces neither locks nor context variables.
-        has_outer, outer = hasattr(in_thread, "step"), getattr(in_thread, "step", None)
+        outer = getattr(in_thread, "step", None)
         _set_step(metadata, outer)
         try:
             yield
         finally:
             _set_step(outer, metadata)
-            if not has_outer:
-                del in_thread.step
         return
     block = _Block(metadata)
     _enter(block)

@@ -7,7 +7,7 @@ depth and then by path. A row sees everything that is cached, its ancestors, the
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -98,12 +98,6 @@ class TokenTree:
             >>> tree.paths, tokens
             (((0,), (0, 0), (0, 1), (0, 0, 0)), [7, 8, 5, 9])
         """
-        if not isinstance(branches, Sequence) or any(
-            not isinstance(b, Iterable) or isinstance(b, str) for b in branches
-        ):
-            raise ConfigError(
-                f"branches={branches!r:.80}", "sequences of token ids", "pass [[...], [...]], the likeliest first"
-            )
         nodes: dict[Path, int] = {}
         children: dict[Path, dict[int, Path]] = {(): {}}
         for branch in branches:
