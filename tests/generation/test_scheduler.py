@@ -338,3 +338,38 @@ def test_the_best_choices_are_the_likeliest_for_each_token() -> None:
         choice.end(state, "length")
     assert choices[0].best == (choices[1],)
     assert len({choice.seed for choice in choices}) == 3
+
+
+@pytest.mark.parametrize(("each", "left"), [(True, 20), (False, 0)])
+def test_a_prefix_is_found_as_far_as_every_group_holds_what_its_window_reads(each: bool, left: int) -> None:
+    blocks = CacheBlocks(Chains(30, hybrid=True).kv_cache, 2, 40, reuse=True)
+    first, second = request(30), request(30)
+    blocks.open(first)
+    for _ in range(7):
+        blocks.grow(first, BLOCK)
+        first.cached += BLOCK
+        if each or first.cached == 28:
+            # Blocks that the window has left by then stay unknown.
+            blocks.publish(first, first.cached)
+    assert first.table is not None
+    window = list(first.table.rows[1])
+    blocks.close(first)
+    blocks.open(second)
+    gone = (28 - WINDOW + 1) // BLOCK
+    assert second.cached == second.room == 28 and second.published == 7
+    assert second.table is not None and second.table.rows[1] == [0] * gone + window[gone:]
+    blocks.pool.forget([window[5]])
+    blocks.close(second)
+    blocks.open(second)
+    assert second.cached == left
+
+
+def test_a_measured_prompt_says_which_of_its_tokens_a_step_measures() -> None:
+    plan, sampling = scheduler(budget=8), vattn.Sampling(4, prompt_logprobs=1)
+    short, long = Request([1, 2, 3], sampling), Request([1] * 9, sampling)
+    plan.add(short)
+    plan.add(long)
+    assert plan.schedule().prompt_logprobs == [(short, 1, 2), (long, 1, 5)]
+    give([short])
+    assert plan.schedule().prompt_logprobs == [(long, 6, 3)]
+    assert Request([1], sampling).has_prompt_logprobs, "the first token has no probability"

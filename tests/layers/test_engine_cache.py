@@ -124,7 +124,14 @@ def test_fp8_caches_come_as_bytes_or_fp8(stored: torch.dtype) -> None:
 
 REFUSED: dict[str, tuple[Callable[[Views], Any], type[Exception], str]] = {
     "other blocks": (lambda kv: (kv[0], kv[1][1:]), ShapeError, "value_cache has shape.*the blocks of key_cache"),
-    "other tokens": (lambda kv: (kv[0][:, 1:], kv[1][:, 1:]), ShapeError, "key_cache has shape"),
+    "other tokens": (lambda kv: (kv[0][:, 1:], kv[1][:, 1:]), ShapeError, "key_cache has shape.*Try: allocate blocks"),
+    "a smaller block": (lambda kv: (kv[0][:, :4], kv[1][:, :4]), ShapeError, r"Try: .*CacheConfig\(block_size=4\)"),
+    "heads first": (lambda kv: (kv[0].mT, kv[1].mT), ShapeError, "key_cache has shape"),
+    "heads before tokens": (
+        lambda kv: (kv[0].transpose(1, 2), kv[1].transpose(1, 2)),
+        ShapeError,
+        r"Try: pass key_cache.transpose\(1, 2\) and value_cache",
+    ),
     "overlap": (lambda kv: (kv[0][:1].expand(kv[0].shape), kv[1]), StrideError, "elements overlap"),
     "columns apart": (lambda kv: (kv[0].mT.contiguous().mT, kv[1]), StrideError, "columns lie apart"),
     "other dtype": (lambda kv: (kv[0], kv[1].double()), DtypeError, "value_cache has dtype float64"),

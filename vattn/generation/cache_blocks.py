@@ -51,7 +51,7 @@ class CacheBlocks:
         self._specs: list[KVCacheSpec | None] = [group.spec for group in cache.groups] or [None]
         width = -(-max_seq_len // cache.block_size)
         self._all_tables = torch.zeros(len(self._specs) * max_num_reqs, width, dtype=torch.int64)
-        self.tables = self._all_tables.split(max(1, max_num_reqs))
+        self.tables = self._all_tables.split(max_num_reqs)
         self._max_num_reqs = max_num_reqs
         self.start_over()
 

@@ -9,11 +9,12 @@ from torch import Tensor
 from vattn.backends import selector
 from vattn.cache.layout import kv_cache_dtype, kv_cache_shape, num_blocks_of, shape_of_storage
 from vattn.config.attention import AttentionConfig, AttentionType, CacheConfig
-from vattn.config.device import DeviceInfo
+from vattn.config.device import BLOCK_SIZES, DeviceInfo
 from vattn.errors import (
     CacheError,
     ConfigError,
     ScaleError,
+    ShapeError,
     StrideError,
     UnsupportedRequestError,
 )
@@ -186,7 +187,7 @@ def check_storage(storage: Tensor, config: AttentionConfig) -> None:
         raise CacheError(
             f"KV cache storage {tuple(storage.shape)} of {dtype_name(storage.dtype)}, strides {storage.stride()}",
             f"contiguous {kv_cache_shape(config, max(blocks, 1))} of {dtype_name(dtype)}, any number of blocks",
-            "use vattn.allocate_kv_cache(model, num_blocks=...)",
+            "use vattn.allocate_kv_cache(model), or give the layer the CacheConfig that the storage was made for",
         )
 
 
@@ -196,6 +197,7 @@ def check_views(key_cache: Tensor, value_cache: Tensor, config: AttentionConfig)
         raise CacheError(
             f"a value_cache of type {type(value_cache).__name__}", "a tensor", "pass dtype= and target= by their names"
         )
+    _check_order(key_cache, config)
     check_cache(key_cache, value_cache, config, key_cache.device)
     if share_elements(key_cache, value_cache):
         raise StrideError(
@@ -203,6 +205,25 @@ def check_views(key_cache: Tensor, value_cache: Tensor, config: AttentionConfig)
             "memory of their own for both",
             "pass views that do not overlap",
         )
+
+
+def _check_order(key_cache: Tensor, config: AttentionConfig) -> None:
+    """Refuse keys with heads before tokens, or of another block size, and say how to pass or allocate them."""
+    if key_cache.dim() != 4 or key_cache.shape[1:3] == (config.block_size, config.num_kv_heads):
+        return
+    if key_cache.shape[1] == config.num_kv_heads and key_cache.shape[2] in BLOCK_SIZES:
+        fix = "pass key_cache.transpose(1, 2) and value_cache.transpose(1, 2)"
+    elif key_cache.shape[2] != config.num_kv_heads:
+        return
+    elif key_cache.shape[1] in BLOCK_SIZES:
+        fix = f"give the layer CacheConfig(block_size={key_cache.shape[1]})"
+    else:
+        fix = f"allocate blocks of {config.block_size} tokens, or of another size in {BLOCK_SIZES}"
+    raise ShapeError(
+        f"key_cache has shape {tuple(key_cache.shape)}",
+        f"[num_blocks, {config.block_size}, {config.num_kv_heads}, {config.head_size}]: blocks, tokens, KV heads, width",
+        fix,
+    )
 
 
 def layout_of(key_cache: Tensor) -> str:
