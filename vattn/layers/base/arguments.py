@@ -221,7 +221,7 @@ def _check_order(key_cache: Tensor, config: AttentionConfig) -> None:
         fix = f"allocate blocks of {config.block_size} tokens, or of another size in {BLOCK_SIZES}"
     raise ShapeError(
         f"key_cache has shape {tuple(key_cache.shape)}",
-        f"[num_blocks, {config.block_size}, {config.num_kv_heads}, {config.head_size}]: blocks, tokens, KV heads, width",
+        f"[num_blocks, {config.block_size}, {config.num_kv_heads}, {config.head_size}]: blocks, tokens, heads, width",
         fix,
     )
 
