@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from vattn.errors import ConfigError
 from vattn.integrations.transformers.available import ALL_ATTENTION_FUNCTIONS, transformers
 from vattn.integrations.transformers.dense_attention import encoded_config, refuse_options, sinks_of
+from vattn.integrations.transformers.dense_caches import BLOCK, as_blocks, with_room
 
 BATCHED = "paged|vattn" if "paged|sdpa" in ALL_ATTENTION_FUNCTIONS.valid_keys() else "vattn_flash"
 """The name under which `generate_batch` keeps the attention that it is given.
@@ -19,6 +20,10 @@ BATCHED = "paged|vattn" if "paged|sdpa" in ALL_ATTENTION_FUNCTIONS.valid_keys() 
 Older versions of transformers keep names that begin with "paged|"; newer ones those that contain "flash", and replace
 or refuse others.
 """
+
+
+FULL = "full_attention"
+"""What transformers calls layers that see all keys."""
 
 
 @contextmanager
@@ -109,26 +114,77 @@ def attend_batch(
             "leave the block, and use attn_implementation='vattn' for generate()",
         )
     refuse_options(module, is_causal is not False, dropout, {}, query)
-    if hasattr(cache, "layer_to_allocator"):
-        key, value = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, kwargs=options)
-        keys, values = key[0].transpose(0, 1), value[0].transpose(0, 1)
-        kv_start_loc = options["cu_seq_lens_k"]
-    else:
-        indices = {name: options[name] for name in ("read_index", "write_index")}
-        keys, values = cache.update(key_states=key, value_states=value, layer_idx=module.layer_idx, **indices)
-        kv_start_loc = options["cu_seq_lens_k"]
-        if isinstance(kv_start_loc, dict):
-            # As transformers' own function finds the group of a layer.
-            windowed = bool(getattr(module, "sliding_window", None))
-            kv_start_loc = kv_start_loc["sliding_attention" if windowed else "full_attention"]
-    queries = query[0].transpose(0, 1)
+    found = _update(cache, module.layer_idx, key, value, options)
     config = encoded_config(
-        query.shape[1], keys.shape[1], query.shape[3], values.shape[2], scaling, query.dtype, 0, sliding_window,
+        query.shape[1], key.shape[1], query.shape[3], value.shape[3], scaling, query.dtype, BLOCK, sliding_window,
         softcap, s_aux is not None,
     )  # fmt: skip
-    out = queries.new_empty(queries.shape[0], query.shape[1], values.shape[2])
-    torch.ops.vattn.varlen_attention(
-        queries, keys, values, options["cu_seq_lens_q"], kv_start_loc, out, None, None, None, None, None, None, None,
-        sinks_of(s_aux, query), None, None, None, None, [], None, config,
+    lengths, queries = torch.diff(found.kv_start_loc), query[0].transpose(0, 1)
+    token = torch.arange(0, found.longest, BLOCK, device=query.device) + found.kv_start_loc[:-1, None]
+    if found.places is not None:
+        token = found.places[token.clamp(max=found.places.shape[0] - 1)]
+    key_blocks, value_blocks = as_blocks(found.key, BLOCK)[0], as_blocks(found.value, BLOCK)[0]
+    out = queries.new_empty(queries.shape[0], query.shape[1], value.shape[3])
+    torch.ops.vattn.attention(
+        queries, key_blocks, value_blocks, options["cu_seq_lens_q"], lengths, token, out, None, None, None, None, None,
+        None, None, sinks_of(s_aux, query), None, None, None, None, None, [], None, config,
     )  # fmt: skip
     return out[None], None
+
+
+class _Keys(NamedTuple):
+    """Keys that the requests of a step see, those of the step included.
+
+    Attributes:
+        key, value: `[1, num_kv_heads, rows, head_size]`, with room for a block behind the last key.
+        kv_start_loc: `[B + 1]`, where the keys of each request begin.
+        longest: no request has more keys.
+        places: the row of each key; `None`: they follow each other.
+    """
+
+    key: Tensor
+    value: Tensor
+    kv_start_loc: Tensor
+    longest: int
+    places: Tensor | None
+
+
+def _update(cache: Any, layer: int, key: Tensor, value: Tensor, options: dict[str, Any]) -> _Keys:
+    """Write the keys and values of a step into a cache, and return those that its requests see.
+
+    Layers that see all keys read them where the cache has them. Those with a window get them gathered: a ring of pages
+    holds them.
+    """
+    kind, group, rows, page = _place(cache, layer)
+    longest_name = "max_length_k" if "max_length_k" in options else "max_seqlen_k"
+    starts, longest = _of_kind(options["cu_seq_lens_k"], kind), _of_kind(options[longest_name], kind)
+    read, write = options["read_index"][group], options["write_index"][group]
+    if kind == FULL and read.numel() and page % BLOCK == 0:
+        for held, new in zip(rows, (key, value), strict=True):
+            held.index_copy_(0, write, new[0].transpose(0, 1)[: write.shape[0]])
+        # Views of one tensor, of which values begin later: behind the last page keys have more rows.
+        shared = min(held.shape[0] for held in rows)
+        held_key, held_value = (held[:shared].transpose(0, 1)[None] for held in rows)
+        return _Keys(held_key, held_value, starts, longest, read)
+    if hasattr(cache, "layer_to_allocator"):
+        key, value = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=options)
+    else:
+        indices = {name: options[name] for name in ("read_index", "write_index")}
+        pair = cache.update(key_states=key, value_states=value, layer_idx=layer, **indices)
+        key, value = (states.transpose(0, 1)[None] for states in pair)
+    return _Keys(with_room(key), with_room(value), starts, longest, None)
+
+
+def _place(cache: Any, layer: int) -> tuple[str, int, tuple[Tensor, Tensor], int]:
+    """Return the kind and the number of a layer's group, its keys and values by token, and the tokens of a page."""
+    if hasattr(cache, "layer_to_allocator"):
+        allocator = cache.layer_to_allocator[layer]
+        return allocator.layer_type, allocator.index, allocator._kv_token_views[layer], allocator.tokens_per_page
+    group, place = cache.layer_index_to_group_indices[layer]
+    kind = FULL if cache.sliding_windows[layer] == 1 else "sliding_attention"
+    return kind, group, (cache.key_cache[place], cache.value_cache[place]), cache.block_size
+
+
+def _of_kind(value: Any, kind: str) -> Any:
+    """Return the part of an argument for layers of a kind; models with one kind may get it alone."""
+    return value[kind] if isinstance(value, dict) else value
