@@ -37,8 +37,7 @@ ROOMS = {
     "metadata": Room(
         ("vattn/metadata/*.py",),
         ("tests/metadata", "tests/layers/test_kv_sharing.py", "tests/backends/test_xformers.py")
-        + ("tests/cache/test_hybrid_cache.py", "tests/layers/test_cross_attention.py")
-        + ("tests/distributed/test_context_parallel.py",),
+        + ("tests/cache/test_hybrid_cache.py", "tests/layers/test_cross_attention.py"),
     ),
     "reference": Room(
         ("vattn/ops/reference/*.py",),
