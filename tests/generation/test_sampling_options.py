@@ -46,7 +46,7 @@ OPTIONS = st.fixed_dictionaries(
 
 
 def scores_of(ids: list[int], length: int, s: vattn.Sampling) -> torch.Tensor:
-    """Return what tokens are chosen by, one request and one option after another."""
+    """Return the scores that the next token is chosen by, of one request and one option after another."""
     with torch.no_grad():
         scores = MODEL(input_ids=torch.tensor([ids])).logits[:, -1].float()
     for token, bias in s.logit_bias.items():

@@ -373,3 +373,15 @@ def test_a_measured_prompt_says_which_of_its_tokens_a_step_measures() -> None:
     give([short])
     assert plan.schedule().prompt_logprobs == [(long, 6, 3)]
     assert Request([1], sampling).has_prompt_logprobs, "the first token has no probability"
+
+
+def test_what_begins_alike_behind_a_known_prefix_waits_too() -> None:
+    plan = Scheduler(CacheBlocks(Chains(20, hybrid=False).kv_cache, 4, 32, reuse=True), 4, 32, 32)
+    before, first, second = request(5), request(13), request(13)
+    plan.add(before)
+    plan.schedule()
+    plan.blocks.publish(before, 4)
+    plan.cancel(before)
+    plan.add(first, second)
+    batch = plan.schedule()
+    assert (batch.requests, batch.starts, list(plan.waiting)) == ([first], [4], [second])
