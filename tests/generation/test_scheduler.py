@@ -385,3 +385,15 @@ def test_what_begins_alike_behind_a_known_prefix_waits_too() -> None:
     plan.add(first, second)
     batch = plan.schedule()
     assert (batch.requests, batch.starts, list(plan.waiting)) == ([first], [4], [second])
+
+
+def test_a_shorter_common_beginning_is_found() -> None:
+    plan = Scheduler(CacheBlocks(Chains(20, hybrid=False).kv_cache, 4, 32, reuse=True), 4, 32, 32)
+    before = request(13)
+    other = Request(before.prompt[:6] + [5] * 6, vattn.Sampling(2))
+    plan.add(before)
+    plan.schedule()
+    plan.blocks.publish(before, 12)
+    plan.add(other)
+    plan.schedule()
+    assert other.reused == 4
