@@ -1,7 +1,7 @@
 """Draw mutants of each room by a seed, run the room's tests on them, and print how many were noticed.
 
 `python -m tools.mutation` measures every room with a seed from the newest commit's hash, in hours of one core;
-`--rooms block_pool --count 10` is a sample. Each mutant meets only the tests that run its line, the fastest first,
+`--rooms block_pool --count 10` is a sample. Each mutant meets only the tests that run its line, one case of each first,
 until one fails, hangs or crashes the process: then the mutant is killed. One that no test reaches is alive, and so are
 those that change nothing a caller could see. Tests marked slow, long or gpu, and what a test does in another process,
 do not count. `operators.py` lists the mistakes, and what is left out of the draw.
@@ -81,15 +81,24 @@ class Run:
         return {str(ROOT / path) for path in ROOMS[self.room].files}
 
     def chosen(self, mutant: Mutant, early: bool) -> list[str]:
-        """Return the tests that reach a mutant, fastest first; of an early one those that reach its file."""
+        """Return the tests that reach a mutant, of an early one those that reach its file.
+
+        The fastest case of each test function comes first, then the second of each: cases resemble each other.
+        """
         path, (first, last) = str(ROOT / mutant.path), mutant.lines
         reaching = [
             (reach.seconds, test)
             for test, reach in self.reach.items()
             if any(file == path and (early or first <= line <= last) for file, line in reach.lines)
         ]
-        left, tests = self.budget, []
+        cases: Counter[str] = Counter()
+        turns = []
         for seconds, test in sorted(reaching):
+            function = test.partition("[")[0]
+            turns.append((cases[function], seconds, test))
+            cases[function] += 1
+        left, tests = self.budget, []
+        for _, seconds, test in sorted(turns):
             left -= seconds
             if tests and left < 0:
                 break
@@ -162,10 +171,15 @@ def _in_room(run: Run, loop: session.Loop, items: list[pytest.Item]) -> Run:
     kept = run.keep / f"{run.room}.pickle" if run.keep else None
     known = pickle.loads(kept.read_bytes()) if kept and kept.exists() else {}
     found = {test: known[test] for test, key in keys.items() if known.get(test, (None,))[0] == key}
-    fresh = _answer(lambda: session.record(loop, [item for item in items if item.nodeid not in found], run.files))
-    found |= {test: (keys[test], reach) for test, reach in fresh.items()}
-    if kept:
-        session.send(kept, found)
+
+    def record() -> Any:
+        for test, reach in session.record(loop, [item for item in items if item.nodeid not in found], run.files):
+            found[test] = keys[test], reach
+            if kept:
+                session.send(kept, found)
+        return found
+
+    found = _answer(record)
     run.reach = {test: reach for test, (_, reach) in found.items() if reach is not None}
     print(f"{run.room}: {len(items)} tests, {len(run.reach)} count, recorded in {time.monotonic() - began:.0f} s")
     by_name = {item.nodeid: item for item in items}

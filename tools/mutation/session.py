@@ -7,6 +7,8 @@ such as a module's body, is changed before vattn is imported, in a process that 
 
 from __future__ import annotations
 
+import ast
+import builtins
 import contextlib
 import gc
 import importlib.machinery
@@ -28,7 +30,7 @@ from typing import Any
 import pytest
 from hypothesis import Phase, settings
 
-from tools.mutation.operators import Mutant
+from tools.mutation.operators import Function, Mutant
 from tools.mutation.rooms import ROOT
 
 MEMORY = 12 << 30
@@ -152,20 +154,50 @@ def clear_caches() -> None:
                         value.cache_clear()
 
 
-def record(loop: Loop, items: Sequence[pytest.Item], files: set[str]) -> dict[str, Reach | None]:
-    """Run each test by itself, with fixtures of its own, and return what it reaches; `None` if that does not count."""
-    found: dict[str, Reach | None] = {}
+def note_lines(files: set[str], lines: Lines) -> None:
+    """Let the functions of some files note their statements as they run.
+
+    Under a trace function every other Python function would cost more too, and Inductor calls millions of them.
+    """
+
+    def note_line(line: tuple[str, int]) -> None:
+        lines.add(line)
+
+    note_line._dynamo_marked_constant = True  # type: ignore[attr-defined]  # called, not traced, in compiled functions
+    builtins.note_line = note_line  # type: ignore[attr-defined]
+    functions = functions_of(files)
+    for path in files:
+        tree = ast.parse(Path(path).read_bytes())
+        inside = {node for function in ast.walk(tree) if isinstance(function, Function) for node in ast.walk(function)}
+        for node in inside:
+            for block in (getattr(node, name, None) for name in ("body", "orelse", "finalbody")):
+                if isinstance(block, list):
+                    block[:] = [part for statement in block for part in (_note(path, statement), statement)]
+        for code in codes_in(compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)):
+            # A lambda holds no statement, and several may begin in one line.
+            if code.co_name != "<lambda>":
+                for function in functions.get((path, code.co_name, code.co_firstlineno), []):
+                    function.__code__ = code
+
+
+def _note(path: str, statement: ast.stmt) -> ast.stmt:
+    note = ast.Expr(ast.Call(ast.Name("note_line", ast.Load()), [ast.Constant((path, statement.lineno))], []))
+    return ast.copy_location(note, statement)
+
+
+def record(loop: Loop, items: Sequence[pytest.Item], files: set[str]) -> Iterator[tuple[str, Reach | None]]:
+    """Run each test by itself, with fixtures of its own, and yield what it reaches; `None` if that does not count."""
+    lines: Lines = set()
+    note_lines(files, lines)
     for item in items:
         clear_caches()
-        lines: Lines = set()
+        lines.clear()
         began = time.process_time()
-        with traced(files, lines):
-            outcome = loop.run(item, None)
+        outcome = loop.run(item, None)
         counts = outcome == "passed" and lines
-        found[item.nodeid] = Reach(lines, time.process_time() - began) if counts else None
+        yield item.nodeid, Reach(set(lines), time.process_time() - began) if counts else None
         if outcome == "failed":
             print(f"FAILED without a mutant: {item.nodeid}")
-    return found
 
 
 def judge(loop: Loop, items: Sequence[pytest.Item], seconds: dict[str, float], verdict: Path) -> int:
@@ -189,15 +221,12 @@ def functions_of(files: set[str]) -> dict[tuple[str, str, int], list[FunctionTyp
     return found
 
 
-def code_in(module: CodeType, name: str, line: int) -> CodeType | None:
-    """Return the code object of a function, however deep in classes."""
-    for constant in module.co_consts:
+def codes_in(outer: CodeType) -> Iterator[CodeType]:
+    """Yield the code objects inside another, however deep."""
+    for constant in outer.co_consts:
         if isinstance(constant, CodeType):
-            if (constant.co_name, constant.co_firstlineno) == (name, line):
-                return constant
-            if found := code_in(constant, name, line):
-                return found
-    return None
+            yield constant
+            yield from codes_in(constant)
 
 
 def twins(old: CodeType, new: CodeType) -> Iterator[tuple[CodeType, CodeType]]:
@@ -215,8 +244,8 @@ def replace(mutant: Mutant, functions: dict[tuple[str, str, int], list[FunctionT
     path = ROOT / mutant.path
     source = path.read_bytes()
     old, new = (
-        code_in(compile(text, str(path), "exec", dont_inherit=True), *mutant.function)
-        for text in (source, mutant.apply(source))
+        next((code for code in codes_in(module) if (code.co_name, code.co_firstlineno) == mutant.function), None)
+        for module in (compile(text, str(path), "exec", dont_inherit=True) for text in (source, mutant.apply(source)))
     )
     if old is None or new is None:
         return False
