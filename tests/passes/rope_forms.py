@@ -306,6 +306,19 @@ def no_rope(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor)
     return query, key
 
 
+def low_rank_key(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
+    return query, key + (layer.projected @ layer.low_rank).unflatten(1, (-1, WIDTH))
+
+
+def gated_key(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
+    return query, key * layer.projected[:, :1].sigmoid().unsqueeze(1) + layer.low_rank[positions][:, None, :WIDTH]
+
+
+def norm_of_the_width(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
+    key = rms(key.flatten(1), layer.bias[: KV_HEADS * WIDTH], 1e-6)
+    return query, key.unflatten(1, (-1, WIDTH))
+
+
 @dataclass(frozen=True)
 class RopeForm:
     """One way to write it.
@@ -380,6 +393,9 @@ FORMS: dict[str, RopeForm] = {
     "a clipped key": RopeForm(clipped_key, "not as a rotation that the op has", False),
     "rounded to FP8 before, which stays ahead": RopeForm(rounded_before, "RoPE (neox, 32 of 32 columns)"),
     "no RoPE": RopeForm(no_rope, "", None),
+    "a low-rank part, no RoPE": RopeForm(low_rank_key, "", None),
+    "a gate and learned positions, no RoPE": RopeForm(gated_key, "", None),
+    "a norm of all heads with a weight, no RoPE": RopeForm(norm_of_the_width, "", None),
 }
 
 
@@ -414,6 +430,7 @@ class LayerWithRope(nn.Module):
         for name in ("q_weight", "k_weight"):
             self.register_buffer(name, (torch.rand(WIDTH) + 0.5).bfloat16())
         self.register_buffer("bias", torch.randn(columns).bfloat16())
+        self.register_buffer("low_rank", torch.randn(columns, KV_HEADS * WIDTH).bfloat16() / 100)
         self.projected, self.escaped = torch.empty(0), torch.zeros(())
         self.to(device)
         vattn.allocate_kv_cache(self, num_blocks=16, dtype=torch.bfloat16)

@@ -200,7 +200,7 @@ class BatchWithRope(nn.Module):
         return (x.transpose(1, 2) if self.heads_first else x).flatten(0, 1)
 
 
-@pytest.mark.parametrize("shared", [False], ids=["positions [B, S]"])
+@pytest.mark.parametrize("shared", [False, True], ids=["positions [B, S]", "positions [S]"])
 @pytest.mark.parametrize("heads_first", [False, True], ids=["[B, S, heads]", "[B, heads, S]"])
 def test_rope_and_the_cache_update_fuse(heads_first: bool, shared: bool) -> None:
     model = BatchWithRope(heads_first, shared)

@@ -23,13 +23,11 @@ from vattn.passes.region import LARGEST_REGION, Refusal, ancestors, can_run, is_
 from vattn.passes.region_division import query_arithmetic
 from vattn.passes.region_moves import VIEWS
 from vattn.passes.region_precision import is_low
-from vattn.passes.rope_kv_cache.probe import Rotation, classify_rotation
+from vattn.passes.rope_kv_cache.probe import ANGLES, Rotation, classify_rotation
 from vattn.passes.rope_kv_cache.region import computed_from, same_computation
 
 ROPE_CHOICES = ("auto", "always", "never")
 """Values of the option `rope`: fuse where it pays on the device, wherever it is possible, or nowhere."""
-
-_ANGLES = frozenset(("cos", "sin", "polar"))
 
 _CACHE_FIELDS = (
     "num_kv_heads head_size head_size_v dtype kv_cache_dtype block_size kv_cache_layout kv_scale backend".split()
@@ -137,7 +135,7 @@ def find_rope(update: Node, attention: Node, choice: str) -> FoundRope | None:
 def _reads_angles(key: Node) -> bool:
     """Return whether a key depends on cosines or sines after its projection, through batched products too."""
     past = ancestors([key], lambda node: can_run(node) or op_name(node.target) == "bmm", LARGEST_REGION)
-    return any(op_name(node.target) in _ANGLES for node in past)
+    return any(op_name(node.target) in ANGLES for node in past)
 
 
 def _one_config(update: Node, config: AttentionConfig) -> AttentionConfig:

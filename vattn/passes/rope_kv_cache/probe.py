@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from vattn.quantization.formats import MODEL_DTYPES
 
 _MAGNITUDES = (1.0, 1e-3, 40.0, 1e7, 1e-9)
 _TOLERANCE = 1e-11
+ANGLES = frozenset(("cos", "sin", "polar"))
 _SUMS = frozenset("mean sum var_mean _fused_rms_norm rms_norm linalg_vector_norm norm".split())
 
 
@@ -87,13 +88,38 @@ def classify_rotation(end: Node, num_heads: int, config: AttentionConfig) -> tup
 def _classify(end: Node, past: Sequence[Node], num_heads: int, config: AttentionConfig) -> Rotation[Node]:
     first: Refusal | None = None
     for source, heads in _sources(end, past, num_heads, config):
+        region = None
         try:
             region = region_between(source, end, past)
             return _Trial(region, num_heads, heads, config).match()
         except Refusal as refusal:
-            if first is None or (refusal.near and not first.near):
-                first = refusal
+            rotates = region is not None and (_reads_angles(past) or mixes_columns(region, config.head_size))
+            if first is None or (refusal.near and rotates and not first.near):
+                first = Refusal(refusal.reason, refusal.node, near=refusal.near and rotates)
     raise first or Refusal(f"nothing in {config.dtype} is rotated into it", end)
+
+
+def _reads_angles(past: Sequence[Node]) -> bool:
+    return any(op_name(node.target) in ANGLES for node in past)
+
+
+def mixes_columns(region: RotationRegion, head_size: int) -> bool:
+    """Return whether some columns of a head depend on some others, as in a rotation; a norm makes it unknown: false."""
+    if any(op_name(node.target) in _SUMS for node in region.nodes):
+        return False
+    run = Run(region)
+    ones = {leaf: torch.ones(run.shape(leaf), dtype=torch.float64) for leaf in region.leaves}
+    columns = torch.arange(head_size)
+    # Any two columns differ in a bit.
+    for bit in range((head_size - 1).bit_length()):
+        for at in (0, 1):
+            x = torch.ones(run.shape(region.source), dtype=torch.float64).view(-1, head_size)
+            changed = (columns >> bit) % 2 == at
+            x[:, changed] = torch.nan
+            made = run({**ones, region.source: x.view(run.shape(region.source))}).reshape(-1, head_size).isnan().any(0)
+            if bool((made & ~changed).any()):
+                return True
+    return False
 
 
 def _sources(end: Node, past: Sequence[Node], num_heads: int, config: AttentionConfig) -> Iterator[tuple[Node, int]]:
@@ -142,9 +168,14 @@ class _Trial:
             self.weights.append(leaf)
         elif count in (1, self.config.num_kv_heads) and not varies:
             self.scales.append(leaf)
+        elif self.tokens % self._rows(leaf) == 0 and 1 <= count // self._rows(leaf) <= size:
+            self.tables.append(leaf)  # of a sequence, for all sequences of a batch
         else:
             shape = tuple(map(str, value(leaf).shape))
             raise Refusal(f"it also depends on {leaf.name} of shape {shape}", self.region.end, near=True)
+
+    def _rows(self, table: Node) -> int:
+        return int(self.run.size(table_rows(table, value(self.region.end).shape[0])))
 
     def match(self) -> Rotation[Node]:
         """Return the rotation that the region computes.
@@ -215,7 +246,7 @@ class _Trial:
             yield Rotation(rope, self.region.source, 0, self.heads, cos, sin, weight, scale)
 
     def _rotary_dims(self) -> list[int]:
-        columns = math.prod(self.run.shape(self.tables[0])) // self.tokens
+        columns = math.prod(self.run.shape(self.tables[0])) // self._rows(self.tables[0])
         return [size for size in (2 * columns, columns) if size <= self.config.head_size and size % 2 == 0]
 
     def _norms(self) -> list[tuple[str, float]]:
@@ -242,7 +273,8 @@ class _Trial:
 
     def _reference(self, rotation: Rotation[Node], inputs: dict[Node, Tensor]) -> Tensor:
         def table(place: tuple[Node, str]) -> Tensor:
-            rows = inputs[place[0]].reshape(self.tokens, -1)
+            count = self._rows(place[0])
+            rows = inputs[place[0]].reshape(count, -1).repeat(self.tokens // count, 1)
             return getattr(rows, place[1]) if place[1] else rows
 
         x = inputs[rotation.source].reshape(self.tokens, self.heads, self.config.head_size)
@@ -258,13 +290,18 @@ class _Trial:
 
 def _is_per_token(leaf: Node, end: Node) -> bool:
     """Return whether the first sizes of a tensor of at least two dimensions multiply to the token count."""
-    tokens, product = expression(value(end).shape[0]), expression(1)
-    shape = value(leaf).shape
-    for size in shape[:-1]:
-        product = product * expression(size)
-        if product == tokens:
-            return True
-    return False
+    tokens = value(end).shape[0]
+    return value(leaf).dim() > 1 and table_rows(leaf, tokens) == expression(tokens)
+
+
+def table_rows(table: Node, tokens: int | torch.SymInt) -> Any:
+    """Return how many rows a table has: one for each token, or else one for each row of its last dimension."""
+    product = expression(1)
+    for size in value(table).shape[:-1]:
+        product = expression(product * expression(size))
+        if product == expression(tokens):
+            break
+    return product
 
 
 def _close(got: Tensor, want: Tensor) -> bool:

@@ -6,6 +6,7 @@ New nodes are added next to the old ones first, so that whatever can fail does s
 from __future__ import annotations
 
 import itertools
+import math
 import operator
 from typing import Any
 
@@ -17,7 +18,7 @@ from vattn.passes.inductor import sort_graph
 from vattn.passes.region import Refusal, expression, is_check, op_name, same_size, value
 from vattn.passes.region_moves import RESHAPES
 from vattn.passes.rope_kv_cache.find import FoundRope
-from vattn.passes.rope_kv_cache.probe import Rotation
+from vattn.passes.rope_kv_cache.probe import Rotation, table_rows
 from vattn.quantization.formats import MODEL_DTYPES, dtype_name
 
 aten = torch.ops.aten
@@ -33,7 +34,7 @@ def rewrite_rope(found: FoundRope) -> None:
     with Builder(graph) as builder, value(old_query).fake_mode, graph.inserting_before(attention):
         call = _new_call(builder, found)
         query = builder.keep(graph.call_function(operator.getitem, (call, 1)), value(call)[1])
-    unsorted = False
+        unsorted = not builder.is_ordered()
     for user in list(update.users):
         # The new op's first result is the query; the update's results follow it.
         assert user.target is operator.getitem
@@ -184,13 +185,18 @@ def _looked_up(node: Node, tokens: Any) -> tuple[Node, Node, range | None] | Non
 def _table(builder: Builder, place: tuple[Node, str], tokens: Any, attention: Node) -> Node:
     """View a table as `[T, columns]`, by the node of an earlier layer if there is one."""
     node, part = place
+    val, count = value(node), value(tokens) if isinstance(tokens, Node) else tokens
+    rows, columns = table_rows(node, count), int(val.shape[-1])
     if part:
         pairs = builder.call(aten.view_as_real.default, node)
         node = builder.call(aten.select.int, pairs, -1, 0 if part == "real" else 1)
-    while op_name(node.target) in RESHAPES:
-        node = node.args[0]  # type: ignore[assignment]
-    val, count = value(node), value(tokens) if isinstance(tokens, Node) else tokens
-    columns = int(expression(val.numel()) / expression(count))
+    if rows != expression(count):
+        node = _repeated(builder, node, count, attention)
+    else:
+        columns = int(expression(val.numel()) / rows)
+        while op_name(node.target) in RESHAPES:
+            node = node.args[0]  # type: ignore[assignment]
+    val = value(node)
     if val.is_contiguous():
         for user in node.users:
             is_view = user.target is aten.as_strided.default and user.args[2:] == ([columns, 1],)
@@ -201,6 +207,23 @@ def _table(builder: Builder, place: tuple[Node, str], tokens: Any, attention: No
     if val.dim() != 2 or not same_size(val.shape[0], count):
         node = builder.call(aten.reshape.default, node, [tokens, columns])
     return node
+
+
+def _repeated(builder: Builder, table: Node, count: Any, attention: Node) -> Node:
+    """Return a table of all sequences of a batch, made of one that they share; an earlier layer's if there is one."""
+    *sizes, columns = value(table).shape
+    rows = math.prod(sizes)
+    times, length = builder.shape([count // rows, rows], attention)
+    if -1 in (times, length):
+        raise Refusal("all sequences share the tables, but no input of the graph has their number", table, near=True)
+
+    def once(op: Any, node: Node, shape: list[Any]) -> Node:
+        made = (user for user in node.users if user.target is op and user.args[1:] == (shape,) and user < attention)
+        return next(made, None) or builder.call(op, node, shape)
+
+    table = once(aten.reshape.default, table, [length, columns])
+    table = once(aten.expand.default, table, [times, length, columns])
+    return once(aten.reshape.default, table, [-1, columns])
 
 
 def _flat(builder: Builder, node: Node | None) -> Node | None:
