@@ -50,6 +50,11 @@ def factor_of_tokens(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     return (o * (448.0 / largest)).to(E4M3), largest / 448.0
 
 
+def product_over_the_maximum(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    largest = o.abs().float().amax(dim=1, keepdim=True).clamp(1e-4)
+    return (o.float() * 448.0 / largest).to(E4M3), largest / 448.0
+
+
 SERVED: dict[str, Form] = {
     name: Form(name, function)
     for name, function in {
@@ -60,5 +65,6 @@ SERVED: dict[str, Form] = {
         "compressed-tensors: zero replaced, groups": lambda o, s: zero_replaced(o, s, 64),
         "DeepGEMM: groups times a factor": factor_of_groups,
         "TensorRT-LLM: tokens times a factor": factor_of_tokens,
+        "tokens times 448 over the maximum": product_over_the_maximum,
     }.items()
 }

@@ -203,20 +203,28 @@ def test_the_choice_is_part_of_the_cache_key() -> None:
     assert len({p.uuid() for p in passes}) == len(passes) and passes[0] != passes[1]
 
 
-def test_strict_requires_rope_only_where_it_always_should_be() -> None:
-    """Without a quantiser nothing else is missed: the output is quantised by a function behind the layer."""
+def graph_of_codes(form: RopeForm) -> torch.fx.Graph:
+    """Return the graph of a layer whose output is quantised by a function behind it, so that RoPE alone is missed."""
 
-    def codes(model: LayerWithRope, *args: Tensor) -> Tensor:
+    def codes(*args: Tensor) -> Tensor:
         return (model(*args)[0].float() / 0.01).clamp(-448, 448).to(torch.float8_e4m3fn)
 
-    model = LayerWithRope(RopeForm(swapped, ""))
-    capture = Capture(partial(codes, model), rope="never")
+    model = LayerWithRope(form)
+    capture = Capture(codes, rope="never")
     with step(model, LENGTHS):
         capture.target(*inputs(7))
-    graph = capture.before[0].graph
+    return capture.before[0].graph
+
+
+def test_strict_requires_rope_only_where_it_always_should_be() -> None:
+    graph = graph_of_codes(RopeForm(swapped, ""))
     FusionPass(True, tuple(OUTPUT_FORMATS), (), "auto")(copied(graph))
     with pytest.raises(FusionError, match="not as a rotation"):
         FusionPass(True, tuple(OUTPUT_FORMATS), (), "always")(graph)
+
+
+def test_strict_takes_a_model_without_rope() -> None:
+    FusionPass(True, tuple(OUTPUT_FORMATS), (), "always")(graph_of_codes(FORMS["a low-rank part, no RoPE"]))
 
 
 def test_an_exception_in_the_matcher_leaves_the_graph_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from vattn.passes.region_moves import MOVES
 from vattn.passes.region_precision import CASTS
 from vattn.passes.region_run import SATURATES, same_bits, unsaturated_cast
 from vattn.quantization import codecs as quantization
-from vattn.quantization.formats import FP8_E4M3_MAX, NVFP4_GROUP_SIZE
+from vattn.quantization.formats import FP4_E2M1_MAX, FP8_E4M3_MAX, NVFP4_GROUP_SIZE
 
 Way = Callable[[Tensor, float, "float | None"], Tensor]
 """Codes of rows `[T, N]` under a static scale, or with a least value of computed scales."""
@@ -26,8 +26,14 @@ def _clamped(x: Tensor) -> Tensor:
     return x.clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX).to(_E4M3)
 
 
-def static_ways() -> dict[str, Way]:
-    """Return unsupported quantisers with a given scale, by the reason for the report."""
+def static_ways(packed: bool = False) -> dict[str, Way]:
+    """Return unsupported quantisers with a given scale, by the reason for the report.
+
+    Args:
+        packed: those to bytes of two e2m1 values, instead of those to FP8.
+    """
+    if packed:
+        return _nvfp4_ways()
 
     def of_scale(quantise: Callable[[Tensor, Tensor], Tensor]) -> Way:
         return lambda rows, scale, _: quantise(rows.float(), torch.tensor(scale))
@@ -45,10 +51,69 @@ def static_ways() -> dict[str, Way]:
     }
 
 
-def _by_factor(x: Tensor, scale: Tensor) -> Tensor:
+_NVFP4_ROUNDS = "NVFP4, but {}, which rounds otherwise than the op does; write {}"
+_NVFP4_ZEROS = (
+    "NVFP4, but values under a block scale of zero are divided by {}; write torch.where(step == 0, inf, step)"
+)
+
+
+def _nvfp4_ways() -> dict[str, Way]:
+    """Return ways to write NVFP4 that the op does not have, by the reason for the report."""
+
+    def of(
+        block: Callable[[Tensor, Tensor], Tensor] = lambda largest, s: largest / FP4_E2M1_MAX / s,
+        scaled: Callable[[Tensor, Tensor, Tensor], Tensor] = _by_step,
+        encode: Callable[[Tensor], Tensor] = quantization.encode_e2m1,
+        pack: Callable[[Tensor], Tensor] = quantization.pack_e2m1,
+    ) -> Way:
+        def quantise(rows: Tensor, scale: float, _: float | None) -> Tensor:
+            groups, given = rows.float().unflatten(-1, (-1, NVFP4_GROUP_SIZE)), torch.tensor(scale)
+            blocks = _clamped(block(groups.abs().amax(-1, keepdim=True), given)).float()
+            return pack(encode(scaled(groups, blocks, given)).flatten(1))
+
+        return quantise
+
+    least = torch.finfo(_E4M3).tiny
+    library = "let torch.ops.vattn.quant_nvfp4 quantise"
+    return {
+        _NVFP4_ROUNDS.format("block scales are maximum / (6 * scale)", "maximum / 6 / scale"): of(
+            lambda largest, s: largest / (FP4_E2M1_MAX * s)
+        ),
+        _NVFP4_ZEROS.format("zero"): of(scaled=lambda x, b, s: x / (b * s)),
+        _NVFP4_ZEROS.format("a small number"): of(scaled=lambda x, b, s: x / (b * s).clamp(min=1e-30)),
+        f"NVFP4 as torchao writes it, with a factor for each group and block scales of 2**-6 at least; {library}": of(
+            lambda largest, s: (largest / FP4_E2M1_MAX / s).clamp(min=least),
+            lambda x, b, s: x * ((1 / s) / b),
+            lambda x: torch.where(x.isnan(), 4, quantization.encode_e2m1(x)).to(torch.uint8),
+        ),
+        "NVFP4, but ties round away from zero; round them to even codes": of(encode=_ties_away),
+        "NVFP4, but the odd column is in the low four bits; the op has the even one there": of(
+            pack=lambda codes: codes[..., 1::2] | (codes[..., 0::2] << 4)
+        ),
+    }
+
+
+def _by_step(x: Tensor, block: Tensor, scale: Tensor) -> Tensor:
+    step = block * scale
+    return x / torch.where(step == 0, torch.inf, step)
+
+
+def _ties_away(x: Tensor) -> Tensor:
+    bounds = torch.tensor([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    return (torch.bucketize(x.abs(), bounds, right=True) + 8 * x.signbit()).to(torch.uint8)
+
+
+def _floored_maximum(x: Tensor, scale: Tensor) -> Tensor:
     largest = x.abs().amax(-1, keepdim=True)
-    floored = torch.where(scale == largest / FP8_E4M3_MAX, largest, scale * FP8_E4M3_MAX)
-    return x * (FP8_E4M3_MAX / floored)
+    return torch.where(scale == largest / FP8_E4M3_MAX, largest, scale * FP8_E4M3_MAX)
+
+
+def _by_factor(x: Tensor, scale: Tensor) -> Tensor:
+    return x * (FP8_E4M3_MAX / _floored_maximum(x, scale))
+
+
+def _by_product(x: Tensor, scale: Tensor) -> Tensor:
+    return x * FP8_E4M3_MAX / _floored_maximum(x, scale)
 
 
 def _by_rounded_reciprocal(x: Tensor, scale: Tensor) -> Tensor:
@@ -72,6 +137,17 @@ def _grouped(size: int | None, by: Callable[[Tensor, Tensor], Tensor] = torch.di
     return quantise
 
 
+def _added(size: int) -> Way:
+    """Return the quantiser that adds a number to the scale: a floor, or a 448th of one."""
+
+    def quantise(rows: Tensor, _: float, number: float | None) -> Tensor:
+        groups = rows.float().view(-1, size)
+        scale = groups.abs().amax(-1, keepdim=True) / FP8_E4M3_MAX + (number or 0.0)
+        return _clamped(groups / scale).view(rows.shape)
+
+    return quantise
+
+
 def dynamic_ways(columns: int) -> dict[str, Way]:
     """Return unsupported quantisers that compute their scales, for rows of so many columns."""
     ways = {
@@ -90,6 +166,11 @@ def dynamic_ways(columns: int) -> dict[str, Way]:
                 f"{one} multiplied by 448 / maximum, which rounds ties otherwise than the op does; "
                 "divide by maximum / 448"
             ] = _grouped(size, _by_factor)
+            ways[
+                f"{one} multiplied by 448 and then divided by the maximum, which rounds otherwise than the op does; "
+                "divide by maximum / 448"
+            ] = _grouped(size, _by_product)
+            ways[f"{one} a number is added to the scale or the maximum; raise it by .clamp(min=...)"] = _added(size)
             ways[
                 f"{one} the maximum is multiplied by 1 / 448, which rounds otherwise than the op does; divide it by 448"
             ] = _grouped(size, _by_rounded_reciprocal)

@@ -20,6 +20,7 @@ from vattn.passes.region import (
     Refusal,
     Region,
     check_backend,
+    dtype_of,
     find_region,
     is_check,
     is_computed_from,
@@ -71,6 +72,9 @@ def find(attention: AttentionNode, names: Sequence[str]) -> Found:
     """
     region = find_region(attention.output)
     if not region.quantised:
+        for node in region.nodes:
+            if dtype_of(node) == torch.int8 and same_size(value(node).numel(), value(region.output).numel()):
+                raise Refusal("it casts to int8; output formats hold float8_e4m3fn or packed e2m1", node, near=True)
         readers = unknown_readers(attention.output)
         doubt = f", unless {' or '.join(readers)} does it, of which nothing is known here" if readers else ""
         raise Refusal(f"the output is not quantised{doubt}", attention.output)
@@ -79,7 +83,8 @@ def find(attention: AttentionNode, names: Sequence[str]) -> Found:
         try:
             return _find_one(attention, region, quantised, names)
         except Refusal as refusal:
-            first = first or refusal
+            # Of several bytes, the last ones are packed, and those before are halves of them.
+            first = refusal if first is None or dtype_of(quantised) == torch.uint8 else first
     assert first is not None
     raise first
 

@@ -289,7 +289,7 @@ class Classifier:
                     return False
             return True
 
-        for reason, way in static_ways().items():
+        for reason, way in static_ways(self.packed).items():
             if any(is_it(way, scale, None) for scale in scales):
                 return reason
         for reason, way in dynamic_ways(seen[0].rows.shape[1]).items():

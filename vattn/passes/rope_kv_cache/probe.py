@@ -104,21 +104,19 @@ def _reads_angles(past: Sequence[Node]) -> bool:
 
 
 def mixes_columns(region: RotationRegion, head_size: int) -> bool:
-    """Return whether some columns of a head depend on some others, as in a rotation; a norm makes it unknown: false."""
-    if any(op_name(node.target) in _SUMS for node in region.nodes):
-        return False
+    """Return whether a column of a head takes part in some others, not in all, as in a rotation.
+
+    With a norm ahead it takes part in all: false.
+    """
     run = Run(region)
     ones = {leaf: torch.ones(run.shape(leaf), dtype=torch.float64) for leaf in region.leaves}
-    columns = torch.arange(head_size)
-    # Any two columns differ in a bit.
-    for bit in range((head_size - 1).bit_length()):
-        for at in (0, 1):
-            x = torch.ones(run.shape(region.source), dtype=torch.float64).view(-1, head_size)
-            changed = (columns >> bit) % 2 == at
-            x[:, changed] = torch.nan
-            made = run({**ones, region.source: x.view(run.shape(region.source))}).reshape(-1, head_size).isnan().any(0)
-            if bool((made & ~changed).any()):
-                return True
+    shape = run.shape(region.source)
+    for column in {0, 1, head_size // 2, head_size - 1}:
+        x = torch.ones(shape, dtype=torch.float64).view(-1, head_size)
+        x[:, column] = torch.nan
+        made = run({**ones, region.source: x.view(shape)}).reshape(-1, head_size).isnan().any(0)
+        if not made.all() and made.sum() > made[column]:
+            return True
     return False
 
 
@@ -204,6 +202,9 @@ class _Trial:
             raise Refusal(f"it depends on more than two tables ({listed})", end, near=True)
         if len(self.tables) == 1 and not value(self.tables[0]).is_complex():
             raise Refusal(f"it depends on one table alone ({self.tables[0].name})", end, near=True)
+        columns = sorted({math.prod(self.run.shape(table)) // self._rows(table) for table in self.tables})
+        if len(columns) > 1:
+            raise Refusal(f"its tables have {columns[0]} and {columns[1]} columns", end, near=True)
         if len(self.weights) > 1:
             raise Refusal("it depends on more than one weight", end, near=True)
         if len(self.scales) != int(self.is_fp8):
