@@ -44,11 +44,17 @@ def attend_decodes(args: AttentionArgs, config: AttentionConfig, keys: Tensor, v
     shortest, longest = min(lengths[:count]), max(lengths[:count])
     if shortest < 1 or longest > args.block_table.shape[1] * config.block_size:
         return False
+    # Views cost as much as work in a small layer.
+    table, output = args.block_table, args.output
+    if count < query.shape[0]:
+        query, output = query[:count], output[:count]
+    if count < table.shape[0]:
+        table = table[:count]
     try:
         if shortest == longest:
-            rows, visible = _equal(args.block_table[:count], longest, config, keys, values), None
+            rows, visible = _equal(table, longest, config, keys, values), None
         else:
-            rows, visible = _ragged(args.block_table[:count], args.seq_lens[:count, None], config, keys, values)
+            rows, visible = _ragged(table, args.seq_lens[:count, None], config, keys, values)
     except IndexError:  # A block that the cache does not have.
         return False
     key, value = (
@@ -56,17 +62,17 @@ def attend_decodes(args: AttentionArgs, config: AttentionConfig, keys: Tensor, v
         for stored, of_values, scale in zip(rows, (False, True), (args.k_scale, args.v_scale), strict=True)
     )
     out = scaled_dot_product_attention(
-        load_query(query[:count], args.q_scale, config.num_kv_heads, config.query_load)[:, :, None],
+        load_query(query, args.q_scale, config.num_kv_heads, config.query_load).unsqueeze(2),
         key,
         value,
         attn_mask=visible,
         scale=config.scale,
         enable_gqa=config.group_size > 1,
-    )[:, :, 0]
-    if not bool(out[..., 0].all()):
+    ).squeeze(2)
+    if not bool(out.select(-1, 0).all()):
         return False
-    args.output[:count].copy_(out)
-    if count < query.shape[0]:
+    output.copy_(out)
+    if count < args.query.shape[0]:
         args.output[count:].zero_()
     return True
 
@@ -83,8 +89,9 @@ def _equal(table: Tensor, length: int, config: AttentionConfig, keys: Tensor, va
     blocks = table[:, begin : (length + size - 1) // size].reshape(-1)
 
     def rows(stored: Tensor) -> Tensor:
-        found = stored.index_select(0, blocks).view(len(table), -1, *stored.shape[2:])
-        return found[:, first - begin * size : length - begin * size]
+        found = stored.index_select(0, blocks).view(table.shape[0], -1, *stored.shape[2:])
+        start, end = first - begin * size, length - begin * size
+        return found if not start and end == found.shape[1] else found[:, start:end]
 
     return rows(keys), rows(values)
 
