@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vattn.errors import ConfigError
 from vattn.integrations.transformers.available import ALL_ATTENTION_FUNCTIONS, transformers
@@ -75,7 +75,7 @@ def register_batched() -> None:
 
 
 def attend_batch(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -12,7 +12,7 @@ import vattn.ops.schemas  # noqa: F401  registers the ops
 from vattn.config.attention import AttentionConfig
 from vattn.errors import GradientError, UnsupportedRequestError
 from vattn.integrations.transformers.available import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
-from vattn.integrations.transformers.dense_caches import BLOCK, as_blocks, unpack_step, with_room
+from vattn.integrations.transformers.dense_caches import BLOCK, DenseStep, as_blocks, unpack_step, with_room
 from vattn.integrations.transformers.step_masks import ELSEWHERE, step_mask
 from vattn.quantization.formats import dtype_name
 
@@ -60,7 +60,7 @@ def attend_dense(
     batch_size, _, query_len, _ = query.shape
     step = None
     if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.int32 and attention_mask.dim() == 4:
-        step = unpack_step(attention_mask, batch_size, key.shape[2])
+        step = _unpacked(attention_mask, batch_size, key.shape[2])
     if step is None:
         raise _refused(_describe_mask(attention_mask, batch_size, key.shape[2]))
     if step.windowed != (sliding_window is not None):
@@ -177,6 +177,17 @@ def refuse_options(module: nn.Module, causal: bool, dropout: float, options: dic
     for name, given in options.items():
         if isinstance(given, Tensor) and name not in _NO_PART_OF_ATTENTION:
             raise _refused(f"{name} as an argument of attention")
+
+
+def _unpacked(packed: Tensor, batch_size: int, num_keys: int) -> DenseStep | None:
+    """Return `unpack_step`, whose views are made once for all layers outside of compiled code."""
+    if torch.compiler.is_compiling():
+        return unpack_step(packed, batch_size, num_keys)
+    known = packed.__dict__.setdefault("_vattn_steps", {})
+    if (batch_size, num_keys) not in known:
+        known[batch_size, num_keys] = unpack_step(packed, batch_size, num_keys)
+    found: DenseStep | None = known[batch_size, num_keys]
+    return found
 
 
 def _describe_mask(mask: Any, batch_size: int, num_keys: int) -> str:

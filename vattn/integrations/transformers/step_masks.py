@@ -143,7 +143,7 @@ def _check_interface(module: str) -> None:
     Raises:
         UnsupportedRequestError: the modeling file beside the configuration's `module` does not use the interface.
     """
-    modeling = sys.modules.get(module.replace("configuration_", "modeling_"))
+    modeling = sys.modules.get(module.replace("configuration_", "modeling_")) if "configuration_" in module else None
     if modeling is not None and not hasattr(modeling, "ALL_ATTENTION_FUNCTIONS"):
         raise UnsupportedRequestError(
             f"a model of {modeling.__name__} with attn_implementation='vattn'",
