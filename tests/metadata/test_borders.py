@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -190,3 +191,22 @@ def test_compiled_code_restores_the_step_around_it(fresh_dynamo: None) -> None:
         assert run(torch.zeros(1), inner).item() == 3
         assert current_step() is outer
     assert current_step() is None
+
+
+def test_a_thread_without_a_step_is_refused_while_another_is_in_one() -> None:
+    step = make().build([2])
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(current_step).result() is None
+        with vattn.forward_context(step):
+            assert current_step() is step
+            with pytest.raises(MetadataError, match="a thread without a forward context"):
+                pool.submit(current_step).result()
+        assert pool.submit(current_step).result() is None
+
+
+def test_positions_to_come_of_any_request_have_room() -> None:
+    builder = vattn.FlashAttentionMetadataBuilder(4, 32, 64)
+    builder.build([1, 1], [20, 60], [[1, 2], [3, 4, 5, 6]], num_lookahead_slots=4)
+    for lengths in ([20, 61], [61, 20]):
+        with pytest.raises(MetadataError, match="those to come included"):
+            builder.build([1, 1], lengths, [[1, 2, 7, 8], [3, 4, 5, 6]], num_lookahead_slots=4)
