@@ -73,7 +73,7 @@ def check_inputs(layer: Any, inputs: dict[str, Any], slots: Tensor, block_size: 
             raise DtypeError(
                 f"{name} is a {type(tensor).__name__} in {called(layer)}",
                 "a plain tensor, as the layer's KV cache",
-                "pass the local part of a distributed tensor, and values of a quantised one",
+                "pass to_local() of a DTensor, and dequantise() of a quantised tensor",
             )
         if tensor.device != device:
             fix = (
