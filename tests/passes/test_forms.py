@@ -121,6 +121,16 @@ def test_forms(names: tuple[str, ...]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_scales_follow_codes_that_move() -> None:
+    """A few of the forms whose scales are moved, sliced or spread as the codes are; `test_forms` has all of them."""
+    placed = ("second half of columns", "flipped columns", "halves swapped", "every other token", "batch of one")
+    returned = ("expanded", "padded", "transposed view", "column-major")
+    names = [f"group, placed: {name}" for name in placed] + [f"group, returned: {name}" for name in returned]
+    report, wrong = check([FORMS[name] for name in names])
+    assert not wrong, "\n".join(wrong)
+    assert {node.outcome for node in report.values()} == {"fused"}
+
+
 @pytest.mark.parametrize("library", library_forms.LIBRARIES)
 def test_library(library: str) -> None:
     """The forms of other libraries are among those that were judged."""

@@ -14,6 +14,7 @@ import vattn
 from vattn.config.attention import AttentionConfig
 from vattn.config.encoding import NOTE_MARK
 from vattn.ops.fusion_notes import NodeReport, read_note, record
+from vattn.passes.pipeline import _graph_name
 from vattn.passes.report import clear_fusion_report, fusion_report
 
 CONFIG = AttentionConfig(4, 2, 32, 32, 0.2, "bfloat16", "bfloat16").encode()
@@ -26,6 +27,21 @@ def test_a_note_holds_any_line_of_code() -> None:
     assert text.isascii() and text.isprintable() and not set(text) & {'"', "\\", "?"}
     assert NodeReport.of_note(text.partition(NOTE_MARK)[2]) == node
     assert AttentionConfig.parse(text).encode() == CONFIG
+
+
+def test_graphs_that_read_other_inputs_have_other_names() -> None:
+    """Reports of one name replace each other."""
+
+    def named(value: Any) -> str:
+        graph = torch.fx.Graph()
+        argument = graph.placeholder("x")
+        argument.meta["val"] = value
+        graph.output(argument)
+        return _graph_name(graph)
+
+    assert named(torch.zeros(2)) == named(torch.ones(2))
+    names = {named(value) for value in (torch.zeros(2), torch.zeros(3), torch.zeros(2).bfloat16(), 2, 3)}
+    assert len(names) == 5
 
 
 def test_lines_of_code_from_a_cache_are_told_from_own_ones() -> None:

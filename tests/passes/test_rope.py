@@ -76,6 +76,7 @@ FAST = (
     "transformers' way, bf16",
     "halves written in place",
     "interleaved, repeated tables",
+    "rolled, signs in a constant",
     "complex numbers",
     "partial, interleaved",
     "one table for both",
