@@ -49,7 +49,10 @@ class Runner:
         """Run new tokens of each request after what it has cached; return the logits of all of them."""
         query_lens = [len(tokens) for tokens, _ in parts]
         metadata = self.builder.build(
-            query_lens, [n + c for n, (_, c) in zip(query_lens, parts, strict=True)], self.tables[: len(parts)]
+            query_lens,
+            [n + c for n, (_, c) in zip(query_lens, parts, strict=True)],
+            self.tables[: len(parts)],
+            state_slots=list(range(1, len(parts) + 1)) if self.builder.has_states else None,
         )
         ids = torch.tensor([token for tokens, _ in parts for token in tokens], device=self.device)
         with torch.no_grad(), vattn.forward_context(metadata):
@@ -310,7 +313,6 @@ def test_merged_weights_that_moved_are_refused() -> None:
 
 REFUSED = {
     "mamba": ({}, "takes no position_ids"),
-    "lfm2": ({"layer_types": ["conv", "full_attention"]}, "a state besides keys and values"),
     "llama4_text": (
         {"attention_chunk_size": 4, "num_local_experts": 2, "intermediate_size_mlp": 64, "head_dim": 16},
         "a mask by",

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vattn.cache.bindings import count_binding, let_groups_share
 from vattn.cache.groups import CacheGroup, Grouping, KVCacheGroup, common_block_size, group_layers
 from vattn.cache.specs import CrossAttentionSpec, EncoderOnlyAttentionSpec, KVCacheSpec
+from vattn.cache.state_cache import StateCache, allocate_states, find_state_layers, memory_for_blocks
 from vattn.config.arguments import check_switches, format_bytes, parse_bytes, read_count
 from vattn.config.device import DeviceInfo
 from vattn.errors import CacheError, ConfigError, DeviceError, DtypeError
@@ -73,6 +74,7 @@ class KVCacheAllocation:
         groups: which layers share a block table; empty where all do, in a cache without groups.
         max_seq_len: length of the request that the groups were chosen for; 0 without groups.
         waste: share of the memory of such a request that no layer uses; 0 without groups.
+        states: the states of layers that keep one for each request, in addition to the blocks; `None` without any.
     """
 
     num_blocks: int
@@ -83,6 +85,7 @@ class KVCacheAllocation:
     groups: tuple[KVCacheGroup, ...] = ()
     max_seq_len: int = 0
     waste: float = 0.0
+    states: StateCache | None = None
 
     @property
     def kv_caches(self) -> list[Tensor]:
@@ -120,7 +123,7 @@ class KVCacheAllocation:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all storages."""
+        """Bytes of all storages of blocks."""
         return sum(layer.num_bytes for layer in self.layers)
 
     @property
@@ -148,7 +151,7 @@ class KVCacheAllocation:
         ]
         if self.groups:
             lines.append(f"  {self.waste:.1%} of a request of {self.max_seq_len} tokens is unused")
-        return "\n".join(lines)
+        return "\n".join(lines if self.states is None else [*lines, str(self.states)])
 
 
 def allocate_kv_cache(
@@ -160,6 +163,7 @@ def allocate_kv_cache(
     dtype: torch.dtype | None = None,
     hybrid: bool = False,
     max_seq_len: int = 32768,
+    max_num_reqs: int | None = None,
 ) -> KVCacheAllocation:
     """Allocate and bind the KV cache of every attention layer in a model.
 
@@ -174,6 +178,8 @@ def allocate_kv_cache(
             before a window, `GroupedMetadataBuilder` builds the steps. Layers of different groups share
             storages.
         max_seq_len: with `hybrid`, length of the requests that the groups are chosen for.
+        max_num_reqs: for models with layers that keep a state for each request, how many requests have one at once;
+            default 64. Their memory is part of `memory`.
 
     Returns:
         What was allocated. Storages are zeroed and contiguous; layers that share a cache get their target's tensor.
@@ -215,11 +221,13 @@ def allocate_kv_cache(
     targets = _sharing_targets(modules, specs)
     block_size = common_block_size(specs)
     grouping = _grouping(modules, specs, max_seq_len) if hybrid else None
+    keepers, num_slots = find_state_layers(model, max_num_reqs)
     per_block = grouping.bytes_per_block if grouping else sum(spec.page_size_bytes for spec in specs.values())
-    count = _count_blocks(num_blocks, memory, per_block, len(specs))
+    count = _count_blocks(num_blocks, memory_for_blocks(memory, keepers, num_slots), per_block, len(specs))
     for name, module in modules.items():
         # Every refusal comes before the first binding, so that none leaves a model half bound.
         module.resolve_config(dtype, device, modules.get(targets.get(name, "")))
+    states = allocate_states(keepers, num_slots, device)
     one_group = (KVCacheGroup(tuple(specs), tuple(specs.values()), tuple(range(len(specs)))),)
     groups = grouping.groups if grouping else one_group
     places = {
@@ -248,8 +256,8 @@ def allocate_kv_cache(
             module.kv_cache_group = holders[index] if grouping else None
         layers.append(LayerCache(name, spec, storages[place], targets.get(name), index, adds))
     count_binding()
-    chosen = (grouping.groups, max_seq_len, grouping.waste) if grouping else ()
-    return KVCacheAllocation(count, block_size, dtype, device, tuple(layers), *chosen)
+    chosen = (grouping.groups, max_seq_len, grouping.waste) if grouping else ((), 0, 0.0)
+    return KVCacheAllocation(count, block_size, dtype, device, tuple(layers), *chosen, states)
 
 
 def _grouping(modules: dict[str, KVCacheLayer], specs: dict[str, KVCacheSpec], max_seq_len: int) -> Grouping:

@@ -19,6 +19,7 @@ from vattn.generation.generator import Generator
 from vattn.generation.prompt_lookup import PromptLookup
 from vattn.generation.request import Request
 from vattn.generation.sampling import Sampling
+from vattn.generation.setup import keeps_states
 from vattn.layers import QuantConfig
 from vattn.passes.entry import options as fusing_options
 from vattn.quantization.formats import MODEL_DTYPES, kv_cache_dtypes
@@ -124,7 +125,9 @@ def make_generator(options: argparse.Namespace) -> Generator:
     for warning in caught:
         text = str(warning.message).replace("CacheConfig(cache_dtype='fp8')", "--kv-cache-dtype fp8")
         print(f"warning: {text}", file=sys.stderr)
-    packed.allocate(memory=options.memory or _free_memory(options.device), hybrid=options.hybrid)
+    max_num_reqs = options.max_num_reqs if keeps_states(packed) else None
+    memory = options.memory or _free_memory(options.device)
+    packed.allocate(memory=memory, hybrid=options.hybrid, max_num_reqs=max_num_reqs)
     lookup = PromptLookup(num_drafts=options.drafts) if options.drafts else None
     how = options.compile or ("layers" if torch.device(options.device).type == "cuda" else "none")
     return Generator(
@@ -132,7 +135,7 @@ def make_generator(options: argparse.Namespace) -> Generator:
         tokenizer,
         max_num_reqs=options.max_num_reqs,
         speculation=lookup,
-        compile=how,
+        compile=options.compile,
         # Fuses what quantises the inputs of FP8 layers.
         compile_options={"options": fusing_options()} if quantised and how != "none" else None,
     )

@@ -249,7 +249,7 @@ def compile_regions(model: nn.Module | Iterable[nn.Module], *, fullgraph: bool =
         UnknownOptionError: as `compile`.
     """
     _check_options("vattn.compile_regions", options)
-    layers = _repeated(model) if isinstance(model, nn.Module) else list(model)
+    layers = repeated_layers(model) if isinstance(model, nn.Module) else list(model)
     if not layers:
         raise ConfigError(
             f"compile_regions found no nn.ModuleList of layers with attention in {type(model).__name__}",
@@ -266,11 +266,14 @@ def compile_regions(model: nn.Module | Iterable[nn.Module], *, fullgraph: bool =
     return len(layers)
 
 
-def _repeated(model: nn.Module) -> list[nn.Module]:
+def repeated_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers of a model that `compile_regions` compiles."""
     return [
         layer
         for entries in model.modules()
         if isinstance(entries, nn.ModuleList)
         for layer in entries
         if any(hasattr(part, "get_kv_cache_spec") for part in layer.modules())
+        # Modules with states run Python for each kind of rows.
+        and not any(hasattr(part, "bind_states") for part in layer.modules())
     ]

@@ -62,6 +62,10 @@ class CacheBlocks:
         self._fresh: list[tuple[int, int, int]] = []
         self._rows = list(range(self._max_num_reqs))
 
+    def state_slots(self, requests: Sequence[Request]) -> list[int] | None:
+        """Return where requests have their states; `None` for models without."""
+        return [request.row + 1 for request in requests] if self.cache.states is not None else None
+
     @property
     def num_free_rows(self) -> int:
         """Requests that can still be opened."""

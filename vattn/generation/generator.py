@@ -27,6 +27,7 @@ from vattn.generation.scheduler import Scheduler
 from vattn.generation.setup import (
     capture,
     check_kind,
+    check_states,
     check_tokenizer,
     compiled,
     end_tokens,
@@ -60,7 +61,8 @@ class Generator(StepLoop):
             model was trained for.
         stop_token_ids: end tokens; default: from the model's generation config, if it has one.
         max_queue: most requests that wait; `None` for any number.
-        reuse_prefixes: reuse cached blocks of equal content. After a change of the model (weights, adapters, hooks,
+        reuse_prefixes: reuse cached blocks of equal content, except in models that keep a state for each request: their
+            states at the end of a prefix are not kept. After a change of the model (weights, adapters, hooks,
             attributes), blocks from before are not found; changes through `.data` are not noticed.
         speculation: draft tokens by prompt lookup and verify them together: fewer steps, the same tokens. Requests with
             penalties, bad words of several tokens or logits processors get no drafts.
@@ -137,10 +139,11 @@ class Generator(StepLoop):
         self.device = cache.device
         self.stop_token_ids = end_tokens(model, stop_token_ids)
         self.default_sampling = default_sampling(model, tokenizer)
+        check_states(cache, max_num_reqs, speculation, mixed_graph_sizes, compile)
         sizes = graph_ladder(graph_sizes, max_num_reqs, self.device)
         num_drafts = speculation.num_drafts if speculation is not None else 0
         max_seq_len = longest_request(model, max_seq_len, longest_that_fits(cache, token_budget))
-        blocks = CacheBlocks(cache, max_num_reqs, max_seq_len, reuse_prefixes, model)
+        blocks = CacheBlocks(cache, max_num_reqs, max_seq_len, reuse_prefixes and cache.states is None, model)
         scheduler = Scheduler(blocks, max_num_reqs, token_budget, max_seq_len, max_queue, speculation)
         capacity = max(2, token_budget + 1, max_num_reqs * (1 + num_drafts))
         builder = make_builder(model, cache, max_num_reqs, capacity, max_seq_len)
@@ -152,7 +155,7 @@ class Generator(StepLoop):
         leader = join_ranks(model, group, group_timeout, options)
         mixed = mixed_sizes(mixed_graph_sizes, token_budget, max_num_reqs, sizes, builder)
         forward = compiled(model, compile, self.device, compile_options or {})
-        graphs = capture(forward, builder, sizes, num_drafts, mixed, max_num_reqs)
+        graphs = capture(forward, builder, sizes, num_drafts, mixed, max_num_reqs, cache.states is not None)
         self.graphs, self.draft_graphs, self.mixed_graphs = graphs
         take_cache(cache.kv_caches[0])
         parts = forward, builder, graphs

@@ -109,7 +109,8 @@ class ModelRunner:
             ends, counts, rows = batch.positions(), [1] * batch.ready, None
             ids, sources = [0] * batch.ready, list(range(batch.ready))
         tables = self.blocks.rows(batch.requests, max(ends))
-        return StepInputs(counts, ends, ids, sources if before else (), tables, rows, _graphs(batch, counts))
+        slots, sources = self.blocks.state_slots(batch.requests), sources if before else []
+        return StepInputs(counts, ends, ids, sources, tables, rows, _graphs(batch, counts), slots)
 
 
 def _graphs(batch: Batch, counts: list[int]) -> int | None:

@@ -47,6 +47,7 @@ class StepInputs:
         tables: int64 `[requests, W]`, block ids; a list of one for each group in a cache with groups.
         rows: rows of tokens that need logits; `None` for the last one of each request.
         graphs: the kind of graphs that may hold the step, `None` for none.
+        state_slots: where each request has its state; `None` for models without states.
         new_blocks: where the step has the requests of the step before and one token of each: the blocks that begin with
             these tokens. All else is empty then.
     """
@@ -58,6 +59,7 @@ class StepInputs:
     tables: Any = None
     rows: Sequence[int] | None = None
     graphs: int | None = None
+    state_slots: Sequence[int] | None = None
     new_blocks: Sequence[int] | None = None
 
     @property
@@ -120,8 +122,10 @@ class ModelSteps:
         counts, ends, tables = on_host(step.counts), on_host(step.ends), step.tables
         graphs = None if step.graphs is None else self.graphs[step.graphs]
         if graphs is not None and graphs.key_for(len(step.counts), len(step.ids)) is not None:
-            return self._forward(ids[: len(step.ids)], graphs.build(counts, ends, tables), rows, graphs, begin)
-        metadata = self.builder.build(counts, ends, tables, num_tokens_padded=ids.shape[0])
+            metadata = graphs.build(counts, ends, tables, state_slots=step.state_slots)
+            return self._forward(ids[: len(step.ids)], metadata, rows, graphs, begin)
+        padded = ids.shape[0]
+        metadata = self.builder.build(counts, ends, tables, num_tokens_padded=padded, state_slots=step.state_slots)
         return self._forward(ids, metadata, rows, None, begin)
 
     def _advance(self, before: Ran, new_blocks: Sequence[int], begin: torch.cuda.Event | None) -> Outcome:

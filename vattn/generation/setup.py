@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from vattn.cache.allocation import KVCacheAllocation
 from vattn.calibration.eval_mode import EvalMode
-from vattn.compilation.compile import compile, compile_regions
+from vattn.compilation.compile import compile, compile_regions, repeated_layers
 from vattn.compilation.cuda_graph import CUDAGraphRunner
 from vattn.config.arguments import integer, read_count
 from vattn.errors import ConfigError, UnsupportedRequestError, VattnError
@@ -57,6 +57,38 @@ def find_cache(model: Any, cache: Any) -> KVCacheAllocation:
             "a cache with encoder states", "models without cross attention", "write the loop: docs/layers.md shows it"
         )
     return found
+
+
+def keeps_states(model: Any) -> bool:
+    """Return whether layers of a model keep a state for each request."""
+    return any(hasattr(part, "bind_states") for part in model.modules())
+
+
+def check_states(
+    cache: KVCacheAllocation, max_num_reqs: int, speculation: Any, mixed_graph_sizes: Any, compile: str | None
+) -> None:
+    """Refuse what a model cannot do that keeps a state for each request.
+
+    Raises:
+        ConfigError: more requests than states; drafts, graphs of steps with prompts, or one compiled graph of all.
+    """
+    if cache.states is None:
+        return
+    if max_num_reqs > cache.states.num_slots:
+        raise ConfigError(
+            f"max_num_reqs={max_num_reqs} for a cache with the states of {cache.states.num_slots} requests",
+            f"up to {cache.states.num_slots}",
+            f"give the generator fewer, or enable(model, max_num_reqs={max_num_reqs}, ...)",
+        )
+    wrong = {
+        "speculation": (speculation is not None, "states cannot go back to the token before a wrong draft"),
+        "mixed_graph_sizes": (bool(mixed_graph_sizes), "prompts of other lengths run other kernels"),
+        "compile='model'": (compile == "model", "modules with states are not compiled"),
+    }
+    for name, (given, reason) in wrong.items():
+        if given:
+            got = f"{name} for a model that keeps a state for each request"
+            raise ConfigError(got, "none", f"leave it out: {reason}")
 
 
 def _no_cache(model: Any, cache: Any) -> ConfigError:
@@ -152,7 +184,8 @@ def make_builder(
 
 def compiled(model: nn.Module, how: str | None, device: torch.device, options: dict[str, Any]) -> Forward:
     """Return the compiled model."""
-    how = ("layers" if device.type == "cuda" else "none") if how is None else how
+    if how is None:
+        how = "layers" if device.type == "cuda" and (repeated_layers(model) or not keeps_states(model)) else "none"
     if how not in ("layers", "model", "none"):
         raise ConfigError(f"compile={how!r}", "'layers', 'model' or 'none'", "choose one of them")
     if how == "none" and options:
@@ -191,6 +224,8 @@ def mixed_sizes(
         ConfigError: no list of ints, or more tokens than a step has.
     """
     if sizes is None:
+        if builder.has_states:
+            return []
         if builder.device.type != "cuda" or not decodes or builder.backends != {"TRITON_ATTN"}:
             return []
         most = min(token_budget, MIXED_LADDER[-1])
@@ -247,6 +282,7 @@ def capture(
     num_drafts: int,
     mixed: Sequence[int] = (),
     max_num_reqs: int = 1,
+    with_states: bool = False,
 ) -> Graphs:
     """Return graphs for steps of some numbers of requests, and for steps with prompts of some numbers of tokens.
 
@@ -257,6 +293,7 @@ def capture(
     """
     graphs = Graphs()
     wanted: list[tuple[str, list[Any], Any, dict[str, Any]]] = []
+    shared: dict[str, Any] = {"step_options": lambda count: {"state_slots": [0] * count}} if with_states else {}
     if mixed:
         # The largest of all first: the others fit into their memory.
         pairs = [mixed_pair(max_num_reqs, tokens, builder.max_seq_len) for tokens in mixed]
@@ -271,7 +308,7 @@ def capture(
         for name, numbers, inputs, options in wanted:
             # As steps are launched: in another mode each layer would be compiled once more for those without a graph.
             with torch.inference_mode():
-                runner = CUDAGraphRunner(forward, numbers, builder, inputs, memory_of=first, **options)
+                runner = CUDAGraphRunner(forward, numbers, builder, inputs, memory_of=first, **options, **shared)
             first = first or runner
             graphs = graphs._replace(**{name: runner})
     except RuntimeError as error:

@@ -125,6 +125,12 @@ class KVTransfer:
                 "a cache in which one block id means one block of every layer",
                 "allocate_kv_cache(model, ...) without hybrid=True",
             )
+        if allocation.states is not None:
+            raise CacheError(
+                "KV transfer for a model that keeps a state for each request",
+                "models in which keys and values are all that is kept of a prefix",
+                "run this model without KV transfer",
+            )
         self.connector, self.timeout, self.num_blocks = connector, timeout, allocation.num_blocks
         self._first_block = allocation.reserved_blocks
         modules: dict[str, Any] = dict(find_layers(model))

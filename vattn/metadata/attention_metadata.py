@@ -126,6 +126,7 @@ class AttentionMetadata:
         suffix_lens, suffix_block_table: int32 `[B]` and `[B, W]`, lengths and blocks of each request after the prefix.
         local_seq_lens: int32 `[B]`, how many of each request's tokens this rank holds, under context parallelism:
             table and slots count these only (slots of other ranks' tokens are -1), everything else the whole request.
+        state_slots: int32 `[B]`, where layers that keep a state for each request have it; 0 for padded requests.
         plans: schedules by `Backend.plan_key`, filled once a step; a layer without one plans for itself. Beside the
             schedule of a backend that plans on the host, under `host_plan_key`, int64 on the CPU.
         num_reqs, num_actual_tokens: real requests and tokens, without the builder's padding.
@@ -157,6 +158,7 @@ class AttentionMetadata:
     suffix_lens: Tensor | None = None
     suffix_block_table: Tensor | None = None
     local_seq_lens: Tensor | None = None
+    state_slots: Tensor | None = None
     plans: dict[str, Tensor] = field(default_factory=dict)
     num_reqs: int = 0
     num_actual_tokens: int = 0

@@ -39,6 +39,7 @@ from vattn.metadata.inputs import Lengths, Masks, Tables, padded_size, read_per_
 from vattn.metadata.lineage import Lineage
 from vattn.metadata.plans import StepPlans, all_layers, block_size_of, device_of, find_layers
 from vattn.metadata.staging import Staging, StepBuffers
+from vattn.metadata.state_slots import num_state_slots, read_state_slots
 from vattn.metadata.step import Limits, Step
 from vattn.metadata.tensor_step import read_tensor_step
 
@@ -126,6 +127,7 @@ class AttentionMetadataBuilder:
         self.context_parallel = context_parallel
         with telling_others(context_parallel):
             given = all_layers(layers)
+            self._num_state_slots = num_state_slots(given)
             self.block_size = block_size = block_size_of(given) if block_size is None else block_size
         device = device_of(given) if device is None else device
         DeviceInfo.of(device)  # refuses what is no device
@@ -170,6 +172,11 @@ class AttentionMetadataBuilder:
         """Names of the backends that this builder plans for on the host."""
         return self._plans.host_planned
 
+    @property
+    def has_states(self) -> bool:
+        """Whether layers keep a state for each request, so that every step needs `state_slots`."""
+        return self._num_state_slots is not None
+
     def _allocate(self) -> None:
         self._buffers = StepBuffers(self._limits, self.device, pinned=False)
         self._derived = DerivedTensors(self._limits, self._buffers)
@@ -201,6 +208,7 @@ class AttentionMetadataBuilder:
         logits_indices: Lengths | None = None,
         num_logits_padded: int | None = None,
         shared_prefix_len: int | None = None,
+        state_slots: Lengths | None = None,
         capture_key: CaptureKey | None = None,
     ) -> AttentionMetadata:
         """Check a step, copy it into the buffers and return views of them.
@@ -235,6 +243,8 @@ class AttentionMetadataBuilder:
             shared_prefix_len: cached tokens that all requests have in the same blocks, whole blocks of them: layers
                 attend them once for all rows, unless the step has more new tokens than these. Results equal those of
                 `None` but for rounding. A number, 0 too, and `None` need separate CUDA graphs.
+            state_slots: the slot of each request in a cache of states, for models with layers that keep a state; 1 or
+                more, and its own from its first to its last token. Every request then has a new token.
             capture_key: the key of a CUDA graph that will replay this step: the step is padded to its sizes.
 
         Raises:
@@ -261,6 +271,7 @@ class AttentionMetadataBuilder:
                 step.num_logits = read_num_logits(step.query_lens, num_logits, logits_indices)
             if shared_prefix_len is not None:
                 step.shared_prefix_len = read_shared_prefix(step, shared_prefix_len, self.block_size)
+            step.state_slots = read_state_slots(step, state_slots, self._num_state_slots)
             if capture_key is not None:
                 if not isinstance(capture_key, CaptureKey):
                     raise MetadataError(

@@ -16,7 +16,7 @@ Metadata = TypeVar("Metadata", bound="AttentionMetadata")
 
 _BY_REQUEST = (
     "seq_lens", "block_table", "causal", "tree_id", "mm_ranges", "encoder_seq_lens", "cross_block_table",
-    "local_seq_lens",
+    "local_seq_lens", "state_slots",
 )  # fmt: skip
 _BY_TOKEN = ("slot_mapping", "positions")
 _SHARED_PREFIX = ("prefix_lens", "prefix_start_loc", "suffix_lens", "suffix_block_table")

@@ -21,10 +21,10 @@ class StepBuffers:
         def zeros(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device, pin_memory=pinned)
 
-        self.requests = zeros(10, _round_up(max(2, limits.num_reqs) + 1))
+        self.requests = zeros(11, _round_up(max(2, limits.num_reqs) + 1))
         self.query_start_loc, self.seq_lens, self.causal_flags, self.tree_id, *rest = self.requests.unbind()
         self.encoder_seq_lens, self.encoder_start_loc, self.logits_start_loc, self.local_seq_lens, *rest = rest
-        self.prefix_lens, self.prefix_start_loc = rest
+        self.prefix_lens, self.prefix_start_loc, self.state_slots = rest
         rows = zeros(1 + limits.tables, _round_up(limits.num_tokens), dtype=torch.int64)
         self.positions, *self.slot_mappings = rows.unbind()
         self.block_tables = [zeros(limits.num_reqs, limits.table_width) for _ in range(limits.tables)]
@@ -56,6 +56,8 @@ class StepBuffers:
             _fill_table(self.cross_block_table, step.cross.table, num_reqs)
         if step.held is not None:
             _fill(self.local_seq_lens, step.held, num_reqs)
+        if step.state_slots is not None:
+            _fill(self.state_slots, step.state_slots, num_reqs)
         if step.num_logits is not None:
             _fill_offsets(self.logits_start_loc, step.num_logits, num_reqs)
         if step.shared_prefix_len is not None:
@@ -113,6 +115,7 @@ class StepBuffers:
             num_decodes=decodes,
             num_decode_tokens=decode_tokens,
             local_seq_lens=None if step.held is None else self.local_seq_lens[:num_reqs].data,
+            state_slots=None if step.state_slots is None else self.state_slots[:num_reqs].data,
         )
 
 

@@ -59,6 +59,8 @@ class Step:
     """Tokens of the prefix that all requests share; `None`: layers do not attend it apart."""
     held: Tensor | None = None
     """How many of its tokens this rank holds, under context parallelism."""
+    state_slots: Tensor | None = None
+    """Where each request has its state in layers that keep one."""
     given_places: bool = False
     """Whether slots or positions were given, instead of following from lengths and table."""
     num_tokens: int = 0

@@ -44,11 +44,12 @@ from vattn.integrations.transformers.continuous_batching import (
 )
 from vattn.integrations.transformers.dense_attention import register_dense
 from vattn.integrations.transformers.fp8_checkpoint import load_fp8_linears as load_fp8_linears
-from vattn.integrations.transformers.observe import AttentionCall, observe, set_attention
+from vattn.integrations.transformers.observe import AttentionCall, find_states, observe, set_attention
 from vattn.integrations.transformers.packed_model import PackedCache, PackedModel
 from vattn.integrations.transformers.prove import Proof
 from vattn.integrations.transformers.replaced_forwards import replace_forwards, replaced_modules, restore_forwards
 from vattn.integrations.transformers.rope_frequencies import fix_frequencies, restore_frequencies
+from vattn.integrations.transformers.state_layers import restore_states
 from vattn.integrations.transformers.tensor_parallel import replicate_kv_heads, restore_kv_heads
 from vattn.layers import QuantConfig
 from vattn.quantization.formats import KV_FORMATS, resolve_kv_cache_dtype
@@ -72,6 +73,7 @@ def enable(
     rope_length: int | None = None,
     num_blocks: int | None = None,
     memory: int | str | None = None,
+    max_num_reqs: int | None = None,
     prove: bool = True,
 ) -> PackedModel:
     """Put the attention of a transformers model on vattn, in place.
@@ -95,6 +97,8 @@ def enable(
         rope_length: the longest request, for models whose RoPE frequencies go by the length of the sequence
             (`longrope`, `dynamic`): all get the frequencies that the model has for a sequence of so many tokens.
         num_blocks, memory: allocate the paged cache too; see `vattn.allocate_kv_cache`. Neither: allocate it later.
+        max_num_reqs: for models with layers that keep a state for each request (Mamba, linear attention, short
+            convolutions), with `num_blocks` or `memory`: see `vattn.allocate_kv_cache`.
         prove: run two requests of 21 and 4 tokens by the model itself and on vattn, with a small cache in the model's
             dtype, and refuse the model if they differ. `False` saves four runs of the model; a model that vattn
             misunderstands then gives wrong results without an error.
@@ -151,7 +155,8 @@ def enable(
     model.__dict__["_vattn_heads"] = heads
     model.__dict__["_vattn_before"] = model.config._attn_implementation, remove_cache_hooks(model), frequencies
     try:
-        seen = observe(model, PackedCache())
+        states = find_states(model)
+        seen = observe(model, PackedCache(), states)
         calls = seen.calls
         if found is not None:
             _check_heads(found, calls)
@@ -165,23 +170,32 @@ def enable(
         for name, layer in layers.items():
             layer.resolve_config(model.dtype, next(calls[name].module.parameters()).device)
         modules = {name: call.module for name, call in calls.items()}
-        proof = Proof(model, modules, rope_length, seen.first_position) if prove else None
+        with_states = {} if states is None else states.modules
+        proven = {**modules, **with_states}
+        proven = {name: proven[name] for name, _ in model.named_modules() if name in proven}
+        proof = Proof(model, proven, rope_length, seen.first_position) if prove else None
         replaced = bool(replaced_modules(model))
         register()
         replace_forwards(model, attend)
         set_attention(model, REPLACED if replaced else PACKED)
+        if states is not None:
+            states.install()
         packed = PackedModel(model, rope_length, seen.first_position)
         if proof is not None:
             plain, backend = plain_cache(cache_config), attn_backend if stores_plainly(cache_config) else None
             install(modules, {n: _layer(call, n, plain, None, backend, batch_invariant) for n, call in calls.items()})
             proof.check(packed, plain.block_size)
         install(modules, layers)
+        if states is not None:
+            states.install()
         if merge_projections:
             linears.merge_projections(model)
         if vattn_linears:
             linears.replace_linears(model)
         if num_blocks is not None or memory is not None:
-            packed.allocate(num_blocks=num_blocks, memory=memory)
+            packed.allocate(num_blocks=num_blocks, memory=memory, max_num_reqs=max_num_reqs)
+        elif max_num_reqs is not None:
+            raise ConfigError("max_num_reqs without num_blocks and memory", "one of them too", "give it to allocate()")
     except BaseException:
         disable(model)
         raise
@@ -214,6 +228,7 @@ def disable(model: nn.Module) -> None:
         return
     restore_kv_heads(inner.__dict__.pop("_vattn_heads", []))
     restore_forwards(inner)
+    restore_states(inner)
     linears.separate_projections(inner)
     linears.restore_linears(inner)
     for module in list(inner.modules()):

@@ -7,6 +7,7 @@ tested too.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import random
 import threading
@@ -25,6 +26,7 @@ from vattn.integrations.transformers.replaced_forwards import (
     replaced_modules,
     restore_forwards,
 )
+from vattn.integrations.transformers.state_layers import StateModules, has_states
 from vattn.layers.fp8_linear import exact_inputs
 
 PROBE = "vattn_probe"
@@ -163,18 +165,20 @@ def _close(expected: Tensor, given: Tensor) -> bool:
     return bool((expected.float() - given.float()).abs().max() <= 1e-2 * expected.float().abs().max())
 
 
-def observe(model: Any, cache: Any) -> Observation:
+def observe(model: Any, cache: Any, states: StateModules | None = None) -> Observation:
     """Run a model on a few tokens and return how it calls attention.
 
     Args:
         cache: a `PackedCache`.
+        states: its modules that keep a state for each request; `None` for none.
 
     Raises:
         UnsupportedRequestError: see `vattn.integrations.transformers.enable`.
     """
     _check_signature(model)
     ids = ordinary_tokens(model, 5)
-    with _taking_notes(model) as notes, exact_inputs(model):
+    apart = contextlib.nullcontext() if states is None else states.replaced_by(_same_for_all)
+    with _taking_notes(model) as notes, exact_inputs(model), apart:
 
         def run(ids: list[int], positions: list[int] | None) -> _Run:
             notes.calls = {}
@@ -187,15 +191,18 @@ def observe(model: Any, cache: Any) -> Observation:
         cache.seq_length = FULL
         cached = run(ids[:3], positions)
         cache.seq_length = 0
+        again = run([ids[0], ids[1], ids[0]], [start, start, start])
     calls = first.calls
     names = {module: name for name, module in model.named_modules()}
     for module, call in calls.items():
         call.alibi_slopes = alibi_slopes(module, model.config)
-    _check_layers(model, calls)
+    _check_layers(model, calls, None if states is None else states.num_attending)
     _check_tokens_apart(model, first.logits, other.logits)
     places = [(first.logits, moved.logits)] + [(calls[m].queries, moved.calls[m].queries) for m in calls]
-    if not any(call.alibi_slopes is not None for call in calls.values()) and all(
-        torch.equal(a, b) for a, b in places if a is not None and b is not None
+    if (
+        not any(call.alibi_slopes is not None for call in calls.values())
+        and all(torch.equal(a, b) for a, b in places if a is not None and b is not None)
+        and not _same_everywhere(again)
     ):
         raise UnsupportedRequestError(
             f"{type(model).__name__}, in which position_ids change nothing",
@@ -211,6 +218,18 @@ def observe(model: Any, cache: Any) -> Observation:
             "keep this model on transformers' own attention",
         )
     return Observation({names[module]: call for module, call in calls.items()}, start)
+
+
+def _same_for_all(module: nn.Module, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
+    """Return what attention gives while notes are taken, for a module with states."""
+    return torch.full_like(hidden_states, SAME)
+
+
+def _same_everywhere(run: _Run) -> bool:
+    """Return whether the first and the last token of a run, which are equal, are equal for the model: no positions."""
+    queries = [call.queries for call in run.calls.values()]
+    rows = [run.logits, *(each[0].transpose(0, 1).float() for each in queries if each is not None)]
+    return all(_close(each[0], each[-1]) for each in rows)
 
 
 def _first_position(model: Any, run: Callable[[list[int] | None], _Run]) -> tuple[int, _Run]:
@@ -355,6 +374,19 @@ def set_attention(model: Any, name: str) -> None:
         raise _unsupported(f"{type(model).__name__} has no exchangeable attention")
 
 
+def find_states(model: Any) -> StateModules | None:
+    """Return the modules of a model that keep a state for each request; `None` for most models.
+
+    Raises:
+        UnsupportedRequestError: see `vattn.integrations.transformers.enable`.
+    """
+    if not has_states(model):
+        return None
+    _check_signature(model)
+    ids = ordinary_tokens(model, TOKENS)
+    return StateModules(model, lambda cache: _run(model, cache, ids, None))
+
+
 def _run(model: Any, cache: Any, ids: list[int], positions: list[int] | None) -> Tensor:
     device, taken = next(model.parameters()).device, inspect.signature(model.forward).parameters
     inputs = {"input_ids": torch.tensor([ids], device=device)}
@@ -381,8 +413,8 @@ def _check_signature(model: Any) -> None:
         raise _unsupported(f"{type(model).__name__}.forward takes no {' and no '.join(missing)}")
 
 
-def _check_layers(model: Any, calls: dict[nn.Module, AttentionCall]) -> None:
-    expected = model.config.get_text_config().num_hidden_layers
+def _check_layers(model: Any, calls: dict[nn.Module, AttentionCall], num_attending: int | None) -> None:
+    expected = model.config.get_text_config().num_hidden_layers if num_attending is None else num_attending
     if len(calls) != expected:
         raise _unsupported(f"{len(calls)} of {expected} layers of {type(model).__name__} call attention")
 

@@ -15,6 +15,7 @@ from vattn.errors import ConfigError, MetadataError, UnsupportedRequestError
 from vattn.integrations.transformers import linears
 from vattn.integrations.transformers.available import transformers
 from vattn.integrations.transformers.checks import check_inputs
+from vattn.integrations.transformers.state_rows import RowGroup, row_groups
 from vattn.metadata import forward_context as context
 
 
@@ -34,13 +35,16 @@ class PackedCache(transformers.Cache):
 
     Keys and values pass through, so that attention gets only keys and values of the step's tokens.
 
+    Args:
+        groups: rows of the step that modules with states run together; `None` outside of steps.
+
     Attributes:
         seq_length: what the cache says that it holds; `position_ids` hold the positions.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, groups: tuple[RowGroup, ...] | None = None) -> None:
         super().__init__(layers=_NoStates())
-        self.seq_length = 0
+        self.seq_length, self.groups = 0, groups
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
         """Return keys and values unchanged."""
@@ -113,6 +117,7 @@ class PackedModel(nn.Module):
         self.enabled = True
         model.__dict__.setdefault("_vattn_packed", _Users()).add(self)
         self._packed_cache = PackedCache()
+        self._states: list[Any] = [module for module in model.modules() if hasattr(module, "bind_states")]
         # Models with ALiBi know no positions.
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
@@ -161,7 +166,10 @@ class PackedModel(nn.Module):
         options: dict[str, Any] = {"position_ids": positions[None]} if self._takes_positions else {}
         if logits_indices is not None:
             options["logits_to_keep"] = logits_indices
-        out = self.model(input_ids=input_ids[None], past_key_values=self._packed_cache, use_cache=False, **options)
+        cache = self._packed_cache
+        if self._states:
+            cache = PackedCache(_row_groups(self._states[0], input_ids.shape[0]))
+        out = self.model(input_ids=input_ids[None], past_key_values=cache, use_cache=False, **options)
         return out.logits[0]
 
     def allocate(
@@ -172,6 +180,7 @@ class PackedModel(nn.Module):
         device: torch.device | str | None = None,
         hybrid: bool = False,
         max_seq_len: int = 32768,
+        max_num_reqs: int | None = None,
     ) -> KVCacheAllocation:
         """Allocate the paged cache in the model's dtype and keep it; arguments of `vattn.allocate_kv_cache`."""
         linears.check_merged(self)
@@ -183,8 +192,15 @@ class PackedModel(nn.Module):
             dtype=self.model.dtype,  # type: ignore[arg-type]
             hybrid=hybrid,
             max_seq_len=max_seq_len,
+            max_num_reqs=max_num_reqs,
         )
         return self.kv_cache
+
+
+def _row_groups(states: Any, num_tokens: int) -> tuple[RowGroup, ...] | None:
+    """Return the groups of the step that runs; `None` without a step, or without a cache: modules refuse both."""
+    step = context.current_step()
+    return None if step is None else row_groups(step, num_tokens, states.num_state_slots)
 
 
 def _check_lengths(longest: int) -> None:

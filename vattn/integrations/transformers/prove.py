@@ -88,9 +88,15 @@ class Proof:
         """
         short = -(-SHORT // block_size)
         num_blocks = 1 + short + -(-LONGEST // block_size)
-        allocation, packed.kv_cache = packed.allocate(num_blocks=num_blocks), None
+        allocation, packed.kv_cache = packed.allocate(num_blocks=num_blocks, max_num_reqs=self._most_reqs()), None
+        slots = None if allocation.states is None else [2, 1]
+        for tensors in {} if allocation.states is None else allocation.states.layers.values():
+            for tensor in tensors:
+                tensor[:-1] = torch.nan
         for module in self.modules.values():
             layer: Any = module._modules[NAME]
+            if not hasattr(layer, "kv_cache"):
+                continue
             name = layer.config.backend
             backend: Any = mla_backends().get(name) or get_backend(name)
             layer.kv_cache.view(torch.uint8).fill_(NAN if backend.capabilities.garbage_safe else LARGE)
@@ -101,7 +107,9 @@ class Proof:
         cut = length * 3 // 7
         for parts in (((0, cut), (0, SHORT - 1)), ((cut, length), (SHORT - 1, SHORT))):
             self._parts = parts
-            step = builder.build([end - start for start, end in parts], [end for _, end in parts], tables)
+            step = builder.build(
+                [end - start for start, end in parts], [end for _, end in parts], tables, state_slots=slots
+            )
             ids = [
                 token
                 for request, (start, end) in zip(self.requests, parts, strict=True)
@@ -112,6 +120,10 @@ class Proof:
             with _alone(self.model), forward_context(step), self._hooked(self._same_input, self._same_output):
                 logits = packed(torch.tensor(ids, device=allocation.device), positions)
             self._check_logits(logits)
+
+    def _most_reqs(self) -> int | None:
+        """Return the number of requests for models with states."""
+        return 2 if any(hasattr(module._modules[NAME], "bind_states") for module in self.modules.values()) else None
 
     @contextmanager
     def _hooked(self, before: Callable[..., Any], after: Callable[..., Any]) -> Iterator[None]:
