@@ -248,7 +248,6 @@ def samples(
     dtype: str,
     wide: frozenset[Node],
     every: Callable[[], bool],
-    thorough: bool = False,
     few: bool = False,
 ) -> Iterator[Sample]:
     """Run a region on all probe inputs.
@@ -256,7 +255,6 @@ def samples(
     Args:
         wide: nodes in bf16 or fp16 that stay in fp32.
         every: says, after the other inputs, whether to run every value of the model dtype too.
-        thorough: run those under every scale.
         few: run those a few tokens at a time.
     """
     exact, roots = exact_scales(nodes, inputs, dtype), max(1, len(inputs.roots))
@@ -277,8 +275,7 @@ def samples(
         yield from (sample(x, scales) for x in probe_outputs(region.output, dtype, steps, round_, counts))
     if not every():
         return
-    for round_ in range(len(exact)) if thorough else [min(1, len(exact) - 1)]:
-        yield from (sample(x, scales_of(round_)) for x in every_output(region.output, dtype, counts, few))
+    yield from (sample(x, scales_of(1)) for x in every_output(region.output, dtype, counts, few))
 
 
 def exact_scales(nodes: Sequence[Node], inputs: Inputs, dtype: str) -> list[float]:

@@ -1,8 +1,8 @@
 """Shows that a region which agreed with a quantiser in every run agrees with it elsewhere too.
 
-Runs cannot hold every value in each place, nor every scale. So each code must come of one value of the output, by a
-formula that was run on every value; what is rounded must equal what the quantiser rounds; every condition must have
-been met and not met; and values that depend on a scale may only be scaled, limited and selected.
+Runs hold every value of a 16-bit model dtype, but not in each place, nor under each scale. So each code must come of
+its own value, and its group's maximum, by a formula that runs have met with every value; what is rounded must equal
+what the quantiser rounds; and values that depend on a scale may only be scaled, limited and selected.
 """
 
 from __future__ import annotations
@@ -23,6 +23,10 @@ from vattn.passes.region_run import SATURATES
 from vattn.quantization.formats import FP8_E4M3_MAX
 
 _SCATTERS = frozenset({"slice_scatter", "select_scatter"})
+_MAXIMA = MOVES | CASTS | _SCATTERS | frozenset("maximum minimum relu abs neg amax amin aminmax max min copy".split())
+_ALONG = frozenset("sort topk cummax cummin gather kthvalue argmax argmin".split())
+"""Ops whose results depend on a whole line of what they read."""
+
 _SCALING = frozenset("mul div true_divide reciprocal ldexp pow addcdiv".split())
 _LIMITING = frozenset(
     "clamp clamp_min clamp_max minimum maximum fmin fmax hardtanh relu where masked_fill copysign abs neg sign "
@@ -55,7 +59,7 @@ def origins(nodes: Sequence[Node], known: dict[Node, Origin], values: dict[Node,
     """Return where the elements of each node come from.
 
     Args:
-        known: the origin of the output.
+        known: the origins of the output, and of nodes to go no further back than.
         values: of all nodes and their inputs in one run.
     """
     found: dict[Node, Any] = dict(known)
@@ -71,7 +75,7 @@ def start(output: Tensor) -> Origin:
     return Origin(torch.zeros_like(place), place, place)
 
 
-def _nowhere(made: Tensor, number: int = 0) -> Origin:
+def nowhere(made: Tensor, number: int = 0) -> Origin:
     """Return the origin of elements of one formula that depend on no place of the output."""
     like = torch.full(made.shape, number)
     return Origin(like, torch.full_like(like, _NOWHERE), torch.full_like(like, _EVERYWHERE))
@@ -82,7 +86,7 @@ def _constant(made: Any) -> Any:
     if not isinstance(made, Tensor):
         return made
     bits = made.double().view(torch.int64) if made.is_floating_point() else made.to(torch.int64)
-    return _nowhere(made)._replace(formula=bits)
+    return nowhere(made)._replace(formula=bits)
 
 
 def _origin(node: Node, found: dict[Node, Any], values: dict[Node, Any]) -> Any:
@@ -116,7 +120,7 @@ def _origin(node: Node, found: dict[Node, Any], values: dict[Node, Any]) -> Any:
         return _reduced(node, operands[0], made, seed)
     pointwise = torch.Tag.pointwise in node.target.tags or name in CASTS  # type: ignore[union-attr]
     if pointwise or name.endswith("_like") or (reinterprets and made.shape == operands[0].first.shape):
-        total = _nowhere(made, seed)
+        total = nowhere(made, seed)
         for operand in operands:
             total = Origin(
                 _mixed(total.formula, operand.formula),
@@ -124,6 +128,8 @@ def _origin(node: Node, found: dict[Node, Any], values: dict[Node, Any]) -> Any:
                 torch.maximum(total.last, operand.last),
             )
         return total
+    if name in _ALONG and operands[0].first.dim():
+        return _along(name, node, operands, made, seed)
     if node.target.namespace not in ("aten", "prims"):  # type: ignore[union-attr]
         return _of_quantiser(operands[0], made)
     return _unknown(made)
@@ -140,12 +146,30 @@ def _reduced(node: Node, operand: Origin, made: Any, seed: int) -> Any:
     return (total,) * len(made) if isinstance(made, (tuple, list)) else total
 
 
+def _along(name: str, node: Node, operands: list[Origin], made: Any, seed: int) -> Any:
+    """Return the origin of elements that each depend on a whole line of what is read."""
+    dim: Any = {"sort": 1, "topk": 2}.get(name, 1)
+    dim = node.args[dim] if len(node.args) > dim else node.kwargs.get("dim", -1)
+    lines = [
+        Origin(_mixed(part.formula, seed).sum(dim, True), part.first.amin(dim, True), part.last.amax(dim, True))
+        for part in operands
+    ]
+    first = torch.stack([line.first for line in lines]).amin(0)
+    last = torch.stack([line.last for line in lines]).amax(0)
+    line = Origin(_mixed(lines[0].formula, *(line.formula for line in lines[1:])), first, last)
+
+    def spread(result: Tensor) -> Origin:
+        return line.each(lambda part: part.expand(result.shape))
+
+    return list(map(spread, made)) if isinstance(made, (tuple, list)) else spread(made)
+
+
 def _of_quantiser(source: Origin, made: Any) -> Any:
     """Return the origin of what a library's quantiser returns: what it reads is looked at instead."""
     if isinstance(made, (tuple, list)):
         return [_of_quantiser(source, each) for each in made]
     same = isinstance(made, Tensor) and made.numel() == source.first.numel()
-    return source.each(lambda part: part.reshape(made.shape)) if same else _nowhere(made)
+    return source.each(lambda part: part.reshape(made.shape)) if same else nowhere(made)
 
 
 def _mixed(number: Tensor, *others: Any) -> Tensor:
@@ -263,3 +287,26 @@ def check_scaled(
             numbers += [float(a) for a in node.args if isinstance(a, (int, float))]
             found.update(abs(number) for number in numbers)
     return found - _NUMBERS
+
+
+def takes_maxima(node: Node, found: Collection[Node], values: dict[Node, Any]) -> bool:
+    """Return whether a node takes maxima, minima or signs of values of the output, or moves them, and nothing else.
+
+    Args:
+        found: what depends on the output.
+        values: of all nodes in one run.
+    """
+    name = op_name(node.target)
+    if name in ("maximum", "minimum"):
+        others = [values[source] for source in node.all_input_nodes if source not in found]
+        if not all(bool((other == 0).all()) for other in others):
+            return False
+    narrows = name in CASTS and dtype_of(node) not in (torch.float32, torch.float64)
+    return node.target is operator.getitem or (name in _MAXIMA | _ALONG and not narrows)
+
+
+def only_scales(node: Node) -> bool:
+    """Return whether a node multiplies, divides, widens or moves what it reads."""
+    name = op_name(node.target)
+    narrows = name in CASTS and dtype_of(node) not in (torch.float32, torch.float64)
+    return name in _SCALING | MOVES | {"neg"} or (name in CASTS and not narrows)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -40,13 +40,20 @@ class Quantiser:
         rows, multiplies = rows.float(), self.arithmetic == "multiply"
         if scales is None:
             return rows * torch.tensor(scale) if multiplies else rows / torch.tensor(scale)
-        step = scales
-        if self.fmt.container is torch.uint8:
-            step = scales.float() * scale
-            # A block scale of zero stores zeros: dividing by infinity keeps their signs.
-            step = torch.where(step == 0, torch.inf, step)
-        step = step.repeat_interleave(rows.shape[1] // scales.shape[1], 1)
+        step = self.step(scales, scale).repeat_interleave(rows.shape[1] // scales.shape[1], 1)
         return rows * step.reciprocal() if multiplies else rows / step
+
+    def step(self, scales: Tensor, scale: float) -> Tensor:
+        """Return what values are divided by in groups of some computed scales."""
+        step = scales.float() * scale if self.fmt.container is torch.uint8 else scales
+        # A block scale of zero stores zeros: dividing by infinity keeps their signs.
+        return torch.where(step == 0, torch.inf, step) if self.fmt.container is torch.uint8 else step
+
+    def scales_of(self, maxima: Tensor, scale: float) -> Tensor:
+        """Return the computed scales `[M, 1]` of groups with some maxima `[M]`, fp32."""
+        if self.fmt.container is torch.uint8:
+            return self(maxima[:, None].expand(-1, self.fmt.group_size), scale)[1]  # type: ignore[return-value]
+        return replace(self, fmt=replace(self.fmt, group_size=1))(maxima[:, None], scale)[1]  # type: ignore[return-value]
 
 
 def quantisers(
