@@ -133,7 +133,7 @@ def test_the_ladder_holds_steps_that_are_no_drafts(max_num_reqs: int, budget: in
     """Up to the token budget, never less than the requests, never as many tokens for each of them."""
 
     class Builder:
-        device, backends = torch.device("cuda"), {"TRITON_ATTN"}
+        device, backends, has_states = torch.device("cuda"), {"TRITON_ATTN"}, False
 
     builder: Any = Builder()
     sizes = mixed_sizes(None, budget, max_num_reqs, [1], builder)

@@ -73,7 +73,7 @@ def test_family_equals_itself(name: str, device: str) -> None:
 
 
 def test_the_documented_families_are_those_tested() -> None:
-    page = (Path(__file__).parents[2] / "docs" / "transformers.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "hybrid-models.md").read_text()
     assert table() in page, "put what tests.integrations.hybrid_families.table() returns between the marks"
 
 

@@ -138,12 +138,12 @@ def test_heads_that_no_backend_runs_are_refused_before_allocation() -> None:
     assert "_vattn_before" not in model.__dict__
 
 
-def test_latent_attention_gives_the_reason_that_enable_gives() -> None:
+def test_models_without_attention_are_refused() -> None:
     from vattn.integrations.transformers.mla import enable_latent_attention
 
     model = make("bailing_hybrid")
-    for function in (enable, enable_latent_attention):
-        with pytest.raises(UnsupportedRequestError, match="a state besides keys and values"):
+    for function, reason in ((enable, "only contain LinearAttention"), (enable_latent_attention, "a state besides")):
+        with pytest.raises(UnsupportedRequestError, match=reason):
             function(model)
 
 

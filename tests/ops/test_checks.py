@@ -122,7 +122,7 @@ ATTENTION: list[Case] = [
     (FULL, "key_cache", lambda x: x[:0], errors.ShapeError, r"key_cache has shape \(0, .*num_blocks >= 1"),
     (FULL, "key_cache", lambda x: x.view(torch.float8_e5m2), errors.DtypeError, "float8_e5m2.*float8_e4m3fn or uint8"),
     (FULL, "key_cache", lambda x: x.transpose(1, 2), errors.ShapeError, "key_cache has shape"),
-    (FULL, "key_cache", lambda x: x[:1].expand(x.shape), errors.StrideError, "key_cache has strides.*elements overlap"),
+    (FULL, "key_cache", lambda x: x[:, :1].expand(x.shape), errors.StrideError, "key_cache.*elements overlap"),
     (FULL, "value_cache", absent, errors.ShapeError, "key_cache without value_cache"),
     (UNEQUAL, "value_cache", lambda x: x[1:], errors.ShapeError, "value_cache has shape.*the blocks of key_cache"),
     (UNEQUAL, "value_cache", strided, errors.StrideError, "value_cache has strides.*columns lie apart"),

@@ -203,14 +203,14 @@ def test_options_that_change_nothing_are_taken(server: Any) -> None:
 def fault(server: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     """Return what makes the next step of the model fail."""
     runner = server.engine.generator._runner
-    forward = runner.forward
+    forward = runner.steps.forward
 
     def inject() -> None:
         def raises(*inputs: Any) -> Any:
-            monkeypatch.setattr(runner, "forward", forward)
+            monkeypatch.setattr(runner.steps, "forward", forward)
             raise RuntimeError("injected")
 
-        monkeypatch.setattr(runner, "forward", raises)
+        monkeypatch.setattr(runner.steps, "forward", raises)
 
     return inject
 
