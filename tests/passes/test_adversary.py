@@ -31,6 +31,7 @@ def judged(judge: Adversary, seeds: Iterable[int]) -> tuple[list[str], int]:
     return [verdict.name for verdict in verdicts if verdict.wrong], sum(verdict.fused for verdict in verdicts)
 
 
+@pytest.mark.slow
 def test_a_few_changes(judge: Adversary) -> None:
     """Five changes to each of a few quantisers; some change nothing and fuse."""
     seeds = [block * 100 + index for block in range(10 * SEED, 10 * SEED + 10) for index in range(5)]
@@ -69,6 +70,7 @@ def test_what_few_inputs_show_is_refused(judge: Adversary, name: str) -> None:
     assert report.outcome == "near miss", report
 
 
+@pytest.mark.slow
 def test_quantisers_that_are_not_changed_fuse() -> None:
     output, scale = adversary.outputs(1), torch.tensor([0.0213])
     for name, gm in Adversary().bases.items():

@@ -121,6 +121,7 @@ def test_forms(names: tuple[str, ...]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
+@pytest.mark.slow
 def test_scales_follow_codes_that_move() -> None:
     """A few of the forms whose scales are moved, sliced or spread as the codes are; `test_forms` has all of them."""
     placed = ("second half of columns", "flipped columns", "halves swapped", "every other token", "batch of one")
