@@ -72,6 +72,17 @@ HYBRIDS = {
         "Mamba 2 and attention side by side in every layer",
         {**MAMBA_2, "mamba_d_ssm": 128, "head_dim": 16},
     ),
+    "zamba2": Family(
+        "zamba2",
+        "Mamba 2, attention layers of one shared block",
+        {
+            "layers_block_type": ["mamba", "hybrid", "mamba"], "mamba_d_state": 16, "mamba_d_conv": 4,
+            "mamba_expand": 2, "n_mamba_heads": 4, "mamba_headdim": 32, "mamba_ngroups": 1,
+            "chunk_size": 16, "num_mem_blocks": 1, "adapter_rank": 8, "num_key_value_heads": 4,
+            # transformers bounds time steps below in prompts, and not in decodes.
+            "time_step_min": 1e-9,
+        },
+    ),
     "lfm2": Family("lfm2", "short convolutions", CONVOLUTIONS),
     "lfm2_moe": Family(
         "lfm2_moe",

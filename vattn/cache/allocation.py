@@ -221,13 +221,13 @@ def allocate_kv_cache(
     targets = _sharing_targets(modules, specs)
     block_size = common_block_size(specs)
     grouping = _grouping(modules, specs, max_seq_len) if hybrid else None
-    keepers, num_slots = find_state_layers(model, max_num_reqs)
+    state_layers, num_slots = find_state_layers(model, max_num_reqs)
     per_block = grouping.bytes_per_block if grouping else sum(spec.page_size_bytes for spec in specs.values())
-    count = _count_blocks(num_blocks, memory_for_blocks(memory, keepers, num_slots), per_block, len(specs))
+    count = _count_blocks(num_blocks, memory_for_blocks(memory, state_layers, num_slots), per_block, len(specs))
     for name, module in modules.items():
         # Every refusal comes before the first binding, so that none leaves a model half bound.
         module.resolve_config(dtype, device, modules.get(targets.get(name, "")))
-    states = allocate_states(keepers, num_slots, device)
+    states = allocate_states(state_layers, num_slots, device)
     one_group = (KVCacheGroup(tuple(specs), tuple(specs.values()), tuple(range(len(specs)))),)
     groups = grouping.groups if grouping else one_group
     places = {

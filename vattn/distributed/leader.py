@@ -1,7 +1,7 @@
-"""Rank 0 of a group tells the others what to do next, through the store of their process group.
+"""Rank 0 of a group sends messages to the other ranks through the store of their process group.
 
-A store waits as long as the caller says, and answers while a collective hangs: a rank that fails leaves its error
-there, so that each of the others can say which one failed, and why.
+Each wait on a store has a timeout of its own, and it can be read while a collective hangs. A rank that fails writes its
+error there, so that the others can name it.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _KEPT = 64
-"""Messages that stay in the store. No rank is as far behind: the ranks of a model wait for each other in each step."""
+"""Messages that stay in the store. No rank falls so far behind: ranks wait for each other in each step."""
 
 _LOOK = timedelta(seconds=1)
-"""How long a rank waits for a message before it looks for errors of the others."""
+"""How long a rank waits for a message before it looks for failures of others."""
 
 _GRACE = 5.0
-"""Seconds that a rank which failed waits for the others to say the same: those that do not have ended."""
+"""Seconds that a failed rank waits for the reports of the others; ranks without one have ended or hang."""
 
 
 class Leader:
@@ -56,7 +56,7 @@ class Leader:
         self._error: RankError | None = None
 
     def check(self) -> None:
-        """Raise the error after which ranks are at different places, if there was one."""
+        """Raise the error of an earlier failure: ranks are in different steps since."""
         if self._error is not None:
             raise self._error
 
@@ -97,27 +97,27 @@ class Leader:
             return bool(self._store.check([key]))
         return True
 
-    def share(self, tensor: Tensor) -> None:
-        """Give a tensor on every rank the values that it has on rank 0."""
+    def broadcast(self, tensor: Tensor) -> None:
+        """Broadcast a tensor from rank 0, in place."""
         from torch import distributed
 
         distributed.broadcast(tensor, src=self._source, group=self._group)
 
-    def lost(self, error: Exception) -> RankError:
-        """Tell the other ranks that this one failed in a step, and return an error that names the first that did.
+    def report(self, error: Exception) -> RankError:
+        """Report that this rank failed in a step, and return an error that names the first rank that failed.
 
-        Ranks are at different places then, so that nothing more can be sent.
+        Ranks are in different steps then, so nothing more can be sent.
         """
         if self._error is None:
             own = f"rank {self.rank} of {self.world_size} failed with {type(error).__name__}: {first_line(error)}"
             try:
                 with reaching_the_store(self._group):
-                    self._error = self._report(own, error)
+                    self._error = self._write(own, error)
             except RankError as unreachable:
                 self._error = RankError(unreachable.got, unreachable.allowed, f"{own}; {unreachable.fix}")
         return self._error
 
-    def _report(self, own: str, error: Exception) -> RankError:
+    def _write(self, own: str, error: Exception) -> RankError:
         self._store.set(f"{self._key}/failed/{self.rank}", own)
         if isinstance(error, RankError):
             return error

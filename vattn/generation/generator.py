@@ -321,7 +321,11 @@ class Generator(StepLoop):
         self._rank_steps("follow").follow()
 
     def close(self) -> None:
-        """Let `follow` return on the other ranks; no step runs afterwards."""
+        """Let `follow` return on the other ranks; no step runs afterwards.
+
+        Raises:
+            ConfigError: a generator without a group.
+        """
         self._rank_steps("close").end()
 
     def _rank_steps(self, name: str) -> RankSteps:

@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+_PART = 1 << 24
+"""Elements of a weight that are summed at once."""
+
+
 class RankSteps(ModelSteps):
     """Steps of a model over the ranks of a group: rank 0 runs each step with all others.
 
@@ -36,7 +40,7 @@ class RankSteps(ModelSteps):
     ) -> None:
         super().__init__(forward, builder, graphs)
         self._leader = leader
-        # Also at the end of the process: the others would wait for ever.
+        # Also at the end of the process: the others would wait forever.
         self.end = weakref.finalize(self, leader.end)
 
     def check(self) -> None:
@@ -58,10 +62,10 @@ class RankSteps(ModelSteps):
         try:
             self._leader.send(pickle.dumps((step, 0 if tokens is None else tokens.shape[0])))
             if tokens is not None:
-                self._leader.share(tokens)
+                self._leader.broadcast(tokens)
             return super().run(step, before, begin)
         except Exception as error:
-            raise self._leader.lost(error) from error
+            raise self._leader.report(error) from error
 
     @torch.inference_mode()
     def follow(self) -> None:
@@ -80,11 +84,11 @@ class RankSteps(ModelSteps):
                 step, count = pickle.loads(message)
                 if before is not None and count:
                     before.tokens = torch.empty(count, dtype=torch.int64, device=self.device)
-                    self._leader.share(before.tokens)
+                    self._leader.broadcast(before.tokens)
                 _, metadata, graphs = super().run(step, before)
                 before = Ran(torch.empty(0), metadata, graphs)
         except Exception as error:
-            raise self._leader.lost(error) from error
+            raise self._leader.report(error) from error
 
 
 def join_ranks(
@@ -142,13 +146,15 @@ def _is_sharded(model: nn.Module) -> bool:
 def _digest(model: nn.Module) -> str:
     """Return a digest of names, shapes and dtypes of all weights, and of the values of those that are on every rank.
 
-    Those are all but DTensors and KV heads that `enable` dealt out. A model without DTensors may be sharded by hand.
+    Those are all but DTensors and the KV heads that `enable` replicated. No values of a model without DTensors count:
+    its weights may be sharded by hand.
     """
     kind, sharded, digest = _distributed_tensor(), _is_sharded(model), hashlib.sha256()
     for name, weight in model.named_parameters():
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
         own = isinstance(weight, kind) or getattr(weight, "differs_between_ranks", False)
         if sharded and not own and weight.numel():
-            values = weight.detach().double()
-            digest.update(repr([float(values.sum()), float(values.square().sum())]).encode())
+            # In parts: all of an embedding in fp64 may be more than the device has free.
+            for values in map(Tensor.double, weight.detach().flatten().split(_PART)):
+                digest.update(repr([float(values.sum()), float(values.square().sum())]).encode())
     return digest.hexdigest()[:16]

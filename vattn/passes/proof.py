@@ -238,7 +238,7 @@ def check_scaled(
     """Return the numbers that scaled values are compared with, besides those of any quantiser.
 
     Args:
-        scales: nodes of unknown value that scale: roots, and maxima.
+        scales: nodes of unknown value that scale.
         least: leave out nodes with fewer elements in `values`.
 
     Raises:

@@ -111,10 +111,10 @@ def enable(
     Raises:
         ConfigError: no transformers model, one in training mode, or one that is enabled already; a switch that is
             neither `True` nor `False`; a `rope_length` that a model has no use for; quantised outputs; an entry of
-            `kv_cache_dtype_skip_layers` that matches no layer.
+            `kv_cache_dtype_skip_layers` that matches no layer; `max_num_reqs` without a cache to allocate.
         UnsupportedRequestError: tokens meet outside of attention, a mask or an argument of attention that vattn does
-            not know, layers without attention, frequencies of RoPE that go by lengths without a `rope_length`; the text
-            says which.
+            not know, layers without attention, frequencies of RoPE that go by lengths without a `rope_length`, heads
+            that the ranks of a sharded model cannot share; the text says which.
         ScaleError, ...: as `vattn.Attention` and `vattn.allocate_kv_cache`.
             After any of these the model is as after `disable`: it can be used, and enabled again.
 
@@ -146,15 +146,16 @@ def enable(
             "no window: each layer's own comes from the model",
             "leave sliding_window out",
         )
+    if max_num_reqs is not None and num_blocks is None and memory is None:
+        raise ConfigError("max_num_reqs without num_blocks and memory", "one of them too", "give it to allocate()")
     check_quant_config(quant_config)
     found = None if calibration is None else as_calibration(calibration)
     scales = _scales(found, quant_config, cache_config, scales_per_head, query_format)
     own_config(model)
-    heads = replicate_kv_heads(model)
     frequencies = fix_frequencies(model, rope_length)
-    model.__dict__["_vattn_heads"] = heads
     model.__dict__["_vattn_before"] = model.config._attn_implementation, remove_cache_hooks(model), frequencies
     try:
+        model.__dict__["_vattn_heads"] = replicate_kv_heads(model)
         states = find_states(model)
         seen = observe(model, PackedCache(), states)
         calls = seen.calls
@@ -194,8 +195,6 @@ def enable(
             linears.replace_linears(model)
         if num_blocks is not None or memory is not None:
             packed.allocate(num_blocks=num_blocks, memory=memory, max_num_reqs=max_num_reqs)
-        elif max_num_reqs is not None:
-            raise ConfigError("max_num_reqs without num_blocks and memory", "one of them too", "give it to allocate()")
     except BaseException:
         disable(model)
         raise

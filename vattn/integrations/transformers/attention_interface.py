@@ -44,7 +44,7 @@ def attend(
             "call enable(model)",
         )
     if context.current_step() is None:
-        raise _no_step()
+        raise no_step()
     if query.shape[0] != 1:
         raise ShapeError(
             f"a batch of {query.shape[0]} rows of tokens",
@@ -63,7 +63,7 @@ def attend(
 def no_mask(attention_mask: Tensor | None = None, **options: Any) -> None:
     """Return no mask, since the layers know theirs; transformers' mask interface."""
     if context.current_step() is None:
-        raise _no_step()
+        raise no_step()
     if attention_mask is not None:
         raise _masked()
 
@@ -105,7 +105,8 @@ def _masked() -> MetadataError:
     )
 
 
-def _no_step() -> MetadataError:
+def no_step() -> MetadataError:
+    """Return the error of a call without a step."""
     return MetadataError(
         "a call of a model on vattn outside of vattn.forward_context, such as by model.generate()",
         "steps of packed tokens",

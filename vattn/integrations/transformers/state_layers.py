@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers import cache_utils
 
 from vattn.cache.state_cache import StateSpec
-from vattn.errors import CacheNotBoundError, MetadataError, UnsupportedRequestError
-from vattn.integrations.transformers.attention_interface import NAME
+from vattn.errors import CacheNotBoundError, UnsupportedRequestError
+from vattn.integrations.transformers.attention_interface import NAME, no_step
 from vattn.integrations.transformers.available import transformers
 from vattn.integrations.transformers.state_rows import RowGroup
 
@@ -66,7 +66,7 @@ class ModelStates(nn.Module):
         self._tensors, self.num_state_slots = tensors, tensors[0].shape[0] - 2
 
     def drop_states(self) -> None:
-        """Give the bound tensors up."""
+        """Forget the bound tensors."""
         self._tensors, self.num_state_slots = (), 0
 
     def load(self, group: RowGroup) -> _OneLayerCache:
@@ -118,16 +118,16 @@ def run_with_states(module: nn.Module, hidden_states: Tensor, *args: Any, **opti
 
     Returns:
         `[1, T, hidden_size]`, zeros in rows of padding.
+
+    Raises:
+        MetadataError: outside of a step.
+        CacheNotBoundError: no states are allocated.
     """
     states: Any = module._modules[NAME]
     cache = options.get(states.cache_name)
     groups: tuple[RowGroup, ...] | None = getattr(cache, "groups", None)
     if groups is None:
-        raise MetadataError(
-            "a call of a model on vattn outside of vattn.forward_context, such as by model.generate()",
-            "steps of packed tokens",
-            "use vattn.Generator(model, ...), run steps under vattn.forward_context(metadata), or disable(model) first",
-        )
+        raise no_step()
     if not states.num_state_slots:
         raise CacheNotBoundError(
             f"{type(module).__name__} without a cache of states",
@@ -258,7 +258,7 @@ def _noting_callers(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
         if module in recorder.found:
             recorder.rows[module] = args[0] if args else options["hidden_states"], out
 
-    takers = [module for module in model.modules() if _cache_name(module, "") and hasattr(module, "layer_idx")]
+    takers = [module for module in model.modules() if _cache_name(module) and hasattr(module, "layer_idx")]
     handles = [module.register_forward_pre_hook(begin, with_kwargs=True) for module in takers]
     handles += [module.register_forward_hook(end, with_kwargs=True) for module in takers]
     try:
@@ -277,8 +277,9 @@ def _continues(module: nn.Module, cache_name: str, given: Tensor, out: Tensor) -
     return bool(difference <= 2.0**-6 * out.float().norm())
 
 
-def _cache_name(module: nn.Module, default: str = "") -> str:
+def _cache_name(module: nn.Module) -> str:
+    """Return the argument of a module that takes a cache, empty without one."""
     code = getattr(type(module).forward, "__wrapped__", type(module).forward)
     names = getattr(code, "__code__", None)
     taken = () if names is None else names.co_varnames[: names.co_argcount + names.co_kwonlyargcount]
-    return next((name for name in _CACHE_NAMES if name in taken), default)
+    return next((name for name in _CACHE_NAMES if name in taken), "")

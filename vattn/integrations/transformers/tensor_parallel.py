@@ -15,14 +15,14 @@ Kept = list[tuple[Any, str, Any]]
 def replicate_kv_heads(model: nn.Module) -> Kept:
     """Give each rank whole KV heads where there are fewer than ranks; every rank calls it.
 
-    DTensors deal out rows of a projection, so that a rank would get a part of a head. Ranks whose query heads share a
+    DTensors shard a projection by rows, so that a rank would get a part of a head. Ranks whose query heads share a
     KV head get all of it.
 
     Returns:
         What it changed, for `restore_kv_heads`.
 
     Raises:
-        UnsupportedRequestError: heads that cannot be dealt out; nothing has changed.
+        UnsupportedRequestError: heads that cannot be sharded; nothing has changed.
     """
     kept: Kept = []
     for name, module in model.named_modules():
@@ -48,12 +48,12 @@ def replicate_kv_heads(model: nn.Module) -> Kept:
         kept.append((module, "num_key_value_groups", getattr(module, "num_key_value_groups", None)))
         module.num_key_value_groups = num_heads // ranks
         for part in parts[1:]:
-            for name, parameter in list(part.named_parameters(recurse=False)):
-                kept.append((part, name, parameter))
+            for own_name, parameter in list(part.named_parameters(recurse=False)):
+                kept.append((part, own_name, parameter))
                 head = parameter.full_tensor().unflatten(0, (num_kv_heads, -1))[own]
                 rows: Any = nn.Parameter(head.clone(), requires_grad=False)
                 rows.differs_between_ranks = True
-                setattr(part, name, rows)
+                setattr(part, own_name, rows)
     return kept
 
 

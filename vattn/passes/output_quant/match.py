@@ -103,7 +103,7 @@ class Classifier:
         return candidate.way.fmt.static_scale and not self.packed
 
     def _prove(self, found: _Candidate, sample: Sample, wide: frozenset[Node]) -> None:
-        """Refuse a region that is not the quantiser it was found to be, of what was not run.
+        """Refuse a region that differs from the quantiser that was found, on inputs that were not run.
 
         Raises:
             Refusal: it is not, or this cannot be shown.

@@ -27,9 +27,12 @@ class Prover:
 
     Args:
         nodes: the part of the region that was run.
-        needed: those that the quantised tensor is computed from, itself included.
         dtype: name of the model dtype.
         wide: nodes in bf16 or fp16 that stay in fp32.
+
+    Attributes:
+        needed: nodes that the quantised tensor is computed from, itself included.
+        scales: for the roots, one after another.
     """
 
     def __init__(
