@@ -16,6 +16,7 @@ transformers = pytest.importorskip("transformers")
 import vattn.integrations.transformers  # noqa: E402  registers the name
 from tests.integrations.hf_families import make_model  # noqa: E402
 from vattn.integrations.transformers import continuous_batching, disable, enable  # noqa: E402
+from vattn.integrations.transformers.continuous_batching import attend_batch  # noqa: E402
 
 FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "gemma3", "gpt_oss", "phi3", "cohere2", "gpt2", "deepseek_v3"]
 FIRST = {"plain": [0, 0, 0], "padded": [7, 0, 18]}
@@ -257,6 +258,9 @@ def test_what_does_not_fit_continuous_batching_is_refused() -> None:
     model = make_model("llama")
     with continuous_batching(model), pytest.raises(vattn.errors.ConfigError, match="leave the block"):
         model(torch.tensor([[3, 4]]))
+    heads = [torch.zeros(1, 4, 2, 16)] * 3
+    with pytest.raises(vattn.errors.UnsupportedRequestError, match="indices as an argument of attention"):
+        attend_batch(model.model.layers[0].self_attn, *heads, cache=object(), indices=torch.zeros(1))
     with pytest.raises(vattn.errors.ConfigError, match="pass the model itself"), continuous_batching("llama"):
         pass
     enable(model, num_blocks=8)

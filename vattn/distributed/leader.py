@@ -103,7 +103,7 @@ class Leader:
 
         distributed.broadcast(tensor, src=self._source, group=self._group)
 
-    def report(self, error: Exception) -> RankError:
+    def report(self, error: BaseException) -> RankError:
         """Report that this rank failed in a step, and return an error that names the first rank that failed.
 
         Ranks are in different steps then, so nothing more can be sent.
@@ -117,7 +117,7 @@ class Leader:
                 self._error = RankError(unreachable.got, unreachable.allowed, f"{own}; {unreachable.fix}")
         return self._error
 
-    def _write(self, own: str, error: Exception) -> RankError:
+    def _write(self, own: str, error: BaseException) -> RankError:
         self._store.set(f"{self._key}/failed/{self.rank}", own)
         if isinstance(error, RankError):
             return error

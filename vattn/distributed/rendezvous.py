@@ -161,7 +161,7 @@ def _end(key: str) -> str:
     return f"{key}/end"
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Return the first line of an error's text, or its type."""
     return f"{(str(error).splitlines() or [type(error).__name__])[0]:.160}"
 

@@ -64,8 +64,12 @@ class RankSteps(ModelSteps):
             if tokens is not None:
                 self._leader.broadcast(tokens)
             return super().run(step, before, begin)
-        except Exception as error:
-            raise self._leader.report(error) from error
+        except BaseException as error:
+            failure = self._leader.report(error)
+            # Ranks are in different steps after an interrupt too, but the interrupt itself is what the caller sees.
+            if not isinstance(error, Exception):
+                raise
+            raise failure from error
 
     @torch.inference_mode()
     def follow(self) -> None:
@@ -87,8 +91,11 @@ class RankSteps(ModelSteps):
                     self._leader.broadcast(before.tokens)
                 _, metadata, graphs = super().run(step, before)
                 before = Ran(torch.empty(0), metadata, graphs)
-        except Exception as error:
-            raise self._leader.report(error) from error
+        except BaseException as error:
+            failure = self._leader.report(error)
+            if not isinstance(error, Exception):
+                raise
+            raise failure from error
 
 
 def join_ranks(

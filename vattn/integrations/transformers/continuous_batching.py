@@ -21,6 +21,8 @@ Older versions of transformers keep names that begin with "paged|"; newer ones t
 or refuse others.
 """
 
+_OF_THE_STEP = frozenset({"cu_seq_lens_q", "cu_seq_lens_k", "logits_indices", "logits_processor_args", "block_table"})
+"""Tensors of continuous batching itself; any other is an argument of the model's own attention."""
 
 FULL = "full_attention"
 """What transformers calls layers that see all keys."""
@@ -113,7 +115,8 @@ def attend_batch(
             "steps of transformers' continuous batching",
             "leave the block, and use attn_implementation='vattn' for generate()",
         )
-    refuse_options(module, is_causal is not False, dropout, {}, query)
+    own = {name: given for name, given in options.items() if name not in _OF_THE_STEP}
+    refuse_options(module, is_causal is not False, dropout, own, query)
     found = _update(cache, module.layer_idx, key, value, options)
     config = encoded_config(
         query.shape[1], key.shape[1], query.shape[3], value.shape[3], scaling, query.dtype, BLOCK, sliding_window,
