@@ -111,6 +111,7 @@ def test_what_states_cannot_do_is_refused() -> None:
     for options, words in [
         ({}, "max_num_reqs=64 for a cache with the states of 2"),
         ({"max_num_reqs": 2, "speculation": PromptLookup()}, "speculation for a model that keeps a state"),
+        ({"max_num_reqs": 2, "reuse_prefixes": True}, "reuse_prefixes=True for a model that keeps a state"),
         ({"max_num_reqs": 2, "mixed_graph_sizes": [16]}, "mixed_graph_sizes for a model"),
         ({"max_num_reqs": 2, "compile": "model"}, "compile='model' for a model"),
     ]:

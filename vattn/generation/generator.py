@@ -36,6 +36,7 @@ from vattn.generation.setup import (
     longest_request,
     make_builder,
     mixed_sizes,
+    reuses_prefixes,
 )
 from vattn.generation.statistics import Statistics
 from vattn.generation.step_loop import StepLoop
@@ -61,9 +62,9 @@ class Generator(StepLoop):
             model was trained for.
         stop_token_ids: end tokens; default: from the model's generation config, if it has one.
         max_queue: most requests that wait; `None` for any number.
-        reuse_prefixes: reuse cached blocks of equal content, except in models that keep a state for each request: their
-            states at the end of a prefix are not kept. After a change of the model (weights, adapters, hooks,
-            attributes), blocks from before are not found; changes through `.data` are not noticed.
+        reuse_prefixes: reuse cached blocks of equal content; default wherever requests keep no state besides their
+            blocks. After a change of the model (weights, adapters, hooks, attributes), blocks from before are not
+            found; changes through `.data` are not noticed.
         speculation: draft tokens by prompt lookup and verify them together: fewer steps, the same tokens. Requests with
             penalties, bad words of several tokens or logits processors get no drafts.
         compile: `"layers"` compiles each kind of layer once, `"model"` the whole model, `"none"` nothing; default
@@ -118,7 +119,7 @@ class Generator(StepLoop):
         max_seq_len: int | None = None,
         stop_token_ids: Iterable[int] | None = None,
         max_queue: int | None = None,
-        reuse_prefixes: bool = True,
+        reuse_prefixes: bool | None = None,
         speculation: PromptLookup | None = None,
         compile: str | None = None,
         compile_options: dict[str, Any] | None = None,
@@ -131,7 +132,8 @@ class Generator(StepLoop):
         for name, count in counts.items():
             if name != "max_queue" or count is not None:
                 read_count(name, count, 1, f"change {name}")
-        check_switches(reuse_prefixes=reuse_prefixes)
+        if reuse_prefixes is not None:
+            check_switches(reuse_prefixes=reuse_prefixes)
         check_kind("speculation", speculation, PromptLookup)
         check_kind("compile_options", compile_options, dict)
         check_tokenizer(tokenizer)
@@ -143,7 +145,7 @@ class Generator(StepLoop):
         sizes = graph_ladder(graph_sizes, max_num_reqs, self.device)
         num_drafts = speculation.num_drafts if speculation is not None else 0
         max_seq_len = longest_request(model, max_seq_len, longest_that_fits(cache, token_budget))
-        blocks = CacheBlocks(cache, max_num_reqs, max_seq_len, reuse_prefixes and cache.states is None, model)
+        blocks = CacheBlocks(cache, max_num_reqs, max_seq_len, reuses_prefixes(reuse_prefixes, cache), model)
         scheduler = Scheduler(blocks, max_num_reqs, token_budget, max_seq_len, max_queue, speculation)
         capacity = max(2, token_budget + 1, max_num_reqs * (1 + num_drafts))
         builder = make_builder(model, cache, max_num_reqs, capacity, max_seq_len)

@@ -174,6 +174,17 @@ def end_tokens(model: Any, given: Iterable[int] | None) -> frozenset[int]:
     return frozenset(ids)
 
 
+def reuses_prefixes(requested: bool | None, cache: KVCacheAllocation) -> bool:
+    """Return whether cached blocks are reused: by default wherever requests keep no state besides their blocks."""
+    if requested and cache.states is not None:
+        raise ConfigError(
+            "reuse_prefixes=True for a model that keeps a state for each request",
+            "reuse_prefixes=False: cached blocks hold no states",
+            "leave reuse_prefixes out",
+        )
+    return cache.states is None if requested is None else requested
+
+
 def make_builder(
     model: nn.Module, cache: KVCacheAllocation, max_num_reqs: int, max_num_tokens: int, max_seq_len: int
 ) -> AttentionMetadataBuilder:
