@@ -128,7 +128,7 @@ def test_wrong_use_is_refused() -> None:
     cache = packed.allocate(num_blocks=8)
     with pytest.raises(CacheError, match="KV transfer for a model that keeps a state"):
         KVTransfer(packed, cache, HostMemoryConnector("1MiB"))
-    with pytest.raises(MetadataError, match="without state_slots"):
+    with pytest.raises(ConfigError, match="keeps a state for each request"):
         vattn.calibrate(packed, [[[1, 2, 3]]])
     disable(packed)
     with pytest.raises(ConfigError, match="max_num_reqs without"):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import vattn
 from tests.support import relative_l2
 from vattn.errors import ConfigError, UnsupportedRequestError
 
@@ -157,6 +158,18 @@ def test_what_people_try_with_a_packed_model() -> None:
     for whole in (packed, packed.model):
         with pytest.raises(ConfigError, match="state dicts"):
             torch.save(whole, io.BytesIO())
+
+
+def test_another_attention_implementation_is_noticed() -> None:
+    model = make_model("llama")
+    packed = enable(model, num_blocks=9)
+    generator = vattn.Generator(packed, max_num_reqs=2, max_seq_len=128)
+    for change in (lambda: model.set_attn_implementation("sdpa"), lambda: model.set_attn_implementation("vattn")):
+        change()
+        with pytest.raises(ConfigError, match=r"whose attention is '(sdpa|vattn)' since.*disable\(model\) before"):
+            generator.generate([[1, 2, 3]])
+    disable(model)
+    assert len(vattn.Generator(enable(model, num_blocks=9)).generate([[1, 2, 3]])) == 1
 
 
 def test_copies_are_taken_off_apart() -> None:

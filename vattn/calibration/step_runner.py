@@ -40,6 +40,12 @@ class StepRunner:
                 "a cache that all layers read by one block table",
                 "allocate it without hybrid=True, and with groups afterwards",
             )
+        if any(hasattr(part, "bind_states") for part in model.modules()):
+            raise ConfigError(
+                f"{type(model).__name__}, which keeps a state for each request",
+                "models in which keys and values are all that is kept",
+                "give an FP8 cache its scales by QuantConfig(k_scale=..., v_scale=...)",
+            )
         config, cache = layers[0].config, layers[0].kv_cache
         assert config is not None and cache is not None
         probe = AttentionMetadataBuilder(1, 1, 1, config.block_size, cache.device, layers=model)

@@ -81,14 +81,13 @@ def check_states(
             f"give the generator fewer, or enable(model, max_num_reqs={max_num_reqs}, ...)",
         )
     wrong = {
-        "speculation": (speculation is not None, "states cannot go back to the token before a wrong draft"),
-        "mixed_graph_sizes": (bool(mixed_graph_sizes), "prompts of other lengths run other kernels"),
-        "compile='model'": (compile == "model", "modules with states are not compiled"),
+        "speculation": (speculation, "no drafts, since states cannot go back to the token before a wrong one"),
+        "mixed_graph_sizes": (mixed_graph_sizes, "graphs of decodes alone, by graph_sizes"),
+        "compile='model'": (compile == "model", "compile='layers' or 'none': modules with states are not compiled"),
     }
-    for name, (given, reason) in wrong.items():
+    for name, (given, allowed) in wrong.items():
         if given:
-            got = f"{name} for a model that keeps a state for each request"
-            raise ConfigError(got, "none", f"leave it out: {reason}")
+            raise ConfigError(f"{name} for a model that keeps a state for each request", allowed, "leave it out")
 
 
 def _no_cache(model: Any, cache: Any) -> ConfigError:

@@ -115,6 +115,7 @@ class PackedModel(nn.Module):
         self.kv_cache: KVCacheAllocation | None = None
         self.vocab_size: int | None = getattr(model.config.get_text_config(), "vocab_size", None)  # type: ignore[operator,union-attr]
         self.enabled = True
+        self._implementation: str = model.config._attn_implementation  # type: ignore[assignment,union-attr]
         model.__dict__.setdefault("_vattn_packed", _Users()).add(self)
         self._packed_cache = PackedCache()
         self._states: list[Any] = [module for module in model.modules() if hasattr(module, "bind_states")]
@@ -150,13 +151,20 @@ class PackedModel(nn.Module):
             `[B, vocab_size]`, or `[T, vocab_size]`, in the model's dtype.
 
         Raises:
-            ConfigError: `disable` took the model off vattn.
+            ConfigError: `disable` took the model off vattn, or it got another `attn_implementation`.
             DtypeError, ShapeError: inputs that are no such tensors.
             MetadataError: a request longer than `rope_length`, and on the CPU token ids beyond the vocabulary and rows
                 that the step does not have; compiled code does not check this.
         """
         if not self.enabled:
             raise ConfigError("a step of a model that disable() took off vattn", "a model on vattn", "enable it again")
+        implementation = self.model.config._attn_implementation
+        if implementation != self._implementation:
+            raise ConfigError(
+                f"a step of a model on vattn whose attention is {implementation!r} since",
+                "the attention that enable() chose",
+                "disable(model) before set_attn_implementation(...), or enable(model) again after disable(model)",
+            )
         check_inputs(input_ids, positions, logits_indices, self.model)
         # Compiled code reads no lengths; a generator refuses longer requests before.
         if self.rope_length is not None and not torch.compiler.is_compiling():
