@@ -135,9 +135,10 @@ def test_a_forward_without_a_cache_and_padding_on_the_right(family: str) -> None
     assert bool(model(**inputs, use_cache=False).logits.isfinite().all())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize(
+    "family", [pytest.param("llama", marks=pytest.mark.slow), pytest.param("gemma2", marks=pytest.mark.long)]
+)
 def test_fullgraph_compiles_one_graph(family: str, masked: bool) -> None:
     from torch._dynamo.testing import CompileCounterWithBackend
 

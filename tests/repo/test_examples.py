@@ -105,8 +105,7 @@ def test_context_parallel() -> None:
     assert printed.count("ranks disagree: seq_lens of rank 1") == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.long)])
 def test_tensor_parallel(world: int) -> None:
     """The same text from 2 and 4 ranks, which have half a KV head each."""
     if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
