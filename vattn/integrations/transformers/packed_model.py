@@ -158,7 +158,8 @@ class PackedModel(nn.Module):
         """
         if not self.enabled:
             raise ConfigError("a step of a model that disable() took off vattn", "a model on vattn", "enable it again")
-        implementation = self.model.config._attn_implementation
+        config: Any = self.model.config
+        implementation: str = config._attn_implementation
         if implementation != self._implementation:
             raise ConfigError(
                 f"a step of a model on vattn whose attention is {implementation!r} since",
