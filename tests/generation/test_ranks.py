@@ -1,4 +1,4 @@
-"""Steps of several ranks whose leader is a stand-in: what several processes are too slow to show."""
+"""Steps of several ranks with a mock leader, for cases that are slow in several processes."""
 
 from __future__ import annotations
 

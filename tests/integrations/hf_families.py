@@ -103,11 +103,15 @@ def table() -> str:
 
 def make_model(name: str, seed: int = 0, **changes: Any) -> Any:
     """Return a family's model in eval mode, fp32, with transformers' eager attention."""
+    return random_model(FAMILIES[name], seed, {**BASE, **FAMILIES[name].options, **changes})
+
+
+def random_model(family: Family, seed: int, options: dict[str, Any]) -> Any:
+    """Return a model of random weights for a family and all options of its configuration."""
     import transformers
 
-    family = FAMILIES[name]
     torch.manual_seed(seed)
-    config = transformers.CONFIG_MAPPING[family.model_type](**{**BASE, **family.options, **changes})
+    config = transformers.CONFIG_MAPPING[family.model_type](**options)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=family.expected).eval()
     with torch.no_grad():
         for parameter in model.parameters():

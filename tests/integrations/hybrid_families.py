@@ -1,12 +1,10 @@
-"""Small random models whose layers keep a state for each request, in addition to attention."""
+"""Small random models with layers that keep a state for each request, in addition to attention."""
 
 from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from tests.integrations.hf_families import BASE, LATENT, Family
+from tests.integrations.hf_families import BASE, LATENT, Family, random_model
 
 MAMBA_2 = {
     "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_chunk_size": 16,
@@ -103,15 +101,4 @@ def table() -> str:
 
 def make_hybrid(name: str, seed: int = 0, **changes: Any) -> Any:
     """Return a family's model in eval mode, fp32, with transformers' eager attention."""
-    import transformers
-
-    family = HYBRIDS[name]
-    torch.manual_seed(seed)
-    options = {**BASE, "num_hidden_layers": 3, **family.options, **changes}
-    config = transformers.CONFIG_MAPPING[family.model_type](**options)
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation=family.expected).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() > 1:
-                parameter.normal_(std=0.2)
-    return model.requires_grad_(False)
+    return random_model(HYBRIDS[name], seed, {**BASE, "num_hidden_layers": 3, **HYBRIDS[name].options, **changes})

@@ -142,7 +142,7 @@ def test_groups_that_share_storages_share_no_block() -> None:
         tables[group][row][column] = block
         with pytest.raises(MetadataError, match=f"block {block} is written by"):
             builder.build([1, 1], [20, 40], tables)
-    # Behind a request its table may hold anything, here a block that another group writes.
+    # After a request's blocks its table may hold anything, here a block that another group writes.
     right[0][0].append(12)
     builder.build([1, 1], [20, 40], right)
     with pytest.raises(MetadataError, match=r"request 1: entry 1 .* is 0, a block that was freed"):

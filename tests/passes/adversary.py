@@ -132,7 +132,7 @@ class Site:
     rng: random.Random
 
     def call(self, target: Any, *args: Any) -> Node:
-        """Add a node; it comes before everything that reads the site."""
+        """Add a node before all nodes that read the site."""
         made = self.node.graph.call_function(target, args)
         like = self.node.meta["val"]
         shapes = [arg.meta["val"].shape for arg in args if isinstance(arg, Node)]
@@ -418,7 +418,7 @@ class Adversary:
             reader.replace_input_with(node, changed)
         name = f"{base}, {change} of {node.name}, seed {seed}"
         fused = copied(gm)
-        with mock.patch.object(Classifier, "_why", return_value="not asked"):  # it takes as long as the rest
+        with mock.patch.object(Classifier, "_why", return_value="not computed"):  # it takes as long as the rest
             (report,) = fuse_graph(fused.graph)
         if report.outcome != "fused":
             return Verdict(name, False, False, False)
@@ -428,6 +428,6 @@ class Adversary:
 
 
 def can_change(node: Node, made: Any) -> bool:
-    """Return whether a change can be put behind a node: generated code rounds it as running it does."""
+    """Return whether a change can follow a node: generated code rounds it as running it does."""
     wide = isinstance(made, Tensor) and made.dtype in (torch.float32, torch.float64)
     return wide and made.numel() > 0 and bool(made.isfinite().any()) and "site" in node.meta

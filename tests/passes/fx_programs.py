@@ -1,4 +1,4 @@
-"""Puts a program behind an attention call by hand, as a post-grad graph: no Dynamo, no AOTAutograd, no Inductor.
+"""Appends a program to an attention call by hand, as a post-grad graph: no Dynamo, no AOTAutograd, no Inductor.
 
 The attention call is not run: `Run` gives it the output to try, and does what its config says with it.
 """
@@ -24,7 +24,7 @@ Program = Callable[[Tensor, Tensor], Any]
 
 
 class Template:
-    """The graph of an attention call over a varying number of tokens, captured once; programs are put behind it."""
+    """The graph of an attention call over a varying number of tokens, captured once; programs are appended to it."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
         from torch._functorch.aot_autograd import make_boxed_func
@@ -65,7 +65,7 @@ class Template:
         gm.graph.erase_node(doubled)
 
     def behind(self, program: Program) -> GraphModule:
-        """Return a graph of the attention call and a program, whose nodes have `meta["site"]`."""
+        """Return a graph of the attention call and a program; nodes of the program have `meta["site"]`."""
         from torch._dispatch.python import enable_python_dispatcher
         from torch._inductor.compile_fx import view_to_reshape
         from torch._inductor.decomposition import select_decomp_table
@@ -109,7 +109,7 @@ def copied(gm: GraphModule) -> GraphModule:
 
 
 def run(gm: GraphModule, output: Tensor, scale: Tensor, keep: bool = False) -> tuple[Any, dict[Node, Any]]:
-    """Run a graph on an attention output `[T, COLUMNS]`; returns its results and, if asked to, all values."""
+    """Run a graph on an attention output `[T, COLUMNS]`; returns its results and, if requested, all values."""
     runner = Run(gm, output, keep)
     sizes = {torch.SymInt: len(output), torch.float32: scale, torch.int32: torch.arange(len(output) + 1)}
     args = []

@@ -123,7 +123,7 @@ def test_forms(names: tuple[str, ...]) -> None:
 
 @pytest.mark.slow
 def test_scales_follow_codes_that_move() -> None:
-    """A few of the forms whose scales are moved, sliced or spread as the codes are; `test_forms` has all of them."""
+    """A few of the forms that move, slice or spread scales as the codes; `test_forms` has all of them."""
     placed = ("second half of columns", "flipped columns", "halves swapped", "every other token", "batch of one")
     returned = ("expanded", "padded", "transposed view", "column-major")
     names = [f"group, placed: {name}" for name in placed] + [f"group, returned: {name}" for name in returned]

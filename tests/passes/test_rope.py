@@ -205,7 +205,7 @@ def test_the_choice_is_part_of_the_cache_key() -> None:
 
 
 def graph_of_codes(form: RopeForm) -> torch.fx.Graph:
-    """Return the graph of a layer whose output is quantised by a function behind it, so that RoPE alone is missed."""
+    """Return the graph of a layer and a function that quantises its output, so that RoPE alone is missed."""
 
     def codes(*args: Tensor) -> Tensor:
         return (model(*args)[0].float() / 0.01).clamp(-448, 448).to(torch.float8_e4m3fn)

@@ -83,7 +83,7 @@ class Run:
     def chosen(self, mutant: Mutant, early: bool) -> list[str]:
         """Return the tests that reach a mutant, of an early one those that reach its file.
 
-        The fastest case of each test function comes first, then the second of each: cases resemble each other.
+        The fastest case of each test function runs first, then the second of each: cases resemble each other.
         """
         path, (first, last) = str(ROOT / mutant.path), mutant.lines
         reaching = [

@@ -16,7 +16,7 @@ from vattn.config.arguments import format_bytes, parse_bytes, read_count
 from vattn.errors import CacheError, ConfigError
 
 MAX_NUM_REQS = 64
-"""Slots for requests where none are asked for, as many as `vattn.Generator` runs at once."""
+"""Slots for requests by default, as many as `vattn.Generator` runs at once."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _KEPT = 64
-"""Messages that stay in the store. No rank falls so far behind: ranks wait for each other in each step."""
+"""Messages that stay in the store. No rank is as many steps late: ranks wait for each other in each step."""
 
 _LOOK = timedelta(seconds=1)
 """How long a rank waits for a message before it looks for failures of others."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vattn.errors import ConfigError
 from vattn.integrations.transformers.available import ALL_ATTENTION_FUNCTIONS, transformers
-from vattn.integrations.transformers.dense_attention import encoded_config, refuse_options, sinks_of
+from vattn.integrations.transformers.dense_attention import attend_blocks, refuse_options
 from vattn.integrations.transformers.dense_caches import BLOCK, as_blocks, with_room
 
 BATCHED = "paged|vattn" if "paged|sdpa" in ALL_ATTENTION_FUNCTIONS.valid_keys() else "vattn_flash"
@@ -118,19 +118,14 @@ def attend_batch(
     own = {name: given for name, given in options.items() if name not in _OF_THE_STEP}
     refuse_options(module, is_causal is not False, dropout, own, query)
     found = _update(cache, module.layer_idx, key, value, options)
-    config = encoded_config(
-        query.shape[1], key.shape[1], query.shape[3], value.shape[3], scaling, query.dtype, BLOCK, sliding_window,
-        softcap, s_aux is not None,
-    )  # fmt: skip
     lengths, queries = torch.diff(found.kv_start_loc), query[0].transpose(0, 1)
     token = torch.arange(0, found.longest, BLOCK, device=query.device) + found.kv_start_loc[:-1, None]
     if found.places is not None:
         token = found.places[token.clamp(max=found.places.shape[0] - 1)]
     key_blocks, value_blocks = as_blocks(found.key, BLOCK)[0], as_blocks(found.value, BLOCK)[0]
-    out = queries.new_empty(queries.shape[0], query.shape[1], value.shape[3])
-    torch.ops.vattn.attention(
-        queries, key_blocks, value_blocks, options["cu_seq_lens_q"], lengths, token, out, None, None, None, None, None,
-        None, None, sinks_of(s_aux, query), None, None, None, None, None, [], None, config,
+    out = attend_blocks(
+        queries, key_blocks, value_blocks, options["cu_seq_lens_q"], lengths, token, scaling, sliding_window, softcap,
+        s_aux,
     )  # fmt: skip
     return out[None], None
 
@@ -139,7 +134,7 @@ class _Keys(NamedTuple):
     """Keys that the requests of a step see, those of the step included.
 
     Attributes:
-        key, value: `[1, num_kv_heads, rows, head_size]`, with room for a block behind the last key.
+        key, value: `[1, num_kv_heads, rows, head_size]`, with room for a block after the last key.
         kv_start_loc: `[B + 1]`, where the keys of each request begin.
         longest: no request has more keys.
         places: the row of each key; `None`: they follow each other.
@@ -165,7 +160,7 @@ def _update(cache: Any, layer: int, key: Tensor, value: Tensor, options: dict[st
     if kind == FULL and read.numel() and page % BLOCK == 0:
         for held, new in zip(rows, (key, value), strict=True):
             held.index_copy_(0, write, new[0].transpose(0, 1)[: write.shape[0]])
-        # Views of one tensor, of which values begin later: behind the last page keys have more rows.
+        # Views of one tensor in which values begin later: after the last page keys have more rows.
         shared = min(held.shape[0] for held in rows)
         held_key, held_value = (held[:shared].transpose(0, 1)[None] for held in rows)
         return _Keys(held_key, held_value, starts, longest, read)

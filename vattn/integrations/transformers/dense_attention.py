@@ -79,16 +79,10 @@ def attend_dense(
         table = table + rows[:, None]
     # A row alone sees the keys that its step lists.
     window = sliding_window if query_len > 1 else None
-    config = encoded_config(
-        query.shape[1], key.shape[1], query.shape[3], value.shape[3], scaling, query.dtype, step.block_size, window,
-        softcap, s_aux is not None,
-    )  # fmt: skip
     queries = query.transpose(1, 2).flatten(0, 1)
-    out = queries.new_empty(queries.shape[0], query.shape[1], value.shape[3])
-    torch.ops.vattn.attention(
-        queries, key_blocks, value_blocks, step.query_start_loc, step.seq_lens, table, out, None, None, None, None,
-        None, None, None, sinks_of(s_aux, query), None, None, None, None, None, [], None, config,
-    )  # fmt: skip
+    out = attend_blocks(
+        queries, key_blocks, value_blocks, step.query_start_loc, step.seq_lens, table, scaling, window, softcap, s_aux
+    )
     return out.view(batch_size, query_len, -1, value.shape[3]), None
 
 
@@ -98,23 +92,35 @@ def register_dense() -> None:
     ALL_MASK_ATTENTION_FUNCTIONS.register(IMPLEMENTATION, step_mask)
 
 
-@torch.compiler.assume_constant_result
-def encoded_config(
-    num_heads: int,
-    num_kv_heads: int,
-    head_size: int,
-    head_size_v: int,
-    scale: float | None,
-    dtype: torch.dtype,
-    block_size: int,
+def attend_blocks(
+    queries: Tensor,
+    key_blocks: Tensor,
+    value_blocks: Tensor,
+    query_start_loc: Tensor,
+    seq_lens: Tensor,
+    block_table: Tensor,
+    scaling: float | None,
     window: int | None,
-    soft_cap: float | None,
-    sinks: bool,
-) -> str:
-    """Return the config of a call as the ops take it."""
-    return _encoded_config(
-        num_heads, num_kv_heads, head_size, head_size_v, scale, dtype, block_size, window, soft_cap, sinks
-    )
+    softcap: float | None,
+    s_aux: Tensor | None,
+) -> Tensor:
+    """Run `vattn::attention` for queries `[T, heads, head_size]`; return `[T, heads, head_size_v]`."""
+    config = _constant_config(
+        queries.shape[1], key_blocks.shape[2], queries.shape[2], value_blocks.shape[3], scaling, queries.dtype,
+        key_blocks.shape[1], window, softcap, s_aux is not None,
+    )  # fmt: skip
+    out = queries.new_empty(queries.shape[0], queries.shape[1], value_blocks.shape[3])
+    sinks = None if s_aux is None else s_aux.detach().to(queries.device, queries.dtype)
+    torch.ops.vattn.attention(
+        queries, key_blocks, value_blocks, query_start_loc, seq_lens, block_table, out, None, None, None, None, None,
+        None, None, sinks, None, None, None, None, None, [], None, config,
+    )  # fmt: skip
+    return out
+
+
+@torch.compiler.assume_constant_result
+def _constant_config(*parts: Any) -> str:
+    return _encoded_config(*parts)
 
 
 @lru_cache(maxsize=1024)
@@ -130,6 +136,7 @@ def _encoded_config(
     soft_cap: float | None,
     sinks: bool,
 ) -> str:
+    """Return the config of a call as the ops take it."""
     return AttentionConfig(
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
@@ -143,11 +150,6 @@ def _encoded_config(
         logits_soft_cap=soft_cap or None,
         sinks=sinks,
     ).encode()
-
-
-def sinks_of(s_aux: Tensor | None, query: Tensor) -> Tensor | None:
-    """Return the sinks of a model as the ops take them."""
-    return None if s_aux is None else s_aux.detach().to(query.device, query.dtype)
 
 
 def refuse_options(module: nn.Module, causal: bool, dropout: float, options: dict[str, Any], query: Tensor) -> None:
@@ -171,7 +173,7 @@ def refuse_options(module: nn.Module, causal: bool, dropout: float, options: dic
     if options.get("cache") is not None:
         raise UnsupportedRequestError(
             "generate_batch with attn_implementation='vattn'",
-            "generate() and its kin",
+            "generate(), with beams or an assistant too",
             "with continuous_batching(model): of vattn.integrations.transformers, around generate_batch",
         )
     for name, given in options.items():
@@ -180,7 +182,7 @@ def refuse_options(module: nn.Module, causal: bool, dropout: float, options: dic
 
 
 def _unpacked(packed: Tensor, batch_size: int, num_keys: int) -> DenseStep | None:
-    """Return `unpack_step`, whose views are made once for all layers outside of compiled code."""
+    """Return `unpack_step`; outside of compiled code all layers share its views."""
     if torch.compiler.is_compiling():
         return unpack_step(packed, batch_size, num_keys)
     known = packed.__dict__.setdefault("_vattn_steps", {})

@@ -19,7 +19,7 @@ ALIGNED = 4
 """Numbers of the packed tensor that each part begins at a multiple of: 16 bytes, as kernels like them."""
 
 LONG_QUERY = 64
-"""Query rows of a request from which reading whole blocks pays for a copy of the keys with room behind them."""
+"""Query rows of a request from which whole blocks save more time than a copy of the keys with room after them takes."""
 
 
 class DenseStep(NamedTuple):
@@ -117,5 +117,5 @@ def as_blocks(rows: Tensor, block_size: int) -> tuple[Tensor, int]:
 
 
 def with_room(rows: Tensor) -> Tensor:
-    """Return a copy of keys or values with room for one more block behind the keys of each row."""
+    """Return a copy of keys or values with room for one more block after the keys of each row."""
     return torch.nn.functional.pad(rows, (0, 0, 0, BLOCK))

@@ -138,7 +138,7 @@ def _parts(rule: Any) -> Iterator[Any]:
 
 @torch.compiler.assume_constant_result
 def _check_interface(module: str) -> None:
-    """Refuse models whose attention is not exchangeable, which would take a step for a mask.
+    """Refuse models without exchangeable attention: they would read a step as a mask.
 
     Raises:
         UnsupportedRequestError: the modeling file beside the configuration's `module` does not use the interface.
