@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 import vattn
-from vattn.cli.generate import load_model
+from vattn.cli.checkpoints import load_model
 from vattn.integrations.transformers import disable, enable
 
 PROMPTS = ["def add(a, b):\n    ", "import os\nimport ", "class Stack:\n    def __init__(self"]

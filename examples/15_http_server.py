@@ -28,7 +28,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
 import vattn
-from vattn.cli.generate import load_model
+from vattn.cli.checkpoints import load_model
 from vattn.errors import QueueFullError, VattnError
 from vattn.integrations.transformers import enable
 

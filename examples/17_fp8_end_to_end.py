@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 import vattn
-from vattn.cli.generate import load_model
+from vattn.cli.checkpoints import load_model
 from vattn.integrations.transformers import PackedModel, disable, enable
 
 HERE = Path(__file__).parent / "demo_model"

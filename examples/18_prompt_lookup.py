@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 import vattn
-from vattn.cli.generate import load_model
+from vattn.cli.checkpoints import load_model
 from vattn.integrations.transformers import enable
 
 PROMPTS = [

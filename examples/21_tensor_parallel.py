@@ -18,7 +18,7 @@ import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import vattn
-from vattn.cli.generate import ByteTokenizer
+from vattn.cli.checkpoints import ByteTokenizer
 from vattn.integrations.transformers import enable
 
 PROMPTS = ["def add(a, b):\n    ", "import os\nimport ", "class Stack:\n    def __init__(self"]

@@ -1,4 +1,4 @@
-"""`python -m vattn doctor | explain | explain-fusion | generate | kv-report | demo | bench | tune`."""
+"""`python -m vattn doctor | explain | explain-fusion | generate | calibrate | kv-report | bench | tune`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 import vattn
-from vattn.cli import doctor, explain, explain_fusion, generate, kv_report, tune
+from vattn.cli import calibrate, doctor, explain, explain_fusion, generate, kv_report, tune
 from vattn.cli.bench import command as bench
 from vattn.errors import VattnError
 
@@ -16,7 +16,8 @@ COMMANDS = {
     "doctor": (doctor, "what vattn can use on this machine"),
     "explain": (explain, "which backend a request gets, and why the others refuse"),
     "explain-fusion": (explain_fusion, "what the compiler passes make of your model"),
-    "generate": (generate, "a transformers model continues prompts, many at once"),
+    "generate": (generate, "a transformers model continues prompts or answers a conversation, many at once"),
+    "calibrate": (calibrate, "scales of FP8 caches and linear layers, from a model and a text"),
     "kv-report": (kv_report, "what every KV cache format costs and saves on a model and a text"),
     "bench": (bench, "vattn's speed compared with that of every other library that is found"),
     "tune": (tune, "measure which backend is faster on this GPU, and write the table that auto reads"),

@@ -70,7 +70,7 @@ def first_token(args: argparse.Namespace) -> None:
     phase("import transformers")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.model is not None:
-        from vattn.cli.generate import load_model
+        from vattn.cli.checkpoints import load_model
 
         model, _ = load_model(args.model, device, None)
     else:

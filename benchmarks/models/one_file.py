@@ -17,7 +17,7 @@ import transformers
 
 import vattn
 from benchmarks.harness import add_row, load_example, machine, parser_of, table
-from vattn.cli.generate import DEMO_MODEL
+from vattn.cli.checkpoints import DEMO_MODEL
 from vattn.integrations.transformers import enable
 
 REQUESTS, NEW = 16, 48

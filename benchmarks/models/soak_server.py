@@ -30,7 +30,7 @@ import uvicorn
 
 from benchmarks.harness import load_example, parser_of
 from benchmarks.models.soak import adapted, another_adapter, shared_blocks, switch_to
-from vattn.cli.generate import DEMO_MODEL, load_model
+from vattn.cli.checkpoints import DEMO_MODEL, load_model
 
 CLIENTS, THREADS, TOKENS = 6, 8, 12
 COMMON = "# A comment that several prompts begin with, longer than a block.\n"

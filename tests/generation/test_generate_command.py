@@ -13,7 +13,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("safetensors")
 
 from vattn.__main__ import main
-from vattn.cli.generate import DEMO_MODEL
+from vattn.cli.checkpoints import DEMO_MODEL
 
 QUICK = ["generate", "--max-new-tokens", "8", "--device", "cpu", "--memory", "8MiB"]
 
@@ -49,7 +49,7 @@ def test_fp8_checkpoints_keep_their_codes(capsys: Any, tmp_path: Path, monkeypat
     from vattn.cli import generate as command
     from vattn.layers.fp8_linear import FP8Linear
 
-    model = transformers.AutoModelForCausalLM.from_pretrained(command.DEMO_MODEL)
+    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO_MODEL)
     write_compressed_tensors(tmp_path, model.requires_grad_(False))
     counts = []
     make = command.Generator
@@ -105,6 +105,10 @@ WRONG = {
     "scales file": (["--prompt", "x", "--kv-cache-dtype", "fp8", "--kv-scales", "none.json"], "calibration file"),
     "drafts": (["--prompt", "x", "--drafts", "-2"], "num_drafts=-2"),
     "file": (["--file", "nowhere.jsonl"], "nowhere.jsonl"),
+    "system": (["--prompt", "x", "--system", "Be brief."], "--chat"),
+    "log-probabilities": (["--prompt", "x", "--logprobs", "2"], "--json"),
+    "two grammars": (["--prompt", "x", "--regex", "a", "--ebnf", __file__], "one of json_schema"),
+    "chat as rows": (["--chat", "--json"], "nothing to generate"),
 }
 
 
@@ -119,7 +123,7 @@ def test_wrong_use(capsys: Any, kind: str) -> None:
 def test_a_wheel_carries_no_model(
     capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: list[str]
 ) -> None:
-    monkeypatch.setattr("vattn.cli.generate.DEMO_MODEL", tmp_path / "demo_model")
+    monkeypatch.setattr("vattn.cli.checkpoints.DEMO_MODEL", tmp_path / "demo_model")
     assert main([*arguments, "--device", "cpu"]) == 2
     assert "a wheel carries no model), or pass --model DIR" in capsys.readouterr().err
 
@@ -186,3 +190,104 @@ def test_a_folder_without_a_tokenizer_is_refused(capsys: Any, tmp_path: Path) ->
     transformers.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
     _, _, err = run(capsys, "--model", str(tmp_path), "--prompt", "def")
     assert "without a tokenizer" not in err
+
+
+def test_sampling_options_change_what_the_model_asks_for() -> None:
+    """Each option has a field of `Sampling`; what is not given stays as the generation config says."""
+    import vattn
+    from vattn.__main__ import make_parser
+    from vattn.cli.sampling_options import given_sampling, sampling_of
+
+    default = vattn.Sampling(temperature=0.7, top_k=9, max_new_tokens=5)
+    line = "--top-p 0.5 --stop END --bad-word never --logit-bias 3=-inf --logit-bias 4=1.5 --stop-token-ids --n 2"
+    options = make_parser().parse_args(["generate", *line.split(), "--regex", "a|b", "--special-tokens"])
+    assert sampling_of(default, given_sampling(options)) == vattn.Sampling(
+        temperature=0.7, top_k=9, max_new_tokens=5, top_p=0.5, stop_strings=("END",), bad_words=("never",),
+        logit_bias={3: -float("inf"), 4: 1.5}, stop_token_ids=(), n=2, grammar=vattn.Grammar(regex="a|b"),
+        skip_special_tokens=False,
+    )  # fmt: skip
+    assert given_sampling(make_parser().parse_args(["generate"])) == {}
+    assert sampling_of(default, {"grammar": {"json_schema": {}}}).grammar == vattn.Grammar(json_schema={})
+
+
+def test_several_outputs_of_a_prompt(capsys: Any) -> None:
+    arguments = ("--prompt", "def ", "--prompt", "import ", "--temperature", "1", "--seed", "3")
+    _, out, _ = run(capsys, *arguments, "--n", "2")
+    assert sorted(line.split("]")[0] for line in out.splitlines() if line.startswith("[")) == [
+        "[0.0", "[0.1", "[1.0", "[1.1"
+    ]  # fmt: skip
+    _, out, _ = run(capsys, *arguments, "--best-of", "3", "--n", "1", "--json", "--logprobs", "0")
+    rows = [json.loads(line) for line in out.splitlines()]
+    assert sorted(row["index"] for row in rows) == [0, 1]
+    assert all(len(row["logprobs"]) == len(row["tokens"]) for row in rows)
+
+
+@pytest.fixture
+def chat_model(tmp_path: Path) -> Path:
+    """A folder with a model that writes its tokens at random, and a tokenizer with a chat template."""
+    import torch
+    import transformers
+
+    from tests.generation.generator_support import WORDS, make_tokenizer
+
+    torch.manual_seed(5)
+    shape: dict[str, int] = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    config = transformers.Qwen2Config(vocab_size=WORDS, num_attention_heads=2, num_key_value_heads=2, **shape)
+    transformers.Qwen2ForCausalLM(config).save_pretrained(tmp_path)
+    make_tokenizer().save_pretrained(tmp_path)
+    return tmp_path
+
+
+def test_prompts_as_chats(capsys: Any, tmp_path: Path, chat_model: Path) -> None:
+    """A prompt with --chat, and messages of a file, are the same conversation."""
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "the end?"}]
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": messages}))
+    model = ("--model", str(chat_model), "--json")
+    _, asked, _ = run(capsys, *model, "--chat", "--system", "Be brief.", "--prompt", "the end?")
+    _, read, _ = run(capsys, *model, "--file", str(path))
+    assert json.loads(asked) == json.loads(read) and json.loads(asked)["prompt_tokens"] > 20
+
+
+def test_a_conversation_over_the_standard_input(capsys: Any, monkeypatch: pytest.MonkeyPatch, chat_model: Path) -> None:
+    """Each answer is that to the whole conversation before it."""
+    import io
+
+    monkeypatch.setattr("sys.stdin", io.StringIO("the end?\nand then\n\n"))
+    status, out, _ = run(capsys, "--model", str(chat_model), "--chat")
+    first, second = out.split("\n")[:2]
+    messages = [("user", "the end?"), ("assistant", first), ("user", "and then")]
+    path = chat_model / "chat.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": role, "content": text} for role, text in messages]}))
+    _, alone, _ = run(capsys, "--model", str(chat_model), "--file", str(path), "--json")
+    assert status == 0 and json.loads(alone)["text"] == second
+
+
+def test_names_of_the_hub_are_models_that_were_downloaded(
+    capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    status, _, err = run(capsys, "--model", "some/model", "--prompt", "x")
+    assert status == 2 and "hf download some/model" in err
+    snapshot = tmp_path / "models--some--model" / "snapshots" / "a1"
+    shutil.copytree(DEMO_MODEL, snapshot)
+    (tmp_path / "models--some--model" / "refs").mkdir()
+    (tmp_path / "models--some--model" / "refs" / "main").write_text("a1")
+    assert run(capsys, "--model", "some/model", "--prompt", "def ")[0] == 0
+
+
+def test_calibrated_scales_are_found_beside_the_checkpoint(capsys: Any, tmp_path: Path) -> None:
+    import vattn
+
+    folder = tmp_path / "model"
+    shutil.copytree(DEMO_MODEL, folder)
+    text = str(DEMO_MODEL / "heldout.txt")
+    arguments = ["calibrate", "--model", str(folder), "--device", "cpu", "--text", text, "--length", "70"]
+    assert main([*arguments, "--max-bytes", "200", "--linears"]) == 0
+    out, seen = capsys.readouterr().out, vattn.Calibration.load(folder / "vattn_scales.json")
+    assert f"Wrote {folder / 'vattn_scales.json'}" in out and "200 tokens" in out and seen.tokens == 200 and seen.inputs
+    assert run(capsys, "--model", str(folder), "--prompt", "def ", "--kv-cache-dtype", "fp8")[0] == 0
+    for wrong in (["--length", "0"], ["--text", "nowhere"], ["--out", str(tmp_path / "no" / "folder.json")]):
+        assert main([*arguments, *wrong]) == 2

@@ -22,7 +22,7 @@ import pytest
 
 import vattn
 from benchmarks.harness import load_example
-from vattn.cli.generate import ByteTokenizer
+from vattn.cli.checkpoints import ByteTokenizer
 
 pytest.importorskip("fastapi")
 pytest.importorskip("transformers")
@@ -88,7 +88,7 @@ def post(server: Any, **body: Any) -> Any:
 
 def expected(server: Any, prompts: list[Any], max_tokens: int) -> list[str]:
     """Return what a generator of its own gives, in one process with the server's."""
-    from vattn.cli.generate import DEMO_MODEL, load_model
+    from vattn.cli.checkpoints import DEMO_MODEL, load_model
     from vattn.integrations.transformers import enable
 
     model, tokenizer = load_model(DEMO_MODEL, "cpu", None)

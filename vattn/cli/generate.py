@@ -1,4 +1,4 @@
-"""`python -m vattn generate`: prompts from the command line or a file through a model of transformers."""
+"""`python -m vattn generate`: prompts, or a conversation, through a model of transformers."""
 
 from __future__ import annotations
 
@@ -6,62 +6,48 @@ import argparse
 import json
 import sys
 import warnings
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from vattn.cli.checkpoints import SCALES_FILE, add_model_arguments, find_checkpoint, holds_fp8, load_model
+from vattn.cli.sampling_options import add_sampling_arguments, given_sampling, sampling_of
 from vattn.config.attention import CacheConfig
-from vattn.config.device import DeviceInfo
-from vattn.errors import ConfigError, MissingPackageError, ScaleError, VattnError
+from vattn.errors import ConfigError, ScaleError, VattnError
+from vattn.generation.chat import Chat, is_conversation
 from vattn.generation.generator import Generator
 from vattn.generation.prompt_lookup import PromptLookup
-from vattn.generation.request import Request
-from vattn.generation.sampling import Sampling
+from vattn.generation.request import Progress, Request
 from vattn.generation.setup import keeps_states
 from vattn.layers import QuantConfig
 from vattn.passes.entry import options as fusing_options
-from vattn.quantization.formats import MODEL_DTYPES, kv_cache_dtypes
+from vattn.quantization.formats import kv_cache_dtypes
 
-DEMO_MODEL = Path(__file__).parents[2] / "examples" / "demo_model"
-SCALES_FILE = "vattn_scales.json"
-_VOCABULARIES = ("tokenizer.*", "vocab*", "merges*", "*.model", "*.tiktoken", "tekken.json")
-"""Files that some tokenizer, of whatever class, is made of."""
-
-
-class ByteTokenizer:
-    """Tokens are bytes, byte 0 before each text: for models with a vocabulary of 256 and no tokenizer."""
-
-    def encode(self, text: str) -> list[int]:
-        """Return byte 0 and the text's bytes."""
-        return [0, *text.encode()]
-
-    def decode(self, ids: list[int]) -> str:
-        """Return the text of bytes; what is no character becomes U+FFFD."""
-        return bytes(ids).decode(errors="replace")
+Prompt = str | Chat
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the command's options."""
-    parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="folder of a checkpoint; default the demo model")
+    add_model_arguments(parser)
     parser.add_argument("--prompt", action="append", default=[], help="a text; may be given several times")
-    parser.add_argument("--file", type=Path, help='one JSON object a line, {"prompt": ...} and any option of Sampling')
-    parser.add_argument("--max-new-tokens", type=int, default=64)
-    parser.add_argument("--temperature", type=float, default=0.0)
-    parser.add_argument("--top-k", type=int, default=0)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--stop", action="append", default=[], help="end a text where this appears")
+    parser.add_argument(
+        "--file", type=Path, help='one JSON object a line: "prompt" or "messages", and any option of Sampling'
+    )
+    parser.add_argument(
+        "--chat", action="store_true",
+        help="answer prompts by the model's chat template; without a prompt, talk with the model line by line",
+    )  # fmt: skip
+    parser.add_argument("--system", help="with --chat: the system message of each conversation")
+    add_sampling_arguments(parser)
     parser.add_argument(
         "--dequantise", action="store_true",
         help="an FP8 checkpoint: weights as transformers loads them; default its codes and scales as they are",
     )  # fmt: skip
-    parser.add_argument("--dtype", choices=list(MODEL_DTYPES), help="default that of the checkpoint")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kv-cache-dtype", default="auto", choices=kv_cache_dtypes(), metavar="FORMAT")
     parser.add_argument(
-        "--kv-scales", help=f"file of vattn.calibrate, or 'unit'; default {SCALES_FILE} beside the checkpoint"
+        "--kv-scales", help=f"file of `python -m vattn calibrate`, or 'unit'; default {SCALES_FILE} beside the checkpoint"
     )
     parser.add_argument(
         "--rope-length", type=int, help="longest request, for models whose RoPE goes by lengths (longrope, dynamic)"
@@ -72,17 +58,30 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--hybrid", action="store_true", help="a cache with groups: windows give their blocks back")
     parser.add_argument("--backend", default=None, help="attention backend; default the first that accepts")
     parser.add_argument("--compile", default=None, choices=["layers", "model", "none"])
-    parser.add_argument("--json", action="store_true", help="one JSON object a line instead of text")
+    parser.add_argument("--json", action="store_true", help="one JSON object an output instead of text")
 
 
 def main(options: argparse.Namespace) -> int:
     """Run the command; returns 1 if a request failed, else 0."""
+    _check(options)
     jobs = _jobs(options)
+    given = given_sampling(options)
     generator = make_generator(options)
-    requests = [_add(generator, prompt, sampling) for prompt, sampling in jobs]
+    # Wrong options are refused before a long run, not by the request that has them.
+    default = sampling_of(generator.default_sampling, given)
+    if options.chat and not jobs:
+        return _converse(generator, default, options)
+    samplings = [_sampling(default, changes, where) for _, changes, where in jobs]
+    requests: list[Request | VattnError] = []
+    for (prompt, _, _), sampling in zip(jobs, samplings, strict=True):
+        try:
+            requests.append(generator.add(prompt, sampling))
+        except VattnError as error:
+            requests.append(error)
     (_show_json if options.json else _show_text)(generator, requests)
-    failed = [request for request in requests if isinstance(request, VattnError) or request.error is not None]
-    return 1 if failed else 0
+    outputs = [choice for one in requests if isinstance(one, Request) for choice in one.choices]
+    refused = any(isinstance(one, VattnError) for one in requests)
+    return 1 if refused or any(output.error is not None for output in outputs) else 0
 
 
 def make_generator(options: argparse.Namespace) -> Generator:
@@ -92,18 +91,19 @@ def make_generator(options: argparse.Namespace) -> Generator:
         ConfigError: no checkpoint in the folder, one without a tokenizer, or `--dequantise` and nothing in FP8.
         ScaleError, UnsupportedRequestError: an FP8 checkpoint that `load_fp8_linears` refuses.
     """
-    model, tokenizer = load_model(options.model, options.device, options.dtype)
+    folder = find_checkpoint(options.model)
+    model, tokenizer = load_model(folder, options.device, options.dtype)
     from vattn.integrations.transformers import enable, load_fp8_linears
 
-    holds_fp8 = _holds_fp8(options.model)
-    if options.dequantise and not holds_fp8:
+    in_fp8 = holds_fp8(folder)
+    if options.dequantise and not in_fp8:
         raise ConfigError(
             f"--dequantise with --model {options.model}", "a checkpoint with FP8 weights in safetensors", "leave it out"
         )
-    quantised = holds_fp8 and not options.dequantise
+    quantised = in_fp8 and not options.dequantise
     if quantised:
-        load_fp8_linears(model, options.model)
-    quant, calibration = _scales(options)
+        load_fp8_linears(model, folder)
+    quant, calibration = _scales(options, folder)
     with warnings.catch_warnings(record=True) as caught:
         warnings.filterwarnings("always", module="vattn")
         try:
@@ -120,7 +120,9 @@ def make_generator(options: argparse.Namespace) -> Generator:
                 raise
             # The same in words of the command line.
             raise ScaleError(
-                error.got, "--kv-scales with a file of vattn.calibrate, or 'unit'", "--kv-scales unit if 1.0 is meant"
+                error.got,
+                "--kv-scales with a file of `python -m vattn calibrate`, or 'unit'",
+                "--kv-scales unit if 1.0 is meant",
             ) from error
     for warning in caught:
         text = str(warning.message).replace("CacheConfig(cache_dtype='fp8')", "--kv-cache-dtype fp8")
@@ -141,64 +143,8 @@ def make_generator(options: argparse.Namespace) -> Generator:
     )
 
 
-def load_model(folder: Path, device: str, dtype: str | None) -> tuple[Any, Any]:
-    """Return a local checkpoint's model in eval mode and its tokenizer; nothing is downloaded."""
-    DeviceInfo.of(device)  # raises vattn's own error for a missing device, before anything is read
-    try:
-        import transformers
-    except ImportError as error:
-        raise MissingPackageError(
-            "python -m vattn generate without transformers", "transformers >= 5", "pip install 'vattn[transformers]'"
-        ) from error
-    if folder == DEMO_MODEL and not folder.is_dir():
-        raise ConfigError(
-            f"no folder {folder}",
-            "a folder with config.json and safetensors",
-            "run this from a clone of the repository (a wheel carries no model), or pass --model DIR",
-        )
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"--model {folder}", "a folder with config.json and safetensors", "check the path")
-    kind = "auto" if dtype is None else MODEL_DTYPES[dtype]
-    try:
-        model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=kind, local_files_only=True)
-    except Exception as error:
-        # Torn files, weights of other shapes, packages that are missing: each has a class of its own.
-        raise ConfigError(f"--model {folder}: {error}", "a causal language model", "check the checkpoint") from error
-    return model.eval().requires_grad_(False).to(device), _tokenizer(transformers, folder, model.config.vocab_size)
-
-
-def _tokenizer(transformers: Any, folder: Path, vocabulary: int) -> Any:
-    if vocabulary == 256 and not list(folder.glob("tokenizer*")):
-        return ByteTokenizer()
-    missing = f"--model {folder} without a tokenizer"
-    fix = "copy its files into the folder, as save_pretrained writes them"
-    try:
-        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(
-            f"{missing}: {error}", "its files with the checkpoint, such as tokenizer.json", fix
-        ) from error
-    # Without any file, some classes begin with a vocabulary of their special tokens, and every text is empty.
-    files = sorted(set((getattr(tokenizer, "vocab_files_names", None) or {}).values()))
-    if files and not any(next(folder.glob(pattern), None) for pattern in (*files, *_VOCABULARIES)):
-        what = f"{missing}: {type(tokenizer).__name__} finds none of its files there"
-        raise ConfigError(what, f"one of {', '.join(files)} with the checkpoint", fix)
-    return tokenizer
-
-
-def _holds_fp8(folder: Path) -> bool:
-    """Return whether a checkpoint has weights in FP8."""
-    from vattn.integrations.transformers.checkpoint import Checkpoint
-
-    if not any(folder.glob("*.safetensors")):
-        return False
-    checkpoint = Checkpoint(folder)
-    weights = (name for name in checkpoint if name.endswith(".weight")) if checkpoint.quantization else ()
-    return any(checkpoint.dtype(name).startswith("F8_") for name in weights)
-
-
-def _scales(options: argparse.Namespace) -> tuple[QuantConfig | None, str | None]:
-    beside = options.model / SCALES_FILE
+def _scales(options: argparse.Namespace, folder: Path) -> tuple[QuantConfig | None, str | None]:
+    beside = folder / SCALES_FILE
     source = options.kv_scales or (str(beside) if beside.is_file() else None)
     if not options.kv_cache_dtype.startswith(("fp8", "nvfp4")) or options.kv_cache_dtype.endswith("per_token_head"):
         if options.kv_scales:
@@ -215,13 +161,18 @@ def _free_memory(device: str) -> int:
     return 256 << 20
 
 
-def _jobs(options: argparse.Namespace) -> list[tuple[str, Sampling]]:
-    """Return prompts, each with its sampling."""
-    common = Sampling(
-        max_new_tokens=options.max_new_tokens, temperature=options.temperature, top_k=options.top_k,
-        top_p=options.top_p, seed=options.seed, stop_strings=tuple(options.stop),
-    )  # fmt: skip
-    jobs = [(prompt, common) for prompt in options.prompt]
+def _check(options: argparse.Namespace) -> None:
+    """Refuse options that would be ignored."""
+    if options.system is not None and not options.chat:
+        raise ConfigError("--system without --chat", "--system TEXT with --chat", "add --chat")
+    if not options.json and (options.logprobs, options.prompt_logprobs) != (None, None):
+        raise ConfigError("--logprobs without --json", "--logprobs with --json, which prints them", "add --json")
+
+
+def _jobs(options: argparse.Namespace) -> list[tuple[Prompt, dict[str, Any], str]]:
+    """Return prompts, each with the options of its line and where it stands."""
+    ask: Callable[[str], Prompt] = (lambda text: _chat(text, options.system)) if options.chat else str
+    jobs: list[tuple[Prompt, dict[str, Any], str]] = [(ask(prompt), {}, "--prompt") for prompt in options.prompt]
     if options.file is not None:
         try:
             lines = options.file.read_text(encoding="utf-8").splitlines()
@@ -229,50 +180,85 @@ def _jobs(options: argparse.Namespace) -> list[tuple[str, Sampling]]:
             raise ConfigError(f"--file {options.file}: {error}", "a file of UTF-8 text", "check the path") from error
         for number, line in enumerate(lines, 1):
             if line.strip():
-                jobs.append(_job(line, f"{options.file}:{number}", common))
-    if not jobs:
+                jobs.append(_job(line, f"{options.file}:{number}", ask))
+    if not jobs and (not options.chat or options.json or options.file is not None):
         raise ConfigError("nothing to generate", "--prompt TEXT or --file prompts.jsonl", "give at least one prompt")
     return jobs
 
 
-def _job(line: str, where: str, common: Sampling) -> tuple[str, Sampling]:
+def _chat(text: str, system: str | None) -> Chat:
+    first = [{"role": "system", "content": system}] if system is not None else []
+    return Chat([*first, {"role": "user", "content": text}])
+
+
+def _job(line: str, where: str, ask: Callable[[str], Prompt]) -> tuple[Prompt, dict[str, Any], str]:
     try:
         job = json.loads(line)
         if not isinstance(job, dict):
             raise TypeError(f"a line that holds {type(job).__name__}, no object")
+        if is_conversation(job.get("messages")) and "prompt" not in job:
+            return Chat(job.pop("messages")), job, where
         prompt = job.pop("prompt")
         if not isinstance(prompt, str):
             raise TypeError("prompt is no text")
-        return prompt, replace(common, **job)
+        return ask(prompt), job, where
     except (ValueError, KeyError, TypeError) as error:
-        raise ConfigError(
-            f"{where}: {type(error).__name__}: {error}",
-            '{"prompt": "...", ...} with options of vattn.Sampling',
-            "fix it",
-        ) from error
+        raise _wrong_line(where, error) from error
 
 
-def _add(generator: Generator, prompt: str, sampling: Sampling) -> Request | VattnError:
+def _sampling(default: Any, changes: Mapping[str, Any], where: str) -> Any:
     try:
-        return generator.add(prompt, sampling)
-    except VattnError as error:
-        return error
+        return sampling_of(default, changes)
+    except (VattnError, TypeError) as error:
+        raise _wrong_line(where, error) from error
 
 
-def _show_text(generator: Generator, requests: list[Request | VattnError]) -> None:
+def _wrong_line(where: str, error: Exception) -> ConfigError:
+    what = f"{where}: {type(error).__name__}: {error}"
+    return ConfigError(what, '{"prompt": "...", ...} with options of vattn.Sampling', "correct the line")
+
+
+def _converse(generator: Generator, sampling: Any, options: argparse.Namespace) -> int:
+    """Answer lines of the standard input until it ends; what was said before is found in the cache."""
+    messages = [{"role": "system", "content": options.system}] if options.system is not None else []
+    print("An empty line ends the conversation, Ctrl-C an answer.", file=sys.stderr)
+    while text := _line():
+        messages.append({"role": "user", "content": text})
+        answer, error = "", None
+        try:
+            for one in generator.stream([Chat(messages)], sampling):
+                answer, error = one.request.text, one.request.error
+                print(one.text, end="", flush=True)
+        except KeyboardInterrupt:
+            pass
+        print()
+        if error is not None:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            return 1
+        messages.append({"role": "assistant", "content": answer})
+    return 0
+
+
+def _line() -> str:
+    print("> ", end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip()
+
+
+def _show_text(generator: Generator, requests: Sequence[Request | VattnError]) -> None:
     """Stream a single text as it comes; print several as they end."""
-    alone = len(requests) == 1
+    alone = len(requests) == 1 and isinstance(requests[0], Request) and len(requests[0].choices) == 1
     for index, request in enumerate(requests):
         if isinstance(request, VattnError):
             print(f"[{index}] {type(request).__name__}: {request}", file=sys.stderr)
-    while generator.busy:
-        for one in generator.step():
-            if alone:
-                print(one.text, end="", flush=True)
-            elif one.request.done:
-                print(f"[{requests.index(one.request)}] {one.request.text}", flush=True)
-            if one.request.error is not None:
-                print(f"{type(one.request.error).__name__}: {one.request.error}", file=sys.stderr)
+    for one, ended in _steps(generator):
+        if alone:
+            print(one.text, end="", flush=True)
+        else:
+            for request in ended:
+                several = f".{request.index}" if len(request.choices) > 1 else ""
+                print(f"[{requests.index(request.choices[0])}{several}] {request.text}", flush=True)
+        if one.request.error is not None:
+            print(f"{type(one.request.error).__name__}: {one.request.error}", file=sys.stderr)
     print(end="\n" if alone else "")
     now = generator.statistics()
     print(
@@ -283,19 +269,36 @@ def _show_text(generator: Generator, requests: list[Request | VattnError]) -> No
     )
 
 
-def _show_json(generator: Generator, requests: list[Request | VattnError]) -> None:
+def _show_json(generator: Generator, requests: Sequence[Request | VattnError]) -> None:
     for index, request in enumerate(requests):
         if isinstance(request, VattnError):
             print(json.dumps({"index": index, "error": f"{type(request).__name__}: {request}"}), flush=True)
-    while generator.busy:
-        for one in generator.step():
-            request = one.request
-            if not request.done:
-                continue
-            row = {"index": requests.index(request), "text": request.text, "tokens": request.output}
+    drafts = generator.scheduler.lookup is not None
+    for _, ended in _steps(generator):
+        for request in ended:
+            row = {"index": requests.index(request.choices[0]), "text": request.text, "tokens": request.output}
+            if len(request.choices) > 1:
+                row["choice"] = request.index
             row |= {"reason": request.reason, "prompt_tokens": len(request.prompt), "reused_tokens": request.reused}
-            if generator.scheduler.lookup is not None:
+            if drafts:
                 row |= {"drafted_tokens": request.drafted, "accepted_tokens": request.accepted}
+            if request.sampling.logprobs is not None:
+                row["logprobs"] = [each._asdict() for each in request.logprobs or ()]
+            if request.prompt_logprobs is not None:
+                row["prompt_logprobs"] = [each and each._asdict() for each in request.prompt_logprobs]
             if request.error is not None:
                 row["error"] = f"{type(request.error).__name__}: {request.error}"
             print(json.dumps(row), flush=True)
+
+
+def _steps(generator: Generator) -> Iterator[tuple[Progress, tuple[Request, ...]]]:
+    """Run to the end; yield each progress with the outputs to show, which come once all of a prompt have ended."""
+    shown: set[Request] = set()
+    while generator.busy:
+        for one in generator.step():
+            choices = one.request.choices
+            ended: tuple[Request, ...] = ()
+            if choices[0] not in shown and all(choice.done for choice in choices):
+                shown.add(choices[0])
+                ended = tuple(dict.fromkeys((*one.request.best, *(each for each in choices if each.error is not None))))
+            yield one, ended

@@ -21,13 +21,15 @@ from vattn.calibration.calibrate import Calibration, calibrate
 from vattn.calibration.plant_outliers import plant_outliers
 from vattn.calibration.result_files import check_output, check_picture, figures, write_picture
 from vattn.calibration.step_runner import StepRunner, cached_layers
+from vattn.cli.checkpoints import add_model_arguments, find_checkpoint, load_model
+from vattn.cli.texts import read_text, split_text
 from vattn.config.arguments import parse_bytes
 from vattn.config.attention import CacheConfig
 from vattn.config.files import write_whole
 from vattn.errors import ConfigError, VattnError
 from vattn.layers import QuantConfig
 from vattn.layers.base.paged_attention import CachedAttention
-from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, dtype_name, kv_cache_dtypes, resolve_kv_cache_dtype
+from vattn.quantization.formats import KV_FORMATS, dtype_name, kv_cache_dtypes, resolve_kv_cache_dtype
 
 WINDOW, CHUNK = 1024, 128
 """Tokens of one request at most, and of one step: most keys and values are read back from the cache."""
@@ -73,9 +75,7 @@ class Row:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Describe the command's options."""
-    from vattn.cli.generate import DEMO_MODEL
-
-    parser.add_argument("--model", type=Path, default=DEMO_MODEL, help="folder of a checkpoint; default the demo model")
+    add_model_arguments(parser)
     parser.add_argument("--text", type=Path, help="text to measure on; default heldout.txt beside the model")
     parser.add_argument("--calibration-text", type=Path, help="text for scales; default the first quarter of the text")
     parser.add_argument(
@@ -95,8 +95,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--outliers", type=int, nargs="?", const=12, metavar="N",
         help="measure a variant too in which a few key and value channels are 2^N times as large (default N: 12)",
     )  # fmt: skip
-    parser.add_argument("--dtype", choices=list(MODEL_DTYPES), help="default that of the checkpoint")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="bits added over bytes per token, as an image (needs matplotlib)")
 
@@ -120,8 +118,6 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
             that could not be written.
         MissingPackageError: a plot without matplotlib.
     """
-    from vattn.cli.generate import load_model
-
     if options.max_bytes < 2:
         raise ConfigError(f"--max-bytes {options.max_bytes}", "at least 2", "ask for as much as the text has")
     if options.outliers is not None and not 1 <= options.outliers <= 24:
@@ -138,15 +134,15 @@ def measure(options: argparse.Namespace) -> Iterator[Row]:
     margin = _margin(options.margin, formats)
     model, tokenizer = load_model(options.model, options.device, options.dtype)
     plain = dtype_name(model.dtype)
-    path = options.text or options.model / "heldout.txt"
-    text = _read(path, options.max_bytes)
+    path = options.text or find_checkpoint(options.model) / "heldout.txt"
+    text = read_text(path, options.max_bytes)
     most = min(WINDOW, length or WINDOW)
-    windows = _windows(tokenizer.encode(text), f"text {path}", most)
+    windows = split_text(tokenizer.encode(text), f"text {path}", most)
     sample, what = text[: len(text) // 4], f"the first quarter of text {path}, which scales are calibrated on"
     if options.calibration_text:
-        sample = _read(options.calibration_text, options.max_bytes)
+        sample = read_text(options.calibration_text, options.max_bytes)
         what = f"calibration text {options.calibration_text}"
-    samples = [window[:-1] for window in _windows(tokenizer.encode(sample), what, most)]
+    samples = [window[:-1] for window in split_text(tokenizer.encode(sample), what, most)]
     variants = ["as they are", *([f"with outliers x {1 << options.outliers}"] if options.outliers else [])]
     kinds = [(plain, "none"), *((name, scales) for name in formats for scales in _sources(name))]
     done, total = 0, len(variants) * len(kinds)
@@ -309,27 +305,6 @@ def _margin(given: float | None, formats: list[str]) -> float:
             f"--margin {given} with --formats {' '.join(formats)}", ", ".join(calibrated), "leave --margin out"
         )
     return given
-
-
-def _read(path: Path, most: int) -> str:
-    try:
-        return path.read_bytes()[:most].decode(errors="ignore")
-    except OSError as error:
-        raise ConfigError(f"text {path}: {error}", "a readable text file", "pass --text FILE") from error
-
-
-def _windows(ids: list[int], what: str, most: int) -> list[list[int]]:
-    """Cut the ids of a text, which errors call by `what`, into requests of `most` tokens and one to be foretold.
-
-    Each begins with the last token of the one before.
-    """
-    if len(ids) < 2:
-        raise ConfigError(
-            f"{what}: {len(ids)} of the tokenizer's tokens",
-            "at least 2",
-            "pass a longer text, or --calibration-text",
-        )
-    return [list(ids[start : start + most + 1]) for start in range(0, len(ids) - 1, most)]
 
 
 def _plant(model: Any, exponent: int) -> None:
