@@ -47,7 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     parser.add_argument("--kv-cache-dtype", default="auto", choices=kv_cache_dtypes(), metavar="FORMAT")
     parser.add_argument(
-        "--kv-scales", help=f"file of `python -m vattn calibrate`, or 'unit'; default {SCALES_FILE} beside the checkpoint"
+        "--kv-scales",
+        help=f"a file that `python -m vattn calibrate` wrote, or 'unit'; default {SCALES_FILE} beside the checkpoint",
     )
     parser.add_argument(
         "--rope-length", type=int, help="longest request, for models whose RoPE goes by lengths (longrope, dynamic)"
