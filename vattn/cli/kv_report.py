@@ -106,8 +106,13 @@ def main(options: argparse.Namespace) -> int:
     if options.json:
         write_whole(options.json, json.dumps([asdict(row) for row in rows], indent=1) + "\n")
     if options.plot:
-        plot(rows, options.plot)
+        plot(rows, options.plot, _subject(options))
     return 0
+
+
+def _subject(options: argparse.Namespace) -> str:
+    text = options.text.name if options.text else "heldout.txt"
+    return f"vattn kv-report: {Path(options.model).name} on up to {options.max_bytes:,} bytes of {text}"
 
 
 def measure(options: argparse.Namespace) -> Iterator[Row]:
@@ -343,30 +348,34 @@ def table(rows: list[Row], memory: str) -> str:
     return "\n".join(lines)
 
 
-def plot(rows: list[Row], path: Path) -> None:
-    """Draw what formats add to the bits per byte over their bytes a token, a panel for each variant of the weights.
+def plot(rows: list[Row], path: Path, subject: str) -> None:
+    """Draw what formats add to the bits per byte, a line for each and a panel for each variant of the weights.
 
-    Bars are standard errors. The axis is linear within 0.1 % and logarithmic beyond.
+    The axis is linear within 0.1 % and logarithmic beyond.
 
     Raises:
         MissingPackageError: matplotlib is missing.
     """
     variants = list(dict.fromkeys(row.weights for row in rows))
-    colours = {name: f"C{index % 10}" for index, name in enumerate(dict.fromkeys(row.cache for row in rows[1:]))}
-    markers = {"unit": "x", "calibrated": "o", "calibrated per head": "^"}
-    figure = figures()(figsize=(4 + 4 * len(variants), 4.5), layout="constrained")
+    kept = [row for row in rows if not row.refused and row.error > 0]
+    kept.sort(key=lambda row: -row.bytes_per_token)
+    lines = list(dict.fromkeys((row.cache, row.scales, round(row.bytes_per_token)) for row in kept))
+    figure = figures()(figsize=(4 + 4 * len(variants), 2 + 0.25 * len(lines)), layout="constrained")
     panels = figure.subplots(1, len(variants), squeeze=False, sharey=True)[0]
     for panel, weights in zip(panels, variants, strict=True):
-        for row in rows:
-            if row.weights == weights and not row.refused and row.error > 0:
-                panel.errorbar(
-                    row.bytes_per_token, 100 * row.over_plain, 100 * row.error, color=colours[row.cache],
-                    marker=markers.get(row.scales, "s"), markersize=5, capsize=2, linestyle="none",
-                    label=row.cache + (f", {row.scales}" if row.scales in markers else ""),
-                )  # fmt: skip
-        panel.axhline(0, color="grey", linewidth=0.8)
-        panel.set(xlabel="bytes a token", title=f"weights {weights}")
-        panel.set_yscale("symlog", linthresh=0.1)
-    panels[0].set_ylabel(f"bits per byte over {rows[0].cache}, %")
-    panels[-1].legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
+        shown = [row for row in kept if row.weights == weights]
+        heights = [lines.index((row.cache, row.scales, round(row.bytes_per_token))) for row in shown]
+        changes, errors = ([100 * getattr(row, name) for row in shown] for name in ("over_plain", "error"))
+        panel.errorbar(changes, heights, xerr=errors, fmt="o", markersize=5, capsize=2)
+        panel.axvline(0, color="grey", linewidth=0.8)
+        panel.set_xscale("symlog", linthresh=0.1)
+        panel.grid(True, axis="y", alpha=0.2)
+        panel.set(title=f"weights {weights}", xlabel="change of the bits per byte, %")
+    names = [cache if scales in ("none", "in the cache") else f"{cache}, {scales}" for cache, scales, _ in lines]
+    panels[0].set_yticks(
+        range(len(lines)), [f"{name}: {size} B" for name, (_, _, size) in zip(names, lines, strict=True)]
+    )
+    panels[0].set_ylim(len(lines) - 0.5, -0.5)
+    panels[0].set_ylabel("format, scales and bytes a token of the cache")
+    figure.suptitle(f"{subject}\nchange against a cache in {rows[0].cache}, with bars of one standard error")
     write_picture(figure, path, dpi=120)
