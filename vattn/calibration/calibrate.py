@@ -23,6 +23,7 @@ from vattn.config.typed import typed, typed_on_error
 from vattn.errors import ConfigError, MissingPackageError, ScaleError
 from vattn.layers.base.paged_attention import CachedAttention
 from vattn.layers.base.scales import QuantConfig
+from vattn.layers.weight_parts import gather_heads, largest_of_ranks, ranks_of
 from vattn.quantization.formats import FP8_E4M3_MAX, KV_FORMATS, resolve_kv_cache_dtype
 
 FILE_FORMAT = 2
@@ -258,6 +259,8 @@ def calibrate(
 ) -> Calibration:
     """Run a model on sample text and return what its attention layers reach. Changes nothing about it but its cache.
 
+    Every rank of a sharded model calls it with the same text, and gets the same: that of the whole model.
+
     Args:
         model: with a bound cache; takes `(input_ids [T], positions [T])`, such as what
             `vattn.integrations.transformers.enable` returned. Not compiled: the layers are watched by hooks. Generators
@@ -288,6 +291,7 @@ def calibrate(
                 for _ in runner.logits(text):
                     pass
                 tokens += len(text)
+        _share(model, seen, inputs)
         layers = {
             prefix: {kind: largest.tolist() for kind, largest in kinds.items()}
             for prefix, kinds in seen.items()
@@ -296,6 +300,22 @@ def calibrate(
     if not layers:
         raise ScaleError("no layer was called", "batches with at least one token", "pass some text")
     return Calibration(layers, tokens, {name: float(top) for name, top in inputs.items()})
+
+
+def _share(model: nn.Module, seen: dict[str, dict[str, Tensor]], inputs: dict[str, Tensor]) -> None:
+    """Give every rank of a sharded model what all have seen, by all heads."""
+    group = ranks_of(model)
+    if group is None:
+        return
+    inputs.update({name: largest_of_ranks(top, group) for name, top in inputs.items()})
+    config: Any = getattr(root_of(model), "config", None)
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    wholes = dict.fromkeys(KINDS, getattr(text, "num_attention_heads", None))
+    wholes |= dict.fromkeys(("key", "value"), getattr(text, "num_key_value_heads", None))
+    for kinds in seen.values():
+        for kind, top in kinds.items():
+            whole = wholes[kind]
+            kinds[kind] = gather_heads(top, whole if isinstance(whole, int) else len(top) * group.size(), group)
 
 
 def _texts(batch: Any, where: str) -> list[list[int]]:

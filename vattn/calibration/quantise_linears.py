@@ -13,7 +13,16 @@ from torch import Tensor, nn
 from vattn.calibration.calibrate import Calibration, as_calibration, linears_of, root_of
 from vattn.config.typed import typed
 from vattn.errors import ConfigError, DeviceError, DtypeError, ScaleError, ShapeError
-from vattn.layers.fp8_linear import FP8Linear, LinearFormat, check_sizes, encode_weight, linear_format, weight_scale
+from vattn.layers.fp8_linear import (
+    BLOCK,
+    FP8Linear,
+    LinearFormat,
+    check_sizes,
+    encode_weight,
+    linear_format,
+    weight_scale,
+)
+from vattn.layers.weight_parts import PartLinear, WeightPart, part_of, take_back, use_parts
 from vattn.quantization.formats import MODEL_DTYPES
 
 SHARED_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -69,7 +78,24 @@ def quantise_linears(
         {'0': 'fp8_per_token', '2': 'left: skip'}
     """
     fmt, root = linear_format(format), root_of(model)
-    found = linears_of(model)
+    undo = use_parts(root)
+    try:
+        made = _quantise(root, fmt, skip, calibration)
+    except BaseException:
+        take_back(undo)
+        raise
+    # FP8 layers stay parts; `disable` takes nothing back then.
+    root.__dict__.pop("_vattn_parts", None)
+    return made
+
+
+def _quantise(
+    root: nn.Module,
+    fmt: LinearFormat,
+    skip: str | Iterable[str],
+    calibration: Calibration | str | os.PathLike[str] | None,
+) -> dict[str, str]:
+    found = linears_of(root)
     check_untouched(found)
     left = _left(root, found, (skip,) if isinstance(skip, str) else tuple(skip))
     chosen = {name: linear for name, linear in found.items() if name not in left}
@@ -88,12 +114,13 @@ def quantise_linears(
     for name, linear in chosen.items():
         scale = scales[name]
         codes = encode_weight(linear.weight, scale)
-        replace(root, name, FP8Linear(codes, scale, format, inputs.get(name), linear.bias))
+        made = FP8Linear(codes, scale, fmt.name, inputs.get(name), linear.bias)
+        replace(root, name, made.hold(part_of(linear)))
     if callable(getattr(root, "save_pretrained", None)):
         from vattn.calibration.fp8_saving import describe_linears
 
         describe_linears(root)
-    return {name: left.get(name, format) for name in found}
+    return {name: left.get(name, fmt.name) for name in found}
 
 
 def check_untouched(found: dict[str, nn.Linear]) -> None:
@@ -133,7 +160,10 @@ def _left(root: nn.Module, found: dict[str, nn.Linear], skip: tuple[str, ...]) -
     for name, linear in found.items():
         if linear is head:
             left[name] = "left: the head"
-        elif not (type(linear).forward is nn.Linear.forward or type(linear).__name__ in ("FP8Linear", *PLAIN)):
+        elif not (
+            type(linear).forward in (nn.Linear.forward, PartLinear.forward)
+            or type(linear).__name__ in ("FP8Linear", *PLAIN)
+        ):
             left[name] = f"left: {type(linear).__name__} has a forward of its own"
         elif has_own_forward(linear):
             left[name] = "left: it has a forward of its own"
@@ -168,11 +198,24 @@ def check_linear(root: nn.Module, name: str, linear: nn.Linear, fmt: LinearForma
     others = [other for other, p in root.named_parameters(remove_duplicate=False) if p is weight]
     if len(others) > 1:
         raise ConfigError(f"a weight that is {' and '.join(others)}", "a layer's own", f"skip {name}")
+    part = part_of(linear)
+    if part is not None and fmt.blocks:
+        check_blocks(name, part)
     try:
         check_sizes(linear.in_features, linear.out_features, fmt)
     except ShapeError as error:
         raise ShapeError(f"{name}: {error.got}", error.allowed, error.fix) from error
     check_device(weight.device, fmt)
+
+
+def check_blocks(name: str, part: WeightPart) -> None:
+    """Raise ShapeError for a part of a weight that does not end with a block."""
+    if part.size % BLOCK:
+        raise ShapeError(
+            f"{name}, of which each rank has {part.size} of {part.whole} features, in blocks of {BLOCK}",
+            f"multiples of {BLOCK} on each rank",
+            "take another number of ranks, or a checkpoint without blocks (fp8_per_token)",
+        )
 
 
 def check_device(device: torch.device, fmt: LinearFormat) -> None:
@@ -203,6 +246,11 @@ def _input_scales(names: list[str], fmt: LinearFormat, calibration: Any) -> dict
 
 def _weight_scales(chosen: dict[str, nn.Linear], fmt: LinearFormat) -> dict[str, Tensor]:
     scales = {name: weight_scale(linear.weight, fmt) for name, linear in chosen.items()}
+    for name, linear in chosen.items():
+        part = part_of(linear)
+        # The scales of the whole weight, where one stands for features of several ranks.
+        if part is not None and not fmt.blocks and (part.dim == 1 or not fmt.rows):
+            scales[name] = part.largest(scales[name])
     for name, scale in scales.items():
         if not scale.is_meta and not bool(scale.isfinite().all()):
             raise ScaleError(f"weights of {name} that are not finite", "finite ones", "check the checkpoint")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-import sys
 import weakref
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from vattn.config.arguments import check_seconds
 from vattn.distributed.leader import Leader
 from vattn.errors import ConfigError
 from vattn.generation.model_steps import Graphs, ModelSteps, Outcome, Ran, StepInputs
+from vattn.layers.weight_parts import distributed_tensor, part_of, ranks_of
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.version import __version__
 
@@ -115,7 +115,7 @@ def join_ranks(
     """
     check_seconds("group_timeout", timeout, "leave it out for 300")
     if group is None:
-        if _is_sharded(model):
+        if ranks_of(model) is not None:
             raise ConfigError(
                 "a generator of a model whose weights are sharded over ranks, without their group",
                 "group=, on every rank",
@@ -133,33 +133,24 @@ def join_ranks(
     facts = {
         "torch": torch.__version__,
         "vattn": __version__,
-        "model": f"{type(getattr(model, 'model', model)).__name__}, {'sharded' if _is_sharded(model) else 'whole'}",
+        "model": f"{type(getattr(model, 'model', model)).__name__}, {'sharded' if ranks_of(model) else 'whole'}",
         **options,
         "weights that every rank holds": _digest(model),
     }
     return Leader(group, facts, timeout, "Generator(model, group=...)")
 
 
-def _distributed_tensor() -> Any:
-    """Return DTensor, if anything has imported it: without that no weight is one."""
-    module = sys.modules.get("torch.distributed.tensor")
-    return () if module is None else module.DTensor
-
-
-def _is_sharded(model: nn.Module) -> bool:
-    return any(isinstance(parameter, _distributed_tensor()) for parameter in model.parameters())
-
-
 def _digest(model: nn.Module) -> str:
     """Return a digest of names, shapes and dtypes of all weights, and of the values of those that are on every rank.
 
-    Those are all but DTensors and the KV heads that `enable` replicated. No values of a model without DTensors count:
-    its weights may be sharded by hand.
+    Those are all but DTensors and parts of weights. No values of a model without these count: its weights may be
+    sharded by hand.
     """
-    kind, sharded, digest = _distributed_tensor(), _is_sharded(model), hashlib.sha256()
+    kind, sharded, digest = distributed_tensor(), ranks_of(model) is not None, hashlib.sha256()
+    parts = {name for name, module in model.named_modules() if part_of(module) is not None}
     for name, weight in model.named_parameters():
         digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-        own = isinstance(weight, kind) or getattr(weight, "differs_between_ranks", False)
+        own = isinstance(weight, kind) or name.rpartition(".")[0] in parts
         if sharded and not own and weight.numel():
             # In parts: all of an embedding in fp64 may be more than the device has free.
             for values in map(Tensor.double, weight.detach().flatten().split(_PART)):

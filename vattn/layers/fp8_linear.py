@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vattn.backends.linear import scaled_product
 from vattn.errors import ConfigError, DtypeError, GradientError, ScaleError, ShapeError, StrideError
+from vattn.layers.weight_parts import WeightPart, refuse_state_dict
 from vattn.quantization.codecs import MIN_ABSMAX, quant_fp8_group, quant_fp8_per_token, quant_fp8_static, to_e4m3
 from vattn.quantization.formats import FP8_E4M3_MAX, MODEL_DTYPES, dtype_name
 
@@ -102,6 +103,7 @@ class FP8Linear(nn.Linear):
         weight: a parameter without gradient. Codes and scales keep their dtype under `model.to(dtype)`.
         weight_scale, input_scale: buffers in the state dict. Scales of rows are saved as `[N, 1]`, as
             compressed-tensors does; both shapes load.
+        part: which part of a sharded weight this rank has, `None` for all of it; set by `hold`.
 
     Raises:
         ConfigError, ShapeError, StrideError, ScaleError, DtypeError: at construction. DtypeError,
@@ -123,6 +125,7 @@ class FP8Linear(nn.Linear):
 
     input_scale: Tensor | None
     weight_scale: Tensor
+    part: WeightPart | None = None
     quantises_input = True
     uses_vattn_linear = False
 
@@ -185,6 +188,18 @@ class FP8Linear(nn.Linear):
         scale = weight_scale(linear.weight, linear_format(format))
         return cls(encode_weight(linear.weight, scale), scale, format, input_scale, linear.bias)
 
+    def hold(self, part: WeightPart | None) -> FP8Linear:
+        """Say which part of its weight this layer has, and return it; outputs are combined with the other ranks'."""
+        if part is not None:
+            self.part = part
+            self.register_state_dict_pre_hook(refuse_state_dict)
+        return self
+
+    @property
+    def needs_ranks(self) -> bool:
+        """Return whether outputs are combined with the other ranks'."""
+        return self.part is not None and (self.part.dim == 1 or self.part.gathers)
+
     def forward(self, x: Tensor) -> Tensor:
         """Return `x @ weight.T + bias` of x `[..., K]`, in its dtype."""
         if torch.is_grad_enabled() and x.requires_grad:
@@ -202,9 +217,11 @@ class FP8Linear(nn.Linear):
             out = self._product(*self.quantise_input(rows), x.dtype)
         else:
             out = (rows.float() @ self.dequantised().t()).to(x.dtype)
-        if self.bias is not None:
+        if self.part is not None:
+            out = self.part.finish(out, self.bias)
+        elif self.bias is not None:
             out = out + self.bias
-        return out.view(*x.shape[:-1], self.out_features)
+        return out.view(*x.shape[:-1], out.shape[-1])
 
     def quantise_input(self, rows: Tensor) -> tuple[Tensor, Tensor]:
         """Return the codes of rows `[T, K]` and their scales: `[1]`, `[T, 1]`, or column-major `[T, K / 128]`."""

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -50,9 +51,12 @@ from vattn.integrations.transformers.prove import Proof
 from vattn.integrations.transformers.replaced_forwards import replace_forwards, replaced_modules, restore_forwards
 from vattn.integrations.transformers.rope_frequencies import fix_frequencies, restore_frequencies
 from vattn.integrations.transformers.state_layers import restore_states
-from vattn.integrations.transformers.tensor_parallel import replicate_kv_heads, restore_kv_heads
 from vattn.layers import QuantConfig
+from vattn.layers.weight_parts import heads_of_rank, ranks_of, take_back, use_parts
 from vattn.quantization.formats import KV_FORMATS, resolve_kv_cache_dtype
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 register_dense()
 register_batched()
@@ -155,12 +159,12 @@ def enable(
     frequencies = fix_frequencies(model, rope_length)
     model.__dict__["_vattn_before"] = model.config._attn_implementation, remove_cache_hooks(model), frequencies
     try:
-        model.__dict__["_vattn_heads"] = replicate_kv_heads(model)
+        model.__dict__["_vattn_parts"] = use_parts(model)
         states = find_states(model)
         seen = observe(model, PackedCache(), states)
         calls = seen.calls
         if found is not None:
-            _check_heads(found, calls)
+            scales = _of_rank(scales, _find_heads(found, calls, ranks_of(model)))
         if calibration is None and quant_config is None:
             scales = checkpoint_configs(model, list(calls), cache_config).get
         layers = {
@@ -225,11 +229,11 @@ def disable(model: nn.Module) -> None:
                 "pass the whole model",
             )
         return
-    restore_kv_heads(inner.__dict__.pop("_vattn_heads", []))
     restore_forwards(inner)
     restore_states(inner)
     linears.separate_projections(inner)
     linears.restore_linears(inner)
+    take_back(inner.__dict__.pop("_vattn_parts", []))
     for module in list(inner.modules()):
         module._modules.pop(NAME, None)
     implementation, hooks, frequencies = before
@@ -273,21 +277,42 @@ def check_quant_config(quant_config: object) -> None:
         )
 
 
-def _check_heads(found: Calibration, calls: dict[str, AttentionCall]) -> None:
-    """Refuse a calibration of a model with other heads, which may have the same layer names.
+def _find_heads(found: Calibration, calls: dict[str, AttentionCall], group: ProcessGroup | None) -> dict[str, slice]:
+    """Return which KV heads of a calibration a rank has, by layer: all of them for a model on one device.
 
     Raises:
-        ScaleError: a layer has another number of heads than it had.
+        ScaleError: a layer has another number of heads than it had, as in another model with the same layer names.
     """
+    own: dict[str, slice] = {}
     for name, call in calls.items():
         seen = found.layers.get(name)
-        heads = call.num_heads, call.num_kv_heads
-        if seen is not None and (len(seen["query"]), len(seen["key"])) != heads:
+        if seen is None:
+            continue
+        heads = len(seen["query"]), len(seen["key"])
+        of_rank = heads_of_rank(heads[1], call.num_kv_heads, group)
+        if of_rank is None or heads_of_rank(heads[0], call.num_heads, group) is None:
             raise ScaleError(
-                f"a calibration in which layer {name!r} has {len(seen['query'])} query and {len(seen['key'])} KV heads",
-                f"{heads[0]} and {heads[1]}, as the model has",
+                f"a calibration in which layer {name!r} has {heads[0]} query and {heads[1]} KV heads",
+                f"{call.num_heads} and {call.num_kv_heads}, as the model has" + (" on this rank" if group else ""),
                 "calibrate this model",
             )
+        own[name] = of_rank
+    return own
+
+
+def _of_rank(
+    scales: Callable[[str], QuantConfig | None], heads: dict[str, slice]
+) -> Callable[[str], QuantConfig | None]:
+    """Return what gives a layer the scales of this rank's KV heads."""
+
+    def of(name: str) -> QuantConfig | None:
+        config = scales(name)
+        if config is None or not isinstance(config.k_scale, torch.Tensor) or config.k_scale.numel() == 1:
+            return config
+        assert isinstance(config.v_scale, torch.Tensor)
+        return replace(config, k_scale=config.k_scale[heads[name]], v_scale=config.v_scale[heads[name]])
+
+    return of
 
 
 def _scales(

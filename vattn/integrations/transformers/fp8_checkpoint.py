@@ -15,11 +15,12 @@ from torch import Tensor, nn
 
 from vattn.calibration.calibrate import linears_of, root_of
 from vattn.calibration.fp8_saving import describe_linears
-from vattn.calibration.quantise_linears import check_device, check_untouched, has_own_forward, replace
+from vattn.calibration.quantise_linears import check_blocks, check_device, check_untouched, has_own_forward, replace
 from vattn.errors import ConfigError, ScaleError, UnsupportedRequestError
 from vattn.integrations.transformers.checkpoint import Checkpoint, folder_of
 from vattn.integrations.transformers.fp8_checkpoint_config import CACHED, input_format, not_supported
-from vattn.layers.fp8_linear import LINEAR_FORMATS, FP8Linear, check_scales
+from vattn.layers.fp8_linear import BLOCK, LINEAR_FORMATS, FP8Linear, check_scales
+from vattn.layers.weight_parts import part_of, take_back, use_parts, whole_sizes
 
 SCALE_NAMES = ("weight_scale", "weight_scale_inv")
 INPUT_NAMES = ("input_scale", "activation_scale")
@@ -65,11 +66,24 @@ def load_fp8_linears(model: nn.Module, folder: str | os.PathLike[str] | None = N
             "a model from a local folder of safetensors, or the folder",
             "pass folder=",
         )
-    checkpoint, linears = Checkpoint(path), linears_of(root)
+    undo = use_parts(root)
+    try:
+        found = _load(root, Checkpoint(path))
+    except BaseException:
+        take_back(undo)
+        raise
+    root.__dict__.pop("_vattn_parts", None)
+    return found
+
+
+def _load(root: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
+    linears = linears_of(root)
     check_untouched(linears)
     weights = [name for name in checkpoint if name.endswith(".weight") and checkpoint.dtype(name).startswith("F8_")]
     if not weights:
-        raise ConfigError(f"{path} without FP8 weights", "FP8 weights", "vattn.quantise_linears(model, ...)")
+        raise ConfigError(
+            f"{checkpoint.folder} without FP8 weights", "FP8 weights", "vattn.quantise_linears(model, ...)"
+        )
     made: dict[str, FP8Linear] = {}
     for weight in weights:
         name = _owner_exactly(weight.removesuffix(".weight"), linears)
@@ -100,7 +114,7 @@ def _owner_exactly(name: str, linears: dict[str, nn.Linear]) -> str | None:
 
 def _read(checkpoint: Checkpoint, prefix: str, name: str, linear: nn.Linear) -> FP8Linear:
     _check_linear(checkpoint, prefix, name, linear)
-    codes = checkpoint.tensor(prefix + "weight")
+    codes, part = checkpoint.tensor(prefix + "weight"), part_of(linear)
     scale, given = _scale(checkpoint, prefix, SCALE_NAMES), _scale(checkpoint, prefix, INPUT_NAMES)
     if scale is None:
         raise ScaleError(f"{prefix}weight in FP8 without a scale", " or ".join(SCALE_NAMES), "check the checkpoint")
@@ -117,7 +131,7 @@ def _read(checkpoint: Checkpoint, prefix: str, name: str, linear: nn.Linear) -> 
     bias = checkpoint.tensor(prefix + "bias").to(device, dtype) if prefix + "bias" in checkpoint else None
     check_scales({prefix + "weight_scale": scale, prefix + "input_scale": given})
     if not LINEAR_FORMATS[fmt].blocks:
-        rows = linear.out_features
+        rows = codes.shape[0]
         if scale.numel() != 1 and tuple(scale.shape) not in ((rows,), (rows, 1)):
             raise ScaleError(
                 f"{scale.numel()} scales of {prefix}weight, of shape {tuple(scale.shape)}",
@@ -127,10 +141,18 @@ def _read(checkpoint: Checkpoint, prefix: str, name: str, linear: nn.Linear) -> 
         scale = scale.reshape(-1)
         if LINEAR_FORMATS[fmt].rows:
             scale = scale.expand(codes.shape[0])
+    if part is not None:
+        codes = part.of(codes).contiguous()
+        if LINEAR_FORMATS[fmt].blocks:
+            check_blocks(name, part)
+            scale = part.of(scale, BLOCK)
+        elif part.dim == 0 and scale.numel() != 1:
+            scale = part.of(scale)
+        bias = part.of(bias).contiguous() if bias is not None and part.dim == 0 else bias
     codes = codes.to(device)
     if not codes.is_meta and bool((codes.view(torch.uint8) & 0x7F == 0x7F).any()):
         raise ScaleError(f"codes of NaN in {prefix}weight", "finite weights", "check the checkpoint")
-    return FP8Linear(codes, scale.float().contiguous().to(device), fmt, given, bias)
+    return FP8Linear(codes, scale.float().contiguous().to(device), fmt, given, bias).hold(part)
 
 
 def _check_linear(checkpoint: Checkpoint, prefix: str, name: str, linear: nn.Linear) -> None:
@@ -138,7 +160,7 @@ def _check_linear(checkpoint: Checkpoint, prefix: str, name: str, linear: nn.Lin
     codes = checkpoint.tensor(prefix + "weight")
     if codes.dtype is not torch.float8_e4m3fn:
         raise not_supported(f"weights in {codes.dtype}", name)
-    if codes.shape != (linear.out_features, linear.in_features):
+    if tuple(codes.shape) != whole_sizes(linear):
         raise ConfigError(f"{prefix}weight of {tuple(codes.shape)}", f"that of {name}", "check the checkpoint")
     if (prefix + "bias" in checkpoint) != (linear.bias is not None):
         raise ConfigError(

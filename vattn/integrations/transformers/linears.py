@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 from vattn.calibration.quantise_linears import SHARED_INPUT
 from vattn.errors import ConfigError
 from vattn.layers.fp8_linear import BLOCK, FP8Linear
+from vattn.layers.weight_parts import PartLinear
 from vattn.quantization.formats import dtype_name
 
 
@@ -175,10 +176,10 @@ def _plain_weight(linear: nn.Linear) -> bool:
 
 
 def _one_input(parts: list[FP8Linear]) -> bool:
-    """Return whether FP8 parts quantise their input alike, and have whole blocks of weights."""
+    """Return whether FP8 parts quantise their input alike, have whole blocks, and outputs without other ranks'."""
     scales = [part.input_scale for part in parts]
     return (
-        all(part.format == parts[0].format for part in parts)
+        all(part.format == parts[0].format and not part.needs_ranks for part in parts)
         and (scales[0] is None or all(torch.equal(scale, scales[0]) for scale in scales))  # type: ignore[arg-type]
         and (not parts[0].format.blocks or all(part.out_features % BLOCK == 0 for part in parts[:-1]))
     )
@@ -211,6 +212,17 @@ class VattnLinear(nn.Linear):
         return vattn_linear(x, self.weight, self.bias)
 
 
+class VattnPartLinear(PartLinear):
+    """What a `PartLinear` becomes, in place."""
+
+    uses_vattn_linear = True
+    multiply = staticmethod(vattn_linear)
+
+
+REPLACED = {nn.Linear: VattnLinear, PartLinear: VattnPartLinear}
+"""What linear layers become, by `vattn::linear`."""
+
+
 def replace_linears(model: nn.Module) -> int:
     """Replace the linear layers of a model, merged ones too; return how many. Those with hooks or own forwards stay."""
     count = 0
@@ -223,11 +235,11 @@ def replace_linears(model: nn.Module) -> int:
         elif type(module) is FP8Linear:
             module.uses_vattn_linear = True
         elif (
-            type(module) is nn.Linear
-            and _plain_weight(module)
+            type(module) in REPLACED
+            and _plain_weight(module)  # type: ignore[arg-type]
             and not ("forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks)
         ):
-            module.__class__ = VattnLinear  # type: ignore[assignment]
+            module.__class__ = REPLACED[type(module)]  # type: ignore[assignment,index]
         else:
             continue
         count += 1
@@ -237,7 +249,7 @@ def replace_linears(model: nn.Module) -> int:
 def restore_linears(model: nn.Module) -> None:
     """Undo `replace_linears`; merged layers must have their own forward again."""
     for module in model.modules():
-        if isinstance(module, VattnLinear):
-            module.__class__ = nn.Linear  # type: ignore[assignment]
+        if isinstance(module, (VattnLinear, VattnPartLinear)):
+            module.__class__ = type(module).__base__  # type: ignore[assignment]
         elif isinstance(module, FP8Linear):
             module.__dict__.pop("uses_vattn_linear", None)
