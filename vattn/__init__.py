@@ -31,7 +31,7 @@ from vattn.compilation.warmup import WarmupReport, warmup
 from vattn.config.attention import AttentionConfig, AttentionType, CacheConfig, boundary_layers
 from vattn.config.mla import MLAConfig
 from vattn.config.rope import RopeConfig
-from vattn.generation import AsyncGenerator, Chat, Generator, Grammar, PromptLookup, Request, Sampling
+from vattn.generation import AsyncGenerator, Chat, DraftModel, Generator, Grammar, PromptLookup, Request, Sampling
 from vattn.kv_transfer import (
     FileConnector,
     HostMemoryConnector,
@@ -104,6 +104,7 @@ __all__ = [
     "CrossAttentionSpec",
     "DecodeInput",
     "DifferentialAttention",
+    "DraftModel",
     "EncoderFP8Config",
     "EncoderOnlyAttention",
     "EncoderOnlyAttentionSpec",

@@ -244,7 +244,7 @@ def test_its_own_blocks_are_no_prefix_of_another() -> None:
 def test_drafts_end_with_the_request_the_budget_and_the_blocks() -> None:
     lookup = vattn.PromptLookup(num_drafts=4, shortest=1)
     for new, budget, blocks, drafts in ((8, 8, 9, 4), (3, 8, 9, 1), (2, 8, 9, 0), (8, 4, 9, 3), (8, 8, 4, 2)):
-        plan = scheduler(num_blocks=blocks, budget=budget, lookup=lookup)
+        plan = scheduler(num_blocks=blocks, budget=budget, source=lookup)
         one = Request([2] * 5, vattn.Sampling(new, stop_token_ids=()))
         for each in (request(1, 2), one):
             plan.add(each)
@@ -292,7 +292,7 @@ def test_equal_prompts_wait_for_the_first_in_their_order() -> None:
 
 
 def test_a_step_without_drafts_has_none() -> None:
-    plan = scheduler(budget=8, lookup=vattn.PromptLookup(shortest=1))
+    plan = scheduler(budget=8, source=vattn.PromptLookup(shortest=1))
     one = Request([1, 2] * 4 + [1], vattn.Sampling(8, stop_token_ids=()))
     plan.add(one)
     assert plan.schedule().drafts == []

@@ -274,7 +274,7 @@ def _show_json(generator: Generator, requests: Sequence[Request | VattnError]) -
     for index, request in enumerate(requests):
         if isinstance(request, VattnError):
             print(json.dumps({"index": index, "error": f"{type(request).__name__}: {request}"}), flush=True)
-    drafts = generator.scheduler.lookup is not None
+    drafts = generator.scheduler.source is not None
     for _, ended in _steps(generator):
         for request in ended:
             row = {"index": requests.index(request.choices[0]), "text": request.text, "tokens": request.output}

@@ -2,6 +2,8 @@
 
 from vattn.generation.async_generator import AsyncGenerator
 from vattn.generation.chat import Chat
+from vattn.generation.draft_model import DraftModel
+from vattn.generation.draft_source import DraftSource
 from vattn.generation.generator import Generator
 from vattn.generation.grammar import Grammar
 from vattn.generation.model_steps import model_inputs
@@ -13,6 +15,8 @@ from vattn.generation.statistics import Statistics
 __all__ = [
     "AsyncGenerator",
     "Chat",
+    "DraftModel",
+    "DraftSource",
     "Generator",
     "Grammar",
     "Progress",

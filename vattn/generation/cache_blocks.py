@@ -95,7 +95,7 @@ class CacheBlocks:
             count = (request.num_tokens - 1) // self.block_size
             self._take(request.table, request.keys(count, self.block_size)[:count])
         found = request.table.num_tokens
-        request.cached = request.room = found
+        request.cached = request.room = request.drafted_until = found
         request.epoch = self._epoch
         request.published = found // self.block_size
         request.freed = [0] * len(self._specs)

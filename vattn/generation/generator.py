@@ -15,10 +15,10 @@ from vattn.errors import ConfigError, MissingPackageError, VattnError
 from vattn.generation.cache_blocks import CacheBlocks, longest_that_fits
 from vattn.generation.chat import Chat, is_conversation
 from vattn.generation.default_sampling import default_sampling
+from vattn.generation.draft_source import DraftSource, ServedModel
 from vattn.generation.grammar import GrammarCompiler
 from vattn.generation.model_runner import ModelRunner
 from vattn.generation.model_steps import ModelSteps
-from vattn.generation.prompt_lookup import PromptLookup
 from vattn.generation.prompts import Prompt, Submission, check_sampling, read_bad_words, read_prompt, read_prompts
 from vattn.generation.ranks import RankSteps, join_ranks
 from vattn.generation.request import FAILED, Progress, Request
@@ -27,6 +27,7 @@ from vattn.generation.scheduler import Scheduler
 from vattn.generation.setup import (
     capture,
     check_kind,
+    check_speculation,
     check_states,
     check_tokenizer,
     compiled,
@@ -65,8 +66,9 @@ class Generator(StepLoop):
         reuse_prefixes: reuse cached blocks of equal content; default wherever requests keep no state besides their
             blocks. After a change of the model (weights, adapters, hooks, attributes), blocks from before are not
             found; changes through `.data` are not noticed.
-        speculation: draft tokens by prompt lookup and verify them together: fewer steps, the same tokens. Requests with
-            penalties, bad words of several tokens or logits processors get no drafts.
+        speculation: draft tokens and verify them together: fewer steps, the same tokens. `PromptLookup` drafts by
+            prompt lookup, `DraftModel` by a smaller model. Requests with penalties, bad words of several tokens or
+            logits processors get no drafts.
         compile: `"layers"` compiles each kind of layer once, `"model"` the whole model, `"none"` nothing; default
             `"layers"` on CUDA and `"none"` elsewhere.
         compile_options: for `torch.compile`, such as `vattn.options()` under `"options"`.
@@ -120,7 +122,7 @@ class Generator(StepLoop):
         stop_token_ids: Iterable[int] | None = None,
         max_queue: int | None = None,
         reuse_prefixes: bool | None = None,
-        speculation: PromptLookup | None = None,
+        speculation: DraftSource | None = None,
         compile: str | None = None,
         compile_options: dict[str, Any] | None = None,
         graph_sizes: Sequence[int] | None = None,
@@ -134,7 +136,7 @@ class Generator(StepLoop):
                 read_count(name, count, 1, f"change {name}")
         if reuse_prefixes is not None:
             check_switches(reuse_prefixes=reuse_prefixes)
-        check_kind("speculation", speculation, PromptLookup)
+        check_speculation(speculation)
         check_kind("compile_options", compile_options, dict)
         check_tokenizer(tokenizer)
         self.cache = cache = find_cache(model, cache)
@@ -146,7 +148,6 @@ class Generator(StepLoop):
         num_drafts = speculation.num_drafts if speculation is not None else 0
         max_seq_len = longest_request(model, max_seq_len, longest_that_fits(cache, token_budget))
         blocks = CacheBlocks(cache, max_num_reqs, max_seq_len, reuses_prefixes(reuse_prefixes, cache), model)
-        scheduler = Scheduler(blocks, max_num_reqs, token_budget, max_seq_len, max_queue, speculation)
         capacity = max(2, token_budget + 1, max_num_reqs * (1 + num_drafts))
         builder = make_builder(model, cache, max_num_reqs, capacity, max_seq_len)
         options = {
@@ -159,10 +160,16 @@ class Generator(StepLoop):
         forward = compiled(model, compile, self.device, compile_options or {})
         graphs = capture(forward, builder, sizes, num_drafts, mixed, max_num_reqs, cache.states is not None)
         self.graphs, self.draft_graphs, self.mixed_graphs = graphs
+        source = None
+        if speculation is not None:
+            limits = max_num_reqs, token_budget, max_seq_len
+            served = ServedModel(model, blocks, *limits, compile, compile_options or {}, sizes, group is not None)
+            source = speculation.start(served)
         take_cache(cache.kv_caches[0])
         parts = forward, builder, graphs
         steps = ModelSteps(*parts) if leader is None else RankSteps(*parts, leader)
-        super().__init__(model, tokenizer, scheduler, ModelRunner(steps, blocks))
+        scheduler = Scheduler(blocks, max_num_reqs, token_budget, max_seq_len, max_queue, source)
+        super().__init__(model, tokenizer, scheduler, ModelRunner(steps, blocks, source))
         self._statistics.num_blocks = cache.num_blocks - cache.reserved_blocks
         self._grammar_compiler: GrammarCompiler | None = None
 

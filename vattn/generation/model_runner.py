@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, islice
 
 import torch
 from torch import Tensor
 
 from vattn.errors import VattnError
 from vattn.generation.cache_blocks import CacheBlocks
+from vattn.generation.draft_source import DraftSource
 from vattn.generation.logprobs import StepLogprobs, TokenLogprobs, compute_logprobs
 from vattn.generation.model_steps import DRAFTS, MIXED, PLAIN, ModelSteps, Ran, StepInputs
 from vattn.generation.request import Request
@@ -28,7 +29,9 @@ class Launched(Ran):
         result: int64 `[2, N]` on the host as soon as `done`: the tokens, and whether their logits could be used.
         errors: what the logits processors of a request raised, by row of `tokens`.
         step_logprobs: log-probabilities, on the host as soon as `done`; `None` if no request of the step gets any.
-        begin, done: events around the step, `None` without a GPU.
+        drafts: int64, the drafts of the step on the host as soon as `done`; `None` if the batch holds them.
+        begin, done: events around the step and its drafts, `None` without a GPU.
+        drafted: event between drafts and step; `None` if nothing was launched for drafts.
         waited: seconds for which `read` waited for the device.
     """
 
@@ -36,16 +39,21 @@ class Launched(Ran):
     result: Tensor
     errors: dict[int, VattnError]
     step_logprobs: StepLogprobs | None = None
+    drafts: Tensor | None = None
     begin: torch.cuda.Event | None = None
     done: torch.cuda.Event | None = None
+    drafted: torch.cuda.Event | None = None
     waited: float = 0.0
 
     def read(self) -> tuple[list[int], list[int]]:
-        """Wait for the step and return its tokens, and 1 for tokens with usable logits."""
+        """Wait for the step, note its drafts in the batch, and return its tokens, and 1 for those of usable logits."""
         if self.done is not None:
             begin = time.perf_counter()
             self.done.synchronize()
             self.waited = time.perf_counter() - begin
+        if self.drafts is not None:
+            found = iter(self.drafts.tolist())
+            self.batch.drafts = [list(islice(found, len(each))) for each in self.batch.drafts]
         tokens, usable = self.result.tolist()
         return tokens, usable
 
@@ -60,6 +68,13 @@ class Launched(Ran):
             return 0.0
         return self.begin.elapsed_time(self.done) / 1e3
 
+    @property
+    def draft_seconds(self) -> float:
+        """Time on the device for drafts, after `read`; 0 without a GPU."""
+        if self.begin is None or self.drafted is None:
+            return 0.0
+        return self.begin.elapsed_time(self.drafted) / 1e3
+
 
 class ModelRunner:
     """Launch the steps that a scheduler plans.
@@ -67,14 +82,15 @@ class ModelRunner:
     Args:
         steps: run the model.
         blocks: hold the block tables.
+        source: launches the drafts of a step before it; `None` for steps without drafts.
     """
 
-    def __init__(self, steps: ModelSteps, blocks: CacheBlocks) -> None:
-        self.steps, self.blocks = steps, blocks
+    def __init__(self, steps: ModelSteps, blocks: CacheBlocks, source: DraftSource | None = None) -> None:
+        self.steps, self.blocks, self.source = steps, blocks, source
         self._sampler = Sampler(steps.builder.max_num_reqs)
 
     @torch.inference_mode()
-    def launch(self, batch: Batch, before: Launched | None = None) -> Launched:
+    def launch(self, batch: Batch, before: Ran | None = None) -> Launched:
         """Launch a step.
 
         Args:
@@ -82,26 +98,43 @@ class ModelRunner:
             before: the step before, if it has not been read: its tokens are taken on the device.
         """
         begin = torch.cuda.Event(enable_timing=True) if self.steps.device.type == "cuda" else None
-        logits, metadata, graphs = self.steps.run(self._inputs(batch, before), before, begin)
+        drafts, drafted = self._draft(batch, begin)
+        before = before or drafts
+        logits, metadata, graphs = self.steps.run(
+            self._inputs(batch, before), before, begin if drafted is None else None
+        )
         if graphs is None:
             # Graphs compute what they captured, whatever has changed; this step did not.
             self.blocks.look()
         requests, positions, sampled, with_logprobs = _chosen(batch, logits)
         tokens, result, errors = self._sampler.choose(logits, requests, positions, sampled)
         launched = Launched(tokens, metadata, graphs, batch, to_host(result), errors)
+        launched.drafts = to_host(drafts.tokens) if drafts is not None else None
         if with_logprobs or batch.prompt_logprobs:
             launched.step_logprobs = compute_logprobs(logits, tokens, requests, with_logprobs, batch.prompt_logprobs)
             launched.step_logprobs.values = to_host(launched.step_logprobs.values)
         if begin is not None:
             launched.begin, launched.done = begin, torch.cuda.Event(enable_timing=True)
+            launched.drafted = drafted
             launched.done.record()
         return launched
 
-    def _inputs(self, batch: Batch, before: Launched | None) -> StepInputs:
+    def _draft(self, batch: Batch, begin: torch.cuda.Event | None) -> tuple[Ran | None, torch.cuda.Event | None]:
+        """Launch what drafts the step; return its drafts if they are on the device, and an event after a model's."""
+        if self.source is None or not self.source.launches:
+            return None, None
+        drafts = self.source.launch(batch, begin)
+        if begin is None:
+            return drafts, None
+        drafted = torch.cuda.Event(enable_timing=True)
+        drafted.record()
+        return drafts, drafted
+
+    def _inputs(self, batch: Batch, before: Ran | None) -> StepInputs:
         """Return what the model computes in a step."""
         if not batch.follows:
             counts = [end - start for start, end in zip(batch.starts, batch.ends, strict=True)]
-            ids, sources = _ids(batch, counts)
+            ids, sources = _ids(batch, counts, before is not None)
             ends, rows = batch.ends, _rows(batch, counts)
         elif not self.blocks.cache.groups:
             return StepInputs(new_blocks=batch.new_blocks[0])
@@ -137,10 +170,16 @@ def _rows(batch: Batch, counts: list[int]) -> list[int] | None:
     return rows
 
 
-def _ids(batch: Batch, counts: list[int]) -> tuple[list[int], list[int]]:
-    """Return the ids of a step, and their sources; see `StepInputs`."""
+def _ids(batch: Batch, counts: list[int], continues: bool) -> tuple[list[int], list[int]]:
+    """Return the ids of a step, and their sources; see `StepInputs`.
+
+    Args:
+        counts: tokens of each request.
+        continues: whether tokens are on the device: those of the step before, or else the drafts.
+    """
     ids: list[int] = []
     sources: list[int] = []
+    num_drafts = 0
     for index, (request, start, count) in enumerate(zip(batch.requests, batch.starts, counts, strict=True)):
         if request.pending and start + count == request.num_tokens:
             ids += request.tokens(start, start + count - 1)
@@ -148,8 +187,13 @@ def _ids(batch: Batch, counts: list[int]) -> tuple[list[int], list[int]]:
             sources.append(request.pending_row)
             ids.append(0)
         elif batch.drafts and batch.drafts[index]:
+            drafts = batch.drafts[index]
             ids.append(request.output[-1])
-            ids += batch.drafts[index]
+            ids += drafts
+            if continues:
+                sources += [-1] * (len(ids) - len(drafts) - len(sources))
+                sources += range(num_drafts, num_drafts + len(drafts))
+                num_drafts += len(drafts)
         else:
             ids += request.tokens(start, start + count)
     return ids, sources + [-1] * (len(ids) - len(sources)) if sources else []

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from vattn.config.arguments import read_count
 from vattn.errors import ConfigError
+from vattn.generation.draft_source import DraftSource
+
+if TYPE_CHECKING:
+    from vattn.generation.request import Request
 
 
 @dataclass(frozen=True)
-class PromptLookup:
+class PromptLookup(DraftSource):
     """Draft tokens by prompt lookup: what followed an earlier occurrence of the last tokens.
 
     Attributes:
@@ -40,6 +45,14 @@ class PromptLookup:
                 "a longest of at least the shortest",
                 "change one of them",
             )
+
+    def plan(self, request: Request, most: int) -> list[int]:
+        """Return up to `most` tokens that may follow those of a request."""
+        if request.lookup_index is None:
+            request.lookup_index = LookupIndex(self, request.prompt)
+        index = request.lookup_index
+        index.extend(request.output[len(index.tokens) - len(request.prompt) :])
+        return index.drafts(most)
 
 
 class LookupIndex:

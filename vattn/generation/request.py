@@ -102,6 +102,8 @@ class Request:
         # Whether a token only extends the output: no text, no stopping criteria, no log-probabilities.
         self.plain = False
         self.lookup_index: LookupIndex | None = None
+        # Tokens whose keys and values are in the cache of the draft model, where there is one.
+        self.drafted_until = 0
         self.stream: TextStream | None = None
         # The queue of the stream that reads its progress.
         self.watcher: deque[Progress] | None = None

@@ -9,9 +9,9 @@ from itertools import islice
 from typing import Any
 
 from vattn.cache.block_pool import BlockPool
-from vattn.errors import OutOfBlocksError, QueueFullError, RequestError
+from vattn.errors import ConfigError, OutOfBlocksError, QueueFullError, RequestError
 from vattn.generation.cache_blocks import CacheBlocks, blocks_needed
-from vattn.generation.prompt_lookup import LookupIndex, PromptLookup
+from vattn.generation.draft_source import DraftSource
 from vattn.generation.request import CANCELLED, RUNNING, WAITING, Request
 
 
@@ -124,7 +124,7 @@ class Scheduler:
         token_budget: new tokens of one step.
         max_seq_len: longest request, prompt and output.
         max_queue: most waiting requests; `None` for any number.
-        lookup: drafts tokens of greedy and sampled requests, with the rest of the budget and of the blocks.
+        source: drafts tokens of greedy and sampled requests, with the rest of the budget and of the blocks.
 
     Attributes:
         waiting, running: requests; the oldest first.
@@ -138,9 +138,9 @@ class Scheduler:
         token_budget: int,
         max_seq_len: int,
         max_queue: int | None = None,
-        lookup: PromptLookup | None = None,
+        source: DraftSource | None = None,
     ) -> None:
-        self.blocks, self.lookup = blocks, lookup
+        self.blocks, self.source = blocks, source
         self.max_num_reqs, self.token_budget, self.max_seq_len = max_num_reqs, token_budget, max_seq_len
         self.max_queue = max_queue
         self.waiting: deque[Request] = deque()
@@ -148,7 +148,7 @@ class Scheduler:
         self.preemptions = 0
         # Identifies its requests, ended ones too.
         self.mark = object()
-        self._changes = 0
+        self._changes, self._drafting = 0, False
         # Content keys of the blocks that the prompts of this step fill.
         self._filled: set[str] = set()
 
@@ -196,6 +196,7 @@ class Scheduler:
     def schedule(self) -> Batch:
         """Plan the next step and take its blocks."""
         budget, preemptions, batch = self.token_budget, self.preemptions, Batch()
+        self._drafting = self.source is not None and (self.source.beside_prompts or self._only_decodes())
         for request in list(self.running):
             count = min(request.uncached, budget)
             if count and self._grow(request, count):
@@ -219,7 +220,7 @@ class Scheduler:
         if not any(batch.drafts):
             batch.drafts = []
         singles = self.token_budget - budget == len(batch.requests) == len(self.running) == batch.ready
-        if singles and batch.requests and self.lookup is None:
+        if singles and batch.requests and self.source is None:
             batch.run = DecodeRun(batch.requests, batch.ends, self._changes, self.blocks.block_size)
         return batch
 
@@ -247,8 +248,8 @@ class Scheduler:
         start, end = request.cached, request.cached + count
         # A request gets no token only if it takes the whole budget: it is the last one.
         batch.ready += end == request.num_tokens
-        if self.lookup is not None:
-            batch.drafts.append(self._look_up(request, budget - 1) if count == 1 and request.output else [])
+        if self._drafting:
+            batch.drafts.append(self._draft(request, budget - 1) if count == 1 and request.output else [])
             end += len(batch.drafts[-1])
         if self.waiting and start < len(request.prompt):
             self._filled.update(self.blocks.new_keys(request, start, end))
@@ -260,17 +261,25 @@ class Scheduler:
         request.cached = end
         return end - start
 
-    def _look_up(self, request: Request, budget: int) -> list[int]:
+    def _only_decodes(self) -> bool:
+        """Return whether the next step computes one known token of each request, and admits none."""
+        joins = self.waiting and len(self.running) < self.max_num_reqs
+        return not joins and all(request.uncached == 1 for request in self.running)
+
+    def _draft(self, request: Request, budget: int) -> list[int]:
         """Return drafts of a request's next tokens, as many as there is room for."""
-        assert self.lookup is not None
+        assert self.source is not None
         # The step also chooses the token after the drafts.
-        most = min(self.lookup.num_drafts, request.limit - request.num_tokens - 1, budget)
+        most = min(self.source.num_drafts, request.limit - request.num_tokens - 1, budget)
         if most < 1 or request.pending or request.needs_history:
             return []
-        if request.lookup_index is None:
-            request.lookup_index = LookupIndex(self.lookup, request.prompt)
-        request.lookup_index.extend(request.output[len(request.lookup_index.tokens) - len(request.prompt) :])
-        drafts = request.lookup_index.drafts(most)
+        drafts = self.source.plan(request, most)
+        if len(drafts) > most:
+            raise ConfigError(
+                f"{len(drafts)} drafts of {type(self.source).__name__}.plan",
+                f"up to {most}",
+                "return no more than `most`",
+            )
         if drafts:
             try:
                 self.blocks.grow(request, 1 + len(drafts))

@@ -14,6 +14,7 @@ from vattn.compilation.compile import compile, compile_regions, repeated_layers
 from vattn.compilation.cuda_graph import CUDAGraphRunner
 from vattn.config.arguments import integer, read_count
 from vattn.errors import ConfigError, UnsupportedRequestError, VattnError
+from vattn.generation.draft_source import DraftSource
 from vattn.generation.model_steps import Graphs, sample_draft_inputs, sample_inputs
 from vattn.generation.prompts import check_stop_ids
 from vattn.metadata.builder import AttentionMetadataBuilder
@@ -26,6 +27,16 @@ def check_kind(name: str, value: Any, kind: type) -> None:
     """Refuse a value that is neither `None` nor of a type."""
     if value is not None and not isinstance(value, kind):
         raise ConfigError(f"{name}={value!r:.60}", f"a {kind.__name__}", f"change {name}, or leave it out")
+
+
+def check_speculation(value: Any) -> None:
+    """Refuse what is no source of drafts; `None` is none."""
+    if value is not None and not isinstance(value, DraftSource):
+        raise ConfigError(
+            f"speculation={value!r:.60}",
+            "vattn.PromptLookup(...) or vattn.DraftModel(small, ...)",
+            "speculation=vattn.DraftModel(enable(small)), or leave it out",
+        )
 
 
 def check_tokenizer(tokenizer: Any) -> None:
@@ -314,13 +325,23 @@ def capture(
         rows = {"output_rows": "tokens", "tokens_per_request": 1 + num_drafts}
         wanted.append(("drafts", list(sizes), sample_draft_inputs, rows))
     first: CUDAGraphRunner | None = None
+    for name, numbers, inputs, options in wanted:
+        runner = capture_runner(forward, numbers, builder, inputs, memory_of=first, **options, **shared)
+        first = first or runner
+        graphs = graphs._replace(**{name: runner})
+    return graphs
+
+
+def capture_runner(forward: Forward, *arguments: Any, **options: Any) -> CUDAGraphRunner:
+    """Return the graphs of a function; arguments of `CUDAGraphRunner`.
+
+    Raises:
+        UnsupportedRequestError: a backend, or something else in the model, cannot be captured.
+    """
     try:
-        for name, numbers, inputs, options in wanted:
-            # As steps are launched: in another mode each layer would be compiled once more for those without a graph.
-            with torch.inference_mode():
-                runner = CUDAGraphRunner(forward, numbers, builder, inputs, memory_of=first, **options, **shared)
-            first = first or runner
-            graphs = graphs._replace(**{name: runner})
+        # As steps are launched: in another mode each layer would be compiled once more for those without a graph.
+        with torch.inference_mode():
+            return CUDAGraphRunner(forward, *arguments, **options)
     except RuntimeError as error:
         if isinstance(error, VattnError) or "captur" not in str(error):
             raise
@@ -330,4 +351,23 @@ def capture(
             "graph_sizes=() without mixed_graph_sizes runs it without graphs; experts of a transformers model can be "
             "captured in bfloat16, or after model.set_experts_implementation('batched_mm')",
         ) from error
-    return graphs
+
+
+def check_vocabulary(model: Any, draft: Any) -> None:
+    """Refuse a draft model with another vocabulary than the target's, and models that do not say how large theirs is.
+
+    Raises:
+        ConfigError: either.
+    """
+    sizes = [integer(getattr(one, "vocab_size", None)) for one in (model, draft)]
+    if None in sizes:
+        name = "target" if sizes[0] is None else "draft model"
+        raise ConfigError(
+            f"a {name} without vocab_size", "models with the size of their vocabulary", "set its attribute vocab_size"
+        )
+    if sizes[0] != sizes[1]:
+        raise ConfigError(
+            f"a draft model with {sizes[1]} token ids for a target with {sizes[0]}",
+            "two models of one tokenizer and vocabulary",
+            "take a smaller model of the same family",
+        )

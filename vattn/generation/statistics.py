@@ -15,7 +15,7 @@ class Statistics:
         steps: computed steps.
         prompt_tokens, generated_tokens: of all requests; prompt tokens computed again after preemption count again.
         reused_tokens: prompt tokens that were found in the cache.
-        drafted_tokens, accepted_tokens: drafts of `PromptLookup` that were verified, and those that were right.
+        drafted_tokens, accepted_tokens: drafts that were verified, and those that were right.
         drafted_steps: how often a request had drafts in a step.
         preemptions: how often a request had to give its blocks back.
         waiting, running: requests now.
@@ -25,6 +25,7 @@ class Statistics:
         seconds: wall time of all steps.
         device_seconds: from the first to the last kernel of each step, added up; 0 without a GPU. In the rest of
             `seconds` the device waited for the host.
+        draft_seconds: the part of `device_seconds` in which a draft model computed.
         host_seconds: the part of `seconds` in which the host worked; in the rest it waited for the device.
         first_token_seconds: from arrival to the first token, of every request that has one.
     """
@@ -44,11 +45,12 @@ class Statistics:
     wasted_tokens: int = 0
     seconds: float = 0.0
     device_seconds: float = 0.0
+    draft_seconds: float = 0.0
     host_seconds: float = 0.0
     first_token_seconds: tuple[float, ...] = ()
 
-    def count(self, batch: Batch, tokens: int, seconds: float, waited: float, device_seconds: float) -> None:
-        """Add one step: its batch, generated tokens, wall time, time spent waiting, and time on the device."""
+    def count(self, batch: Batch, tokens: int, seconds: float, waited: float, device: tuple[float, float]) -> None:
+        """Add one step: its batch, generated tokens, wall time, time waiting, and device time, whole and for drafts."""
         self.steps += 1
         self.generated_tokens += tokens
         for drafts in batch.drafts:
@@ -60,12 +62,18 @@ class Statistics:
                 self.reused_tokens += request.reused if start == request.reused else 0
         self.seconds += seconds
         self.host_seconds += seconds - waited
-        self.device_seconds += device_seconds
+        self.device_seconds += device[0]
+        self.draft_seconds += device[1]
 
     @property
     def tokens_per_second(self) -> float:
         """Generated tokens by wall time."""
         return self.generated_tokens / self.seconds if self.seconds else 0.0
+
+    @property
+    def acceptance(self) -> float:
+        """Share of the verified drafts that were right."""
+        return self.accepted_tokens / self.drafted_tokens if self.drafted_tokens else 0.0
 
     @property
     def accepted_per_step(self) -> float:

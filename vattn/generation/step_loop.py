@@ -164,12 +164,13 @@ class StepLoop:
         self._ahead = self._launch(now) if self._can_look_ahead(now.batch) else None
         progress = self._accept(now)
         tokens = sum(map(len, map(_TOKENS, progress)))
-        self._statistics.count(now.batch, tokens, time.perf_counter() - begin, now.waited, now.device_seconds)
+        device = now.device_seconds, now.draft_seconds
+        self._statistics.count(now.batch, tokens, time.perf_counter() - begin, now.waited, device)
         return progress
 
     def _can_look_ahead(self, now: Batch) -> bool:
         """Whether the next step can be launched before the tokens of this one are known on the host."""
-        if now.follows or self.scheduler.lookup is not None:
+        if now.follows or self.scheduler.source is not None:
             return now.follows
         return not any(request.needs_history for request in now.requests[: now.ready])
 
@@ -217,15 +218,19 @@ class StepLoop:
             begin, stop = stop, stop + 1 + len(drafts)
             if request.ended is not None:
                 continue
-            right = next((i for i, draft in enumerate(drafts) if draft != tokens[begin + i]), len(drafts))
+            right = self._count_right(drafts, tokens[begin:stop])
             # Later tokens overwrite the keys and values of wrong drafts.
             request.cached = end - len(drafts) + right
             request.drafted += len(drafts)
             request.accepted += right
             self._statistics.accepted_tokens += right
-            chosen = slice(begin, begin + 1 + right)
-            progress.append(self._take(now, begin, request, tokens[chosen], usable[chosen]))
+            taken = [*drafts[:right], tokens[begin + right]]
+            progress.append(self._take(now, begin, request, taken, usable[begin : begin + 1 + right]))
         return progress
+
+    def _count_right(self, drafts: list[int], chosen: list[int]) -> int:
+        """Return how many first drafts are what the model chose."""
+        return next((i for i, draft in enumerate(drafts) if draft != chosen[i]), len(drafts))
 
     def _take(self, now: Launched, row: int, request: Request, tokens: list[int], usable: list[int]) -> Progress:
         """Give a request its tokens of a step, which are from a row on, and take it out if it ends."""
