@@ -14,6 +14,7 @@ from vattn.cache.hybrid_block_table import HybridBlockTable
 from vattn.cache.model_identity import ModelIdentity
 from vattn.cache.specs import KVCacheSpec
 from vattn.generation.request import Request
+from vattn.generation.state_snapshots import StateSnapshots
 from vattn.generation.transfers import on_host
 
 
@@ -29,6 +30,7 @@ class CacheBlocks:
         max_seq_len: longest request.
         reuse: whether whole blocks get a name by their content.
         model: decides the content; after a change that `look` sees, earlier blocks are not found any more.
+        snapshots: of the states of a model whose layers keep one for each request; blocks are reused up to one of them.
 
     Attributes:
         pool: where blocks come from.
@@ -42,8 +44,9 @@ class CacheBlocks:
         max_seq_len: int,
         reuse: bool,
         model: nn.Module | None = None,
+        snapshots: StateSnapshots | None = None,
     ) -> None:
-        self.cache, self.reuse = cache, reuse
+        self.cache, self.reuse, self.snapshots = cache, reuse, snapshots
         self._identity = ModelIdentity(model) if reuse and model is not None else None
         self._calculated = [] if model is None else _calculating_layers(model)
         self._scales, self._scale_changes, self._epoch = _scale_values(self._calculated), 0, 0
@@ -61,6 +64,8 @@ class CacheBlocks:
         # Not yet written into the tables: row, column and block.
         self._fresh: list[tuple[int, int, int]] = []
         self._rows = list(range(self._max_num_reqs))
+        if self.snapshots is not None:
+            self.snapshots.clear()
 
     def state_slots(self, requests: Sequence[Request]) -> list[int] | None:
         """Return where requests have their states; `None` for models without."""
@@ -93,13 +98,49 @@ class CacheBlocks:
         if self.reuse and request.has_prompt_logprobs:
             # One token at least is computed: its logits are needed.
             count = (request.num_tokens - 1) // self.block_size
-            self._take(request.table, request.keys(count, self.block_size)[:count])
+            keys = request.keys(count, self.block_size)[:count]
+            self._take(request.table, keys if self.snapshots is None else self._until_snapshot(request, keys))
         found = request.table.num_tokens
         request.cached = request.room = request.drafted_until = found
         request.epoch = self._epoch
         request.published = found // self.block_size
         request.freed = [0] * len(self._specs)
         self._note(request, 0)
+
+    def _until_snapshot(self, request: Request, keys: list[str]) -> list[str]:
+        """Load the state at the end of the longest prefix that has one and all blocks; return the keys of its blocks.
+
+        The request gets snapshots of its own at the end of its last whole block, and where it leaves what others have
+        computed: the next request that leaves there finds a state.
+        """
+        assert self.snapshots is not None
+        names = [[self._name(key, group) for key in keys] for group in range(len(self._specs))]
+        shared = self._found(names)
+        count = next(
+            (
+                end
+                for end in range(shared, 0, -1)
+                if names[0][end - 1] in self.snapshots and self._found([name[:end] for name in names]) == end
+            ),
+            0,
+        )
+        if count:
+            self.snapshots.load(names[0][count - 1], request.row + 1)
+        request.cuts = {end * self.block_size for end in (shared, len(keys)) if end > count}
+        return keys[:count]
+
+    def until_cut(self, request: Request, count: int) -> int:
+        """Return how many of a request's next `count` tokens one step computes: no further than its next snapshot."""
+        return min([count, *(cut - request.cached for cut in request.cuts if cut > request.cached)])
+
+    def save_states(self, requests: Sequence[Request], ends: Sequence[int]) -> None:
+        """Keep the states of requests that a step left where they get a snapshot."""
+        if self.snapshots is None:
+            return
+        for request, end in zip(requests, ends, strict=False):
+            if end in request.cuts and request.epoch == self._epoch:
+                key = request.keys(end // self.block_size, self.block_size)[end // self.block_size - 1]
+                self.snapshots.save(self._name(key, 0), request.row + 1)
 
     def grow(self, request: Request, count: int) -> None:
         """Make room for `count` more tokens after `request.cached`.
@@ -134,7 +175,7 @@ class CacheBlocks:
             # Before the next request of the row notes its own blocks.
             self._write_fresh()
             self._rows.append(request.row)
-            request.table = None
+            request.table, request.cuts = None, set()
             request.cached = request.room = request.published = 0
 
     def publish(self, request: Request, num_tokens: int) -> None:
@@ -165,6 +206,9 @@ class CacheBlocks:
         """Make the blocks of a failed request unknown again."""
         if request.table is not None:
             self.pool.forget(block for row in _rows(request.table) for block in row if block)
+            if self.snapshots is not None:
+                keys = request.keys(request.cached // self.block_size, self.block_size)
+                self.snapshots.forget(self._name(key, 0) for key in keys)
 
     def rows(self, requests: Sequence[Request], num_tokens: int) -> Tensor | list[Tensor]:
         """Return int64 `[len(requests), W]`, block ids of requests of up to `num_tokens` tokens; one for each group."""

@@ -39,6 +39,7 @@ from vattn.generation.setup import (
     mixed_sizes,
     reuses_prefixes,
 )
+from vattn.generation.state_snapshots import StateSnapshots
 from vattn.generation.statistics import Statistics
 from vattn.generation.step_loop import StepLoop
 from vattn.kv_transfer.connector import Salt, salt_digest
@@ -64,8 +65,10 @@ class Generator(StepLoop):
         stop_token_ids: end tokens; default: from the model's generation config, if it has one.
         max_queue: most requests that wait; `None` for any number.
         reuse_prefixes: reuse cached blocks of equal content; default wherever requests keep no state besides their
-            blocks. After a change of the model (weights, adapters, hooks, attributes), blocks from before are not
-            found; changes through `.data` are not noticed.
+            blocks, or `state_snapshots` are given. After a change of the model (weights, adapters, hooks, attributes),
+            blocks from before are not found; changes through `.data` are not noticed.
+        state_snapshots: for models that keep a state for each request, how many states are kept for other requests
+            with the same beginning; each takes as much memory as the state of a request, on top of the cache.
         speculation: draft tokens and verify them together: fewer steps, the same tokens. `PromptLookup` drafts by
             prompt lookup, `DraftModel` by a smaller model. Requests with penalties, bad words of several tokens or
             logits processors get no drafts.
@@ -122,6 +125,7 @@ class Generator(StepLoop):
         stop_token_ids: Iterable[int] | None = None,
         max_queue: int | None = None,
         reuse_prefixes: bool | None = None,
+        state_snapshots: int = 0,
         speculation: DraftSource | None = None,
         compile: str | None = None,
         compile_options: dict[str, Any] | None = None,
@@ -136,6 +140,7 @@ class Generator(StepLoop):
                 read_count(name, count, 1, f"change {name}")
         if reuse_prefixes is not None:
             check_switches(reuse_prefixes=reuse_prefixes)
+        read_count("state_snapshots", state_snapshots, 0, "pass how many states to keep for other requests")
         check_speculation(speculation)
         check_kind("compile_options", compile_options, dict)
         check_tokenizer(tokenizer)
@@ -147,7 +152,9 @@ class Generator(StepLoop):
         sizes = graph_ladder(graph_sizes, max_num_reqs, self.device)
         num_drafts = speculation.num_drafts if speculation is not None else 0
         max_seq_len = longest_request(model, max_seq_len, longest_that_fits(cache, token_budget))
-        blocks = CacheBlocks(cache, max_num_reqs, max_seq_len, reuses_prefixes(reuse_prefixes, cache), model)
+        reuse = reuses_prefixes(reuse_prefixes, cache, state_snapshots, group)
+        snapshots = StateSnapshots(cache.states, state_snapshots) if cache.states and state_snapshots else None
+        blocks = CacheBlocks(cache, max_num_reqs, max_seq_len, reuse, model, snapshots)
         capacity = max(2, token_budget + 1, max_num_reqs * (1 + num_drafts))
         builder = make_builder(model, cache, max_num_reqs, capacity, max_seq_len)
         options = {

@@ -103,6 +103,7 @@ class ModelRunner:
         logits, metadata, graphs = self.steps.run(
             self._inputs(batch, before), before, begin if drafted is None else None
         )
+        self.blocks.save_states(batch.requests, batch.ends)
         if graphs is None:
             # Graphs compute what they captured, whatever has changed; this step did not.
             self.blocks.look()

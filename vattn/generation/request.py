@@ -109,6 +109,8 @@ class Request:
         self.watcher: deque[Progress] | None = None
         # The changes of the model that were seen before it got its blocks.
         self.epoch = 0
+        # Lengths at which its state is kept for others; a step computes no further than the next one.
+        self.cuts: set[int] = set()
         self._keys: list[str] = []
 
     def __repr__(self) -> str:
@@ -201,7 +203,7 @@ class Request:
         if self.logprobs is not None:
             del self.logprobs[length:]
         self.state, self.reason, self.error, self.stop_reason = WAITING, "", None, None
-        self.table = None
+        self.table, self.cuts = None, set()
         self.pending, self.lookup_index, self._keys = False, None, []
         self.cached = self.room = self.published = 0
 

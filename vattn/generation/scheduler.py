@@ -47,6 +47,12 @@ class Batch:
         """Whether it takes its tokens from the step before."""
         return self.offset > 0
 
+    def put_ready_first(self) -> None:
+        """Move requests that get no token behind those that get one."""
+        order = sorted(range(len(self.requests)), key=lambda row: self.ends[row] != self.requests[row].num_tokens)
+        for name in ("requests", "starts", "ends"):
+            setattr(self, name, [getattr(self, name)[row] for row in order])
+
     def positions(self) -> list[int]:
         """Return the positions of the tokens that the ready requests get."""
         if self.run is not None:
@@ -198,7 +204,7 @@ class Scheduler:
         budget, preemptions, batch = self.token_budget, self.preemptions, Batch()
         self._drafting = self.source is not None and (self.source.beside_prompts or self._only_decodes())
         for request in list(self.running):
-            count = min(request.uncached, budget)
+            count = self.blocks.until_cut(request, min(request.uncached, budget))
             if count and self._grow(request, count):
                 budget -= self._put(request, count, budget, batch)
         if self.waiting:
@@ -219,6 +225,8 @@ class Scheduler:
             self._filled.clear()
         if not any(batch.drafts):
             batch.drafts = []
+        if self.blocks.snapshots is not None:
+            batch.put_ready_first()
         singles = self.token_budget - budget == len(batch.requests) == len(self.running) == batch.ready
         if singles and batch.requests and self.source is None:
             batch.run = DecodeRun(batch.requests, batch.ends, self._changes, self.blocks.block_size)
@@ -246,7 +254,7 @@ class Scheduler:
     def _put(self, request: Request, count: int, budget: int, batch: Batch) -> int:
         """Put `count` tokens of a request into the batch, and drafts after them; return how many tokens there are."""
         start, end = request.cached, request.cached + count
-        # A request gets no token only if it takes the whole budget: it is the last one.
+        # A request gets no token if it takes the whole budget, and is the last one, or ends at a snapshot.
         batch.ready += end == request.num_tokens
         if self._drafting:
             batch.drafts.append(self._draft(request, budget - 1) if count == 1 and request.output else [])
@@ -308,7 +316,7 @@ class Scheduler:
         if self.blocks.next_key(request) in self._filled:
             self.blocks.close(request)
             return None
-        count = min(request.num_tokens - found, budget)
+        count = self.blocks.until_cut(request, min(request.num_tokens - found, budget))
         try:
             self.blocks.grow(request, count)
         except OutOfBlocksError:

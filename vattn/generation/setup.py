@@ -184,15 +184,26 @@ def end_tokens(model: Any, given: Iterable[int] | None) -> frozenset[int]:
     return frozenset(ids)
 
 
-def reuses_prefixes(requested: bool | None, cache: KVCacheAllocation) -> bool:
-    """Return whether cached blocks are reused: by default wherever requests keep no state besides their blocks."""
-    if requested and cache.states is not None:
+def reuses_prefixes(requested: bool | None, cache: KVCacheAllocation, state_snapshots: int, group: Any) -> bool:
+    """Return whether cached blocks are reused: by default wherever a request can go on from them.
+
+    Raises:
+        ConfigError: reuse without snapshots of states, or snapshots that nothing would use.
+    """
+    if state_snapshots and (cache.states is None or requested is False or group is not None):
+        why = "a model that keeps no state for a request" if cache.states is None else "reuse_prefixes=False"
         raise ConfigError(
-            "reuse_prefixes=True for a model that keeps a state for each request",
-            "reuse_prefixes=False: cached blocks hold no states",
-            "leave reuse_prefixes out",
+            f"state_snapshots={state_snapshots} with {'group=' if group is not None else why}",
+            "0: nothing would use them",
+            "leave state_snapshots out",
         )
-    return cache.states is None if requested is None else requested
+    if requested and cache.states is not None and not state_snapshots:
+        raise ConfigError(
+            "reuse_prefixes=True for a model that keeps a state for each request, without state_snapshots",
+            "how many states to keep for other requests",
+            "pass state_snapshots=32",
+        )
+    return cache.states is None or state_snapshots > 0 if requested is None else requested
 
 
 def make_builder(
