@@ -21,6 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 import vattn
 from tests.distributed.context_parallel_ranks import compare, refused
 from vattn.errors import ConfigError, ShapeError, UnsupportedRequestError
+from vattn.generation import generator as generator_module
 from vattn.integrations.transformers import disable, enable, load_fp8_linears
 from vattn.integrations.transformers.linears import MergedPart, VattnPartLinear
 from vattn.layers.fp8_linear import FP8Linear
@@ -320,7 +321,7 @@ def streams(rank: int, world: int) -> None:
 @case("ranks that differ")
 def ranks_differ(rank: int, world: int) -> None:
     packed = enable(make_sharded(), num_blocks=40)
-    with refused("limits=[4, 32, 64, 0] on rank 0"):
+    with refused("max_num_reqs=5 on rank 1, max_num_reqs=4 on rank 0"):
         make_generator(packed, group=dist.group.WORLD, max_num_reqs=4 + (rank == 1))
     if rank == 1:
         with torch.no_grad():
@@ -334,6 +335,40 @@ def ranks_differ(rank: int, world: int) -> None:
         with refused("got no answer of all others"):
             make_generator(packed, group=dist.group.WORLD, group_timeout=0.5)
     dist.barrier()
+
+
+@case("a rank that cannot capture its graphs")
+def capture_fails(rank: int, world: int) -> None:
+    packed = enable(make_sharded(), num_blocks=40)
+    begin = time.monotonic()
+
+    def fail(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory left on this rank")
+
+    whole = generator_module.capture
+    generator_module.capture = fail if rank == 1 else whole
+    with refused(f"rank 1 of {world} failed with OutOfMemoryError: no memory left on this rank"):
+        make_generator(packed, group=dist.group.WORLD)
+    generator_module.capture = whole if rank != 1 else lambda *options: time.sleep(3) or whole(*options)
+    with refused(f"rank 1 of {world} is not ready 1 s after rank 0"):
+        make_generator(packed, group=dist.group.WORLD, group_timeout=1)
+    generator_module.capture = whole
+    assert time.monotonic() - begin < 40
+    # The group is as it was.
+    dist.barrier()
+    with refused("capture of no model", ConfigError):
+        refuse_capture(packed)
+
+
+def refuse_capture(packed: Any) -> None:
+    def refuse(*_: Any) -> Any:
+        raise ConfigError("capture of no model", "a model", "pass one")
+
+    whole, generator_module.capture = generator_module.capture, refuse
+    try:
+        make_generator(packed, group=dist.group.WORLD)
+    finally:
+        generator_module.capture = whole
 
 
 @case("calls on the wrong rank")

@@ -7,15 +7,16 @@ error there, so that the others can name it.
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from vattn.distributed.rendezvous import first_line, meet, reaching_the_store, store_of_ranks
-from vattn.errors import RankError
+from vattn.errors import RankError, VattnError
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -49,11 +50,63 @@ class Leader:
     def __init__(self, group: ProcessGroup, facts: Mapping[str, object], timeout: float, call: str) -> None:
         from torch import distributed
 
-        self._group, self._source = group, distributed.get_global_rank(group, 0)
+        self._group, self._source, self._timeout = group, distributed.get_global_rank(group, 0), timeout
         self.rank, self.world_size = group.rank(), group.size()
         self._key, self._count = meet(group, facts, timeout, call), 0
         self._store = store_of_ranks()
         self._error: RankError | None = None
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """Wait at the end of a block until every rank has done it; a rank that fails in it ends it on all.
+
+        Raises:
+            RankError: another rank failed, or did not come to the end within the timeout.
+        """
+        ended = threading.Event()
+        threading.Thread(target=self._end_collectives, args=(ended,), daemon=True).start()
+        try:
+            yield
+            self._await_ready()
+        except BaseException as error:
+            failure = self.report(error)
+            # What this rank refuses it says itself.
+            if isinstance(error, VattnError) or not isinstance(error, Exception):
+                raise
+            raise failure from error
+        finally:
+            ended.set()
+
+    def _end_collectives(self, ended: threading.Event) -> None:
+        """Abort the group once another rank has failed: NCCL would wait for it until its own timeout."""
+        with contextlib.suppress(RuntimeError, RankError):
+            while not ended.wait(_LOOK.total_seconds()):
+                if self._store.check([f"{self._key}/failed"]):
+                    if not ended.wait(_GRACE):
+                        self._group.abort()
+                    return
+
+    def _await_ready(self) -> None:
+        with reaching_the_store(self._group):
+            self._store.set(f"{self._key}/ready/{self.rank}", "")
+            end = time.monotonic() + self._timeout
+            for rank in range(self.world_size):
+                while not self._arrived(f"{self._key}/ready/{rank}"):
+                    self._raise_failure()
+                    if time.monotonic() > end:
+                        got = (
+                            f"rank {rank} of {self.world_size} is not ready {self._timeout:g} s after rank {self.rank}"
+                        )
+                        self._store.compare_set(f"{self._key}/failed", "", got)
+                        raise RankError(
+                            got, "all ranks in this time", "raise group_timeout, or look at that rank's output"
+                        )
+            # One that gave up waiting for this rank.
+            self._raise_failure()
+
+    def _raise_failure(self) -> None:
+        if self._store.check([f"{self._key}/failed"]):
+            raise _failure(self._store.get(f"{self._key}/failed").decode())
 
     def check(self) -> None:
         """Raise the error of an earlier failure: ranks are in different steps since."""
@@ -80,11 +133,10 @@ class Leader:
         Raises:
             RankError: another rank failed, or the store is out of reach.
         """
-        key, first = f"{self._key}/step/{self._count}", f"{self._key}/failed"
+        key = f"{self._key}/step/{self._count}"
         with reaching_the_store(self._group):
             while not self._arrived(key):
-                if self._store.check([first]):
-                    raise _failure(self._store.get(first).decode())
+                self._raise_failure()
             self._count += 1
             message: bytes = self._store.get(key)
             return message

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -83,8 +84,8 @@ class Generator(StepLoop):
             largest. It helps where the host takes longer to launch the layers than the device to compute them.
         group: the process group over whose ranks the model is sharded. Every rank makes a generator with the same
             arguments; rank 0 of the group takes requests and runs steps, all others call `follow`.
-        group_timeout: seconds to wait here for all ranks. Steps wait as long as the group does, see
-            `torch.distributed.init_process_group(timeout=)`.
+        group_timeout: seconds to wait here for all ranks, before they compile and capture and after it. Steps wait as
+            long as the group does, see `torch.distributed.init_process_group(timeout=)`.
 
     Attributes:
         default_sampling: of requests without one, what the model's generation config asks for; without one greedy.
@@ -96,7 +97,7 @@ class Generator(StepLoop):
         ConfigError: no model on vattn, no cache, or a value of another type or out of range.
         UnknownOptionError: an unknown keyword.
         UnsupportedRequestError: the model cannot be captured as a CUDA graph.
-        RankError: ranks differ in versions, model, weights or options, or one did not answer.
+        RankError: ranks differ in versions, model, weights or options, or one failed or did not answer.
 
     Each request gets the tokens of a run by itself, up to the first step in which the two best logits are closer than
     the rounding of matrix products of other shapes. Any thread may add and cancel; one thread at a time runs a step.
@@ -158,14 +159,22 @@ class Generator(StepLoop):
         capacity = max(2, token_budget + 1, max_num_reqs * (1 + num_drafts))
         builder = make_builder(model, cache, max_num_reqs, capacity, max_seq_len)
         options = {
-            "cache": [cache.num_blocks, cache.block_size, len(cache.groups)],
-            "limits": [max_num_reqs, token_budget, max_seq_len, num_drafts],
-            "graphs": [sizes, mixed_graph_sizes, compile],
+            "num_blocks": cache.num_blocks,
+            "block_size": cache.block_size,
+            "groups of the cache": len(cache.groups),
+            "max_num_reqs": max_num_reqs,
+            "token_budget": token_budget,
+            "max_seq_len": max_seq_len,
+            "drafts of speculation": num_drafts,
+            "graph_sizes": sizes,
+            "mixed_graph_sizes": mixed_graph_sizes,
+            "compile": compile,
         }
         leader = join_ranks(model, group, group_timeout, options)
-        mixed = mixed_sizes(mixed_graph_sizes, token_budget, max_num_reqs, sizes, builder)
-        forward = compiled(model, compile, self.device, compile_options or {})
-        graphs = capture(forward, builder, sizes, num_drafts, mixed, max_num_reqs, cache.states is not None)
+        with nullcontext() if leader is None else leader.together():
+            mixed = mixed_sizes(mixed_graph_sizes, token_budget, max_num_reqs, sizes, builder)
+            forward = compiled(model, compile, self.device, compile_options or {})
+            graphs = capture(forward, builder, sizes, num_drafts, mixed, max_num_reqs, cache.states is not None)
         self.graphs, self.draft_graphs, self.mixed_graphs = graphs
         source = None
         if speculation is not None:
