@@ -94,13 +94,11 @@ class Leader:
                 while not self._arrived(f"{self._key}/ready/{rank}"):
                     self._raise_failure()
                     if time.monotonic() > end:
-                        got = (
-                            f"rank {rank} of {self.world_size} is not ready {self._timeout:g} s after rank {self.rank}"
-                        )
-                        self._store.compare_set(f"{self._key}/failed", "", got)
-                        raise RankError(
-                            got, "all ranks in this time", "raise group_timeout, or look at that rank's output"
-                        )
+                        late = f"rank {rank} of {self.world_size} is not ready"
+                        late += f" {self._timeout:g} s after rank {self.rank}"
+                        self._store.compare_set(f"{self._key}/failed", "", late)
+                        fix = "raise group_timeout, or look at that rank's output"
+                        raise RankError(late, "all ranks in this time", fix)
             # One that gave up waiting for this rank.
             self._raise_failure()
 
