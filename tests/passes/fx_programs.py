@@ -5,7 +5,7 @@ The attention call is not run: `Run` gives it the output to try, and does what i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import vattn
+from vattn.passes.region import op_name
 from vattn.quantization.codecs import quantise_output
 
 HEADS, WIDTH = 4, 64
@@ -27,20 +28,11 @@ class Template:
     """The graph of an attention call over a varying number of tokens, captured once; programs are appended to it."""
 
     def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        from torch._functorch.aot_autograd import make_boxed_func
-        from torch._inductor.compile_fx import compile_fx, view_to_reshape
-
         name = str(dtype).removeprefix("torch.")
         config = vattn.AttentionConfig(
             HEADS, HEADS, WIDTH, WIDTH, 0.2, name, name, block_size=0, attn_type="encoder_only"
         )
         text = config.replace(causality="bidirectional").encode()
-        held: list[GraphModule] = []
-
-        def keep(gm: GraphModule, inputs: list[Any], **_: Any) -> Any:
-            view_to_reshape(gm)
-            held.append(gm)
-            return make_boxed_func(lambda *args: torch.fx.Interpreter(gm).run(*args))
 
         def attend(query: Tensor, starts: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
             out = torch.empty_like(query)
@@ -48,53 +40,88 @@ class Template:
             torch.ops.vattn.varlen_attention(*args)
             return out.flatten(1), scale * 2
 
-        torch._dynamo.reset()
-        compiled = torch.compile(attend, backend=lambda gm, x: compile_fx(gm, x, inner_compile=keep))
-        with torch.no_grad():
-            query, starts = torch.zeros(512, HEADS, WIDTH, dtype=dtype), torch.arange(513, dtype=torch.int32)
-            torch._dynamo.mark_dynamic(query, 0)
-            torch._dynamo.mark_dynamic(starts, 0)
-            compiled(query, starts, torch.ones(1))
-        (gm,) = held
+        query, starts = torch.zeros(512, HEADS, WIDTH, dtype=dtype), torch.arange(513, dtype=torch.int32)
+        torch._dynamo.mark_dynamic(query, 0)
+        torch._dynamo.mark_dynamic(starts, 0)
+        gm, _ = captured_graph(attend, query, starts, torch.ones(1))
         (results,) = (node for node in gm.graph.nodes if node.op == "output")
         self.graph, (self.flat, doubled) = gm.graph, results.args[0]
         self.scale = doubled.args[0]
-        self.mode = self.flat.meta["val"].fake_mode
-        self.tokens = next(node for node in gm.graph.nodes if isinstance(node.meta.get("val"), torch.SymInt))
         gm.graph.erase_node(results)
         gm.graph.erase_node(doubled)
 
     def behind(self, program: Program) -> GraphModule:
         """Return a graph of the attention call and a program; nodes of the program have `meta["site"]`."""
-        from torch._dispatch.python import enable_python_dispatcher
-        from torch._inductor.compile_fx import view_to_reshape
-        from torch._inductor.decomposition import select_decomp_table
+        whole = copied(GraphModule({}, self.graph))
+        names = {node.name: node for node in whole.graph.nodes}
 
-        places = (self.tokens, self.flat, self.scale)
-
-        def traced(tokens: Any, output: Tensor, scale: Tensor) -> Any:
+        def traced(output: Tensor, scale: Tensor) -> Any:
             made = program(output, scale)
             return made if isinstance(made, tuple) else (made,)
 
-        with self.mode, torch.no_grad(), enable_python_dispatcher():
-            part = make_fx(traced, decomposition_table=select_decomp_table())(*(node.meta["val"] for node in places))
-        view_to_reshape(part)
-        part.graph.eliminate_dead_code()
-        whole = copied(GraphModule({}, self.graph))
-        names = {node.name: node for node in whole.graph.nodes}
-        inputs = part.graph.find_nodes(op="placeholder")
-        inner = {node: names[place.name] for node, place in zip(inputs, places, strict=True)}
-        for node in part.graph.nodes:
-            if node.op == "get_attr":
-                setattr(whole, node.target, getattr(part, node.target))
-            if node.op not in ("placeholder", "output"):
-                inner[node] = whole.graph.node_copy(node, inner.__getitem__)
-                inner[node].meta = {"val": node.meta.get("val"), "site": True}
-                if node.op == "get_attr":
-                    inner[node].meta["val"] = self.mode.from_tensor(getattr(part, node.target))
-        (results,) = part.graph.find_nodes(op="output")
-        whole.graph.output(torch.fx.map_arg(results.args[0], inner.__getitem__))
+        results = add_program(whole, traced, [names[node.name] for node in (self.flat, self.scale)])
+        whole.graph.output(results)
         return whole
+
+
+def captured_graph(
+    function: Callable[..., Any], *inputs: Any, compiler: Callable[..., Any] = torch.compile
+) -> tuple[GraphModule, list[Any]]:
+    """Return the post-grad graph of a function, as Inductor gives it to a pass, and what the graph was called with."""
+    from torch._functorch.aot_autograd import make_boxed_func
+    from torch._inductor.compile_fx import compile_fx, view_to_reshape
+
+    held: list[tuple[GraphModule, list[Any]]] = []
+
+    def keep(gm: GraphModule, inputs: list[Any], **_: Any) -> Any:
+        view_to_reshape(gm)
+
+        def run(*args: Any) -> Any:
+            held.append((gm, list(args)))
+            return Interpreter(gm).run(*args)
+
+        return make_boxed_func(run)
+
+    torch._dynamo.reset()
+    with torch.no_grad():
+        compiler(function, backend=lambda gm, x: compile_fx(gm, x, inner_compile=keep))(*inputs)
+    ((gm, args),) = held
+    return gm, args
+
+
+def add_program(whole: GraphModule, program: Callable[..., Any], places: Sequence[Node]) -> Any:
+    """Add a program of some nodes at the end of a graph; returns the nodes that hold its results.
+
+    Each new node has `meta["site"]`, and a line of its own: its op's name.
+    """
+    from torch._dispatch.python import enable_python_dispatcher
+    from torch._inductor.compile_fx import view_to_reshape
+    from torch._inductor.decomposition import select_decomp_table
+
+    mode = places[0].meta["val"].fake_mode
+    sizes = [node for node in whole.graph.find_nodes(op="placeholder") if isinstance(node.meta["val"], torch.SymInt)]
+    inputs = [*sizes, *places]  # sizes of tensors are then these, as in a graph of Dynamo's
+
+    def traced(*args: Any) -> Any:
+        return torch.func.functionalize(program, remove="mutations")(*args[len(sizes) :])
+
+    with mode, torch.no_grad(), enable_python_dispatcher():
+        part = make_fx(traced, decomposition_table=select_decomp_table())(*(node.meta["val"] for node in inputs))
+    view_to_reshape(part)
+    part.graph.eliminate_dead_code()
+    inner = dict(zip(part.graph.find_nodes(op="placeholder"), inputs, strict=True))
+    for node in part.graph.nodes:
+        if node.op == "get_attr":
+            setattr(whole, node.target, getattr(part, node.target))
+        if node.op not in ("placeholder", "output"):
+            inner[node] = whole.graph.node_copy(node, inner.__getitem__)
+            name = op_name(node.target) or node.name
+            trace = f'  File "program.py", line 1, in program\n    {name}'
+            inner[node].meta = {"val": node.meta.get("val"), "site": True, "stack_trace": trace}
+            if node.op == "get_attr":
+                inner[node].meta["val"] = mode.from_tensor(getattr(part, node.target))
+    (results,) = part.graph.find_nodes(op="output")
+    return torch.fx.map_arg(results.args[0], inner.__getitem__)
 
 
 def copied(gm: GraphModule) -> GraphModule:

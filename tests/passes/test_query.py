@@ -78,7 +78,7 @@ def casts_of(capture: Capture) -> int:
     return sum(getattr(node.meta.get("val"), "dtype", None) is torch.float8_e4m3fn for node in nodes)
 
 
-@pytest.mark.sample(3)
+@pytest.mark.sample(6)
 @pytest.mark.parametrize("name", [*PER_TENSOR, *PER_HEAD])
 def test_however_it_is_written_the_attention_kernel_takes_it_over(name: str) -> None:
     way = PER_TENSOR.get(name) or PER_HEAD[name]
@@ -99,6 +99,7 @@ def test_other_dtypes_and_fixed_sizes(name: str, dtype: torch.dtype) -> None:
     assert node.query == f"{IN_LOAD}, after mm"
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_no_query_load_means_is_refused_with_the_line(name: str) -> None:
     way, reason, line = REFUSED[name]
@@ -154,6 +155,32 @@ KEPT: dict[str, tuple[Callable[[], Written], str]] = {
 }
 
 
+KEPT_WAYS: dict[str, tuple[dict[str, Any], str]] = {
+    "codes read elsewhere": ({"way": divided, "returned": lambda codes: codes.float()}, "reads it quantised too"),
+    "codes returned": ({"way": divided, "returned": lambda codes: codes.view(torch.uint8)}, "reads it quantised too"),
+    "a scale per query head": (
+        {"way": per_query_head, "scales": (0.01, 0.02, 0.03, 0.04)},
+        "not those of the query divided by the op's q_scale and clamped to +-448",
+    ),
+    "a query that lies column by column": (
+        {"way": lambda q, s: (rounded(q.float() / s).contiguous(), s), "make": by_columns},
+        "does not lie row by row in memory, as the op takes it",
+    ),
+    "another dtype": (
+        {"way": divided, "make": lambda module, x: x.float() @ module.proj.weight.float().t()},
+        "it is rounded from another dtype than bfloat16, in which the op takes it",
+    ),
+    "a q_scale of the query": (
+        {"way": lambda q, s: (rounded(q.float() / s), q.float().abs().amax().reshape(1) / 448)},
+        "the op's q_scale is computed from the query, which is not divided by it",
+    ),
+    "a scale of an input": (
+        {"way": lambda q, s: (rounded(q.float() / q.new_ones(1).float()), s)},
+        "not those of the query divided by the op's q_scale and clamped to +-448",
+    ),
+}
+
+
 @pytest.mark.parametrize("name", KEPT)
 def test_what_the_op_cannot_read_stays(name: str) -> None:
     make, why = KEPT[name]
@@ -177,6 +204,7 @@ PRODUCERS: dict[str, tuple[Callable[[Any, Tensor], Tensor], str]] = {
 }
 
 
+@pytest.mark.sample(4)
 @pytest.mark.parametrize("name", PRODUCERS)
 def test_it_stays_where_inductor_makes_a_kernel_anyway(name: str) -> None:
     make, expected = PRODUCERS[name]

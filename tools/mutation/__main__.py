@@ -211,7 +211,7 @@ def _answer(work: Callable[[], Any]) -> Any:
             return 0
 
         _wait(session.fork(inside, folder))
-        print((folder / "output").read_text(), end="")
+        print((folder / "output").read_text(), end="", flush=True)
         return pickle.loads((folder / "answer").read_bytes())
 
 
@@ -300,6 +300,8 @@ def main() -> None:
     parser.add_argument("--keep", type=Path, help="a folder for records of what tests reach, to be used again")
     parser.add_argument("--json", type=Path, help="where to write every verdict")
     args = parser.parse_args()
+    if args.keep:
+        args.keep.mkdir(parents=True, exist_ok=True)
     runs = []
     for room in args.rooms:
         drawn = draw(room, args.seed, args.count)
