@@ -26,6 +26,7 @@ class Chains(nn.Module):
     """Stores with each token a digest of all tokens up to it, and chooses the next token by the digest of the last."""
 
     vocab_size = 6
+    tokens = range(6)
 
     def __init__(self, num_blocks: int, hybrid: bool) -> None:
         super().__init__()
@@ -67,6 +68,8 @@ class Chains(nn.Module):
                     for store, table, first in zip(stores, tables, (0, -(WINDOW - 1)), strict=False)
                 ]
                 assert all(held[0][-len(window) :] == window for window in held[1:] if window)
+                chain = pairwise([0, *held[0]])
+                assert all(any(self.digest(one, token) == digest for token in self.tokens) for one, digest in chain)
                 digest = self.digest(held[0][-1] if position else 0, int(ids[row]))
                 for store, table in zip(stores, tables, strict=True):
                     store[table[request][position // BLOCK], position % BLOCK] = digest

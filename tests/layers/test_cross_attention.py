@@ -250,7 +250,7 @@ WRONG_TENSORS = {
     "too long for the table": ({"encoder_seq_lens": torch.full((3,), 99).int()}, "needs 13 blocks"),
     "lengths of fp32": ({"encoder_seq_lens": torch.zeros(3)}, "encoder_seq_lens is torch.float32"),
     "lengths of fewer requests": ({"encoder_seq_lens": torch.zeros(2).int()}, "encoder_seq_lens is torch.int32 (2,)"),
-    "no table": ({"cross_block_table": None}, "only one of encoder_seq_lens and cross_block_table"),
+    "no table": ({"cross_block_table": None}, "both or neither. Try: give cross_block_table too."),
 }
 
 

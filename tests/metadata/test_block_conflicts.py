@@ -283,6 +283,11 @@ def test_encoder_states() -> None:
     ):
         with pytest.raises(MetadataError, match=text):
             build(lens, [1, 0], cross)
+    with pytest.raises(MetadataError, match=r"request 1 writes encoder states .* block 3, .* of request 2"):
+        builder.build(
+            [1] * 3, [4] * 3, [[20], [22], [24]], encoder_lens=[3, 6, 6], new_encoder=[1, 1, 0],
+            cross_block_tables=[[1, 3], [2, 3], [3, 4]],
+        )  # fmt: skip
 
 
 def test_blocks_of_tokens_that_the_device_adds() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import vattn
+from vattn.backends import selector
 from vattn.backends.tree_attn import TreeAttentionBackend
 from vattn.errors import ConfigError, MetadataError
 from vattn.metadata.cross_attention import write_cross_slots
@@ -170,8 +171,9 @@ def test_branches_of_which_one_is_no_sequence_are_refused() -> None:
             vattn.TokenTree.merge(branches)  # type: ignore[list-item]
 
 
-def test_the_backend_of_trees_names_its_builder() -> None:
+def test_backends_name_their_builders() -> None:
     assert TreeAttentionBackend.get_builder_cls() is vattn.TreeAttentionMetadataBuilder
+    assert selector.get_backend("TORCH_SDPA").get_builder_cls() is vattn.AttentionMetadataBuilder
 
 
 def test_compiled_code_restores_the_step_around_it(fresh_dynamo: None) -> None:

@@ -168,6 +168,7 @@ def test_orders_of_tokens() -> None:
     back = vattn.token_order([3, 2, 1, 1], [3, 8, 9, 20], first="decode")
     assert back.requests == [2, 3, 0, 1]
     assert vattn.token_order([3, 2], [3, 8], "decode", decode_threshold=2).requests == [1, 0]
+    assert vattn.token_order([3, 1], [3, 8], "decode", decode_threshold=0).requests == [0, 1]  # there are no decodes
     with pytest.raises(UnknownOptionError, match="'prefill', 'decode'"):
         vattn.token_order([1], [1], first="extend")
 

@@ -41,6 +41,9 @@ from tools.mutation import session
 from tools.mutation.operators import Mutant
 from tools.mutation.rooms import ROOMS, ROOT, draw
 
+QUICK = 0.1
+"""Most processor seconds of a test that runs before longer ones."""
+
 PRELOADED = hypothesis, numpy, torch
 """What takes long to import, and comes from elsewhere."""
 
@@ -83,7 +86,8 @@ class Run:
     def chosen(self, mutant: Mutant, early: bool) -> list[str]:
         """Return the tests that reach a mutant, of an early one those that reach its file.
 
-        The fastest case of each test function runs first, then the second of each: cases resemble each other.
+        All quick tests run first. Of longer ones the fastest case of each function does, then the second of each: cases
+        resemble each other.
         """
         path, (first, last) = str(ROOT / mutant.path), mutant.lines
         reaching = [
@@ -96,7 +100,7 @@ class Run:
         for seconds, test in sorted(reaching):
             function = test.partition("[")[0]
             turns.append((cases[function], seconds, test))
-            cases[function] += 1
+            cases[function] += seconds > QUICK
         left, tests = self.budget, []
         for _, seconds, test in sorted(turns):
             left -= seconds

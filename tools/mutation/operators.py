@@ -10,8 +10,8 @@
 | swapped | two neighbouring arguments change places |
 | order | the other end of a queue, `min` for `max`, `any` for `all`, nothing reversed or sorted |
 
-Not drawn: docstrings, annotations, imports, `__all__`, decorators, asserts, texts, what an error or a warning says, and
-what `__repr__` returns.
+Not drawn: docstrings, annotations, imports, `__all__`, decorators, asserts, `zip(strict=)`, texts, what an error or a
+warning says, and what `__repr__` returns.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
     ast.BitOr: ast.BitAnd,
 }
 OPPOSITES = {"min": "max", "max": "min", "any": "all", "all": "any", "reversed": "iter", "sorted": "list"}
-TYPED = {"cast", "getattr", "hasattr", "isinstance", "issubclass", "setattr"}
-"""Calls whose arguments nobody swaps unnoticed: the first call raises."""
+NEVER_SWAPPED = {"cast", "getattr", "hasattr", "isinstance", "issubclass", "setattr", "min", "max"}
+"""Calls whose arguments are not swapped: the first call raises, or the result is the same in any order."""
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -122,7 +122,7 @@ def _left_out(parent: ast.AST, field: str, node: ast.AST) -> bool:
         return True
     if isinstance(node, ast.Import | ast.ImportFrom | ast.Assert | ast.JoinedStr | ast.Global | ast.Nonlocal):
         return True
-    if isinstance(parent, ast.Raise):
+    if isinstance(parent, ast.Raise) or (isinstance(parent, ast.Call) and getattr(node, "arg", "") == "strict"):
         return True
     if isinstance(node, Function) and node.name in ("__repr__", "__str__"):
         return True
@@ -199,7 +199,7 @@ def _is_text(node: ast.expr) -> bool:
 def _new_calls(call: ast.Call) -> Iterator[tuple[str, ast.expr]]:
     name = call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
     plain = not any(isinstance(argument, ast.Starred) for argument in call.args)
-    if plain and name not in TYPED:
+    if plain and name not in NEVER_SWAPPED:
         for place, (first, second) in enumerate(zip(call.args, call.args[1:], strict=False)):
             if not _is_text(first) and not _is_text(second) and ast.unparse(first) != ast.unparse(second):
                 arguments = [*call.args]

@@ -30,7 +30,10 @@ ROOMS = {
     "scheduler": Room(
         ("vattn/generation/scheduler.py", "vattn/generation/cache_blocks.py", "vattn/generation/request.py"),
         ("tests/generation/test_scheduler.py", "tests/generation/test_generator.py", "tests/generation/test_choices.py")
-        + tuple(f"tests/generation/test_generator_{name}.py" for name in ("faults", "hybrid", "runs", "speculation"))
+        + tuple(
+            f"tests/generation/test_generator_{name}.py"
+            for name in ("faults", "hybrid", "misuse", "runs", "speculation", "states")
+        )
         + ("tests/generation/test_prefix_identity.py",),
     ),
     "block_pool": Room(("vattn/cache/block_pool.py", "vattn/cache/hybrid_block_table.py"), ("tests/cache",)),
