@@ -50,11 +50,12 @@ def case(name: str) -> Callable[[Any], Any]:
     return add
 
 
-def make_whole(kind: str = "llama", kv_heads: int = 4, heads: int = 8) -> Any:
+def make_whole(kind: str = "llama", kv_heads: int = 4, heads: int = 8, layers: int = 2) -> Any:
     """Return a model of random weights, the same on every rank."""
     torch.manual_seed(0)
     shared = {
-        "vocab_size": 128, "hidden_size": 8 * heads, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 8,
+        "vocab_size": 128, "hidden_size": 8 * heads, "intermediate_size": 96, "head_dim": 8,
+        "num_hidden_layers": layers,
         "num_attention_heads": heads, "num_key_value_heads": kv_heads, "max_position_embeddings": 256,
     }  # fmt: skip
     if kind == "llama":

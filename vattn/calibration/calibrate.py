@@ -304,7 +304,15 @@ def calibrate(
 
 def _share(model: nn.Module, seen: dict[str, dict[str, Tensor]], inputs: dict[str, Tensor]) -> None:
     """Give every rank of a sharded model what all have seen, by all heads."""
-    group = ranks_of(model)
+    group, stage = ranks_of(model), getattr(model, "stage", None)
+    if stage is not None:
+        from torch import distributed
+
+        found: list[Any] = [None] * stage.size
+        distributed.all_gather_object(found, (seen, inputs), group=stage.group)
+        for layers, tops in found:
+            seen.update(layers)
+            inputs.update(tops)
     if group is None:
         return
     inputs.update({name: largest_of_ranks(top, group) for name, top in inputs.items()})

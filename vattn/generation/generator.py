@@ -20,6 +20,7 @@ from vattn.generation.draft_source import DraftSource, ServedModel
 from vattn.generation.grammar import GrammarCompiler
 from vattn.generation.model_runner import ModelRunner
 from vattn.generation.model_steps import ModelSteps
+from vattn.generation.pipeline import part_of_pipeline, sizes_of_stage, steps_of_ranks
 from vattn.generation.prompts import Prompt, Submission, check_sampling, read_bad_words, read_prompt, read_prompts
 from vattn.generation.ranks import RankSteps, join_ranks
 from vattn.generation.request import FAILED, Progress, Request
@@ -82,7 +83,7 @@ class Generator(StepLoop):
             requests; default a ladder up to 1535 and the token budget where decodes are captured and all layers run on
             TRITON_ATTN, else none; `()` for none. A step runs padded to the next size, and without a graph beyond the
             largest. It helps where the host takes longer to launch the layers than the device to compute them.
-        group: the process group over whose ranks the model is sharded. Every rank makes a generator with the same
+        group: the process group of the ranks that hold parts of the model. Every rank makes a generator with the same
             arguments; rank 0 of the group takes requests and runs steps, all others call `follow`.
         group_timeout: seconds to wait here for all ranks, before they compile and capture and after it. Steps wait as
             long as the group does, see `torch.distributed.init_process_group(timeout=)`.
@@ -150,6 +151,7 @@ class Generator(StepLoop):
         self.stop_token_ids = end_tokens(model, stop_token_ids)
         self.default_sampling = default_sampling(model, tokenizer)
         check_states(cache, max_num_reqs, speculation, mixed_graph_sizes, compile)
+        mixed_graph_sizes = sizes_of_stage(model, mixed_graph_sizes, compile)
         sizes = graph_ladder(graph_sizes, max_num_reqs, self.device)
         num_drafts = speculation.num_drafts if speculation is not None else 0
         max_seq_len = longest_request(model, max_seq_len, longest_that_fits(cache, token_budget))
@@ -173,7 +175,7 @@ class Generator(StepLoop):
         leader = join_ranks(model, group, group_timeout, options)
         with nullcontext() if leader is None else leader.together():
             mixed = mixed_sizes(mixed_graph_sizes, token_budget, max_num_reqs, sizes, builder)
-            forward = compiled(model, compile, self.device, compile_options or {})
+            forward = part_of_pipeline(compiled(model, compile, self.device, compile_options or {}), model, capacity)
             graphs = capture(forward, builder, sizes, num_drafts, mixed, max_num_reqs, cache.states is not None)
         self.graphs, self.draft_graphs, self.mixed_graphs = graphs
         source = None
@@ -183,7 +185,7 @@ class Generator(StepLoop):
             source = speculation.start(served)
         take_cache(cache.kv_caches[0])
         parts = forward, builder, graphs
-        steps = ModelSteps(*parts) if leader is None else RankSteps(*parts, leader)
+        steps = ModelSteps(*parts) if leader is None else steps_of_ranks(model)(*parts, leader)
         scheduler = Scheduler(blocks, max_num_reqs, token_budget, max_seq_len, max_queue, source)
         super().__init__(model, tokenizer, scheduler, ModelRunner(steps, blocks, source))
         self._statistics.num_blocks = cache.num_blocks - cache.reserved_blocks

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from vattn.config.arguments import check_seconds
 from vattn.distributed.leader import Leader
+from vattn.distributed.stage import Stage
 from vattn.errors import ConfigError
 from vattn.generation.model_steps import Graphs, ModelSteps, Outcome, Ran, StepInputs
 from vattn.layers.weight_parts import distributed_tensor, part_of, ranks_of
@@ -62,14 +63,22 @@ class RankSteps(ModelSteps):
         try:
             self._leader.send(pickle.dumps((step, 0 if tokens is None else tokens.shape[0])))
             if tokens is not None:
-                self._leader.broadcast(tokens)
-            return super().run(step, before, begin)
+                self.share_tokens(tokens)
+            return self.compute(step, before, begin)
         except BaseException as error:
             failure = self._leader.report(error)
             # Ranks are in different steps after an interrupt too, but the interrupt itself is what the caller sees.
             if not isinstance(error, Exception):
                 raise
             raise failure from error
+
+    def compute(self, step: StepInputs, before: Ran | None, begin: torch.cuda.Event | None = None) -> Outcome:
+        """Run this rank's part of a step; see `ModelSteps.run`."""
+        return super().run(step, before, begin)
+
+    def share_tokens(self, tokens: Tensor) -> None:
+        """Give every rank the tokens of rank 0 that the host has not read yet, in place."""
+        self._leader.broadcast(tokens)
 
     @torch.inference_mode()
     def follow(self) -> None:
@@ -87,9 +96,9 @@ class RankSteps(ModelSteps):
             while message := self._leader.receive():
                 step, count = pickle.loads(message)
                 if before is not None and count:
-                    before.tokens = torch.empty(count, dtype=torch.int64, device=self.device)
-                    self._leader.broadcast(before.tokens)
-                _, metadata, graphs = super().run(step, before)
+                    before.tokens = torch.zeros(count, dtype=torch.int64, device=self.device)
+                    self.share_tokens(before.tokens)
+                _, metadata, graphs = self.compute(step, before)
                 before = Ran(torch.empty(0), metadata, graphs)
         except BaseException as error:
             failure = self._leader.report(error)
@@ -114,10 +123,11 @@ def join_ranks(
         RankError: ranks differ in versions, model, options or weights, or one did not answer.
     """
     check_seconds("group_timeout", timeout, "leave it out for 300")
+    stage: Stage | None = getattr(model, "stage", None)
     if group is None:
-        if ranks_of(model) is not None:
+        if stage is not None or ranks_of(model) is not None:
             raise ConfigError(
-                "a generator of a model whose weights are sharded over ranks, without their group",
+                "a generator of a model that is sharded over ranks, without their group",
                 "group=, on every rank",
                 "Generator(model, group=torch.distributed.group.WORLD), and generator.follow() on all ranks but 0",
             )
@@ -130,12 +140,20 @@ def join_ranks(
             "a process group that this rank is in",
             "group=torch.distributed.group.WORLD after torch.distributed.init_process_group",
         )
+    if stage is not None and (group.size() != stage.size or group.rank() != stage.rank or ranks_of(model) is not None):
+        raise ConfigError(
+            f"stage {stage.rank} of {stage.size} of a pipeline on rank {group.rank()} of a group of {group.size()}"
+            + ("" if ranks_of(model) is None else ", with sharded weights"),
+            "the group of the pipeline's ranks in its order, and whole weights in each stage",
+            "load the model with DistributedConfig(pp_size=N) alone on N ranks",
+        )
+    kind = "in a pipeline" if stage is not None else "sharded" if ranks_of(model) else "whole"
     facts = {
         "torch": torch.__version__,
         "vattn": __version__,
-        "model": f"{type(getattr(model, 'model', model)).__name__}, {'sharded' if ranks_of(model) else 'whole'}",
+        "model": f"{type(getattr(model, 'model', model)).__name__}, {kind}",
         **options,
-        "weights that every rank holds": _digest(model),
+        "weights that every rank holds": _digest(model) if stage is None else "none",
     }
     return Leader(group, facts, timeout, "Generator(model, group=...)")
 

@@ -21,7 +21,7 @@ from vattn.calibration.calibrate import Calibration, as_calibration
 from vattn.calibration.fp8_saving import own_config
 from vattn.config.arguments import check_switches
 from vattn.config.attention import CacheConfig
-from vattn.errors import ConfigError, ScaleError
+from vattn.errors import ConfigError, ScaleError, UnsupportedRequestError
 from vattn.integrations.transformers import linears
 from vattn.integrations.transformers.attention_interface import (
     NAME,
@@ -37,6 +37,7 @@ from vattn.integrations.transformers.checkpoint_scales import (
     remove_cache_hooks,
     restore_cache_hooks,
 )
+from vattn.integrations.transformers.checks import model_dtype
 from vattn.integrations.transformers.continuous_batching import (
     continuous_batching as continuous_batching,
 )
@@ -47,6 +48,7 @@ from vattn.integrations.transformers.dense_attention import register_dense
 from vattn.integrations.transformers.fp8_checkpoint import load_fp8_linears as load_fp8_linears
 from vattn.integrations.transformers.observe import AttentionCall, find_states, observe, set_attention
 from vattn.integrations.transformers.packed_model import PackedCache, PackedModel
+from vattn.integrations.transformers.pipeline import stage_of, use_stage
 from vattn.integrations.transformers.prove import Proof
 from vattn.integrations.transformers.replaced_forwards import replace_forwards, replaced_modules, restore_forwards
 from vattn.integrations.transformers.rope_frequencies import fix_frequencies, restore_frequencies
@@ -159,8 +161,15 @@ def enable(
     frequencies = fix_frequencies(model, rope_length)
     model.__dict__["_vattn_before"] = model.config._attn_implementation, remove_cache_hooks(model), frequencies
     try:
-        model.__dict__["_vattn_parts"] = use_parts(model)
+        undo = model.__dict__["_vattn_parts"] = use_parts(model)
+        undo += use_stage(model)
         states = find_states(model)
+        if states is not None and stage_of(model) is not None:
+            raise UnsupportedRequestError(
+                f"{type(model).__name__}, which keeps states for requests, in a pipeline",
+                "models of attention layers in pipelines, states on one device",
+                "load it without pp_size",
+            )
         seen = observe(model, PackedCache(), states)
         calls = seen.calls
         if found is not None:
@@ -173,7 +182,7 @@ def enable(
         }
         check_skip_layers(layers, whole=True)
         for name, layer in layers.items():
-            layer.resolve_config(model.dtype, next(calls[name].module.parameters()).device)
+            layer.resolve_config(model_dtype(model), next(calls[name].module.parameters()).device)
         modules = {name: call.module for name, call in calls.items()}
         with_states = {} if states is None else states.modules
         proven = {**modules, **with_states}

@@ -8,9 +8,16 @@ import torch
 from torch import Tensor
 
 from vattn.errors import DtypeError, MetadataError, ShapeError
-from vattn.quantization.formats import dtype_name
+from vattn.quantization.formats import MODEL_DTYPES, dtype_name
 
 _INTEGERS = (torch.int32, torch.int64)
+
+
+def model_dtype(model: Any) -> torch.dtype:
+    """Return the dtype of a model's activations: its first parameter may be FP8 codes in a stage of a pipeline."""
+    dtypes = [parameter.dtype for parameter in model.parameters()]
+    found: torch.dtype = next((dtype for dtype in dtypes if dtype in MODEL_DTYPES.values()), model.dtype)
+    return found
 
 
 def check_inputs(input_ids: Any, positions: Any, logits_indices: Any, model: Any = None) -> None:

@@ -87,6 +87,9 @@ def _load(root: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
     made: dict[str, FP8Linear] = {}
     for weight in weights:
         name = _owner_exactly(weight.removesuffix(".weight"), linears)
+        if name is None and hasattr(root, "_pp_stage"):
+            # Of another stage.
+            continue
         if name is None:
             raise UnsupportedRequestError(
                 f"{weight} in FP8, which is no linear layer of {type(root).__name__}",

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn.errors import ConfigError, UnsupportedRequestError, VattnError
+from vattn.integrations.transformers.pipeline import num_own_layers
 from vattn.integrations.transformers.replaced_forwards import (
     alibi_slopes,
     replace_forwards,
@@ -414,7 +415,7 @@ def _check_signature(model: Any) -> None:
 
 
 def _check_layers(model: Any, calls: dict[nn.Module, AttentionCall], num_attending: int | None) -> None:
-    expected = model.config.get_text_config().num_hidden_layers if num_attending is None else num_attending
+    expected = num_own_layers(model) if num_attending is None else num_attending
     if len(calls) != expected:
         raise _unsupported(f"{len(calls)} of {expected} layers of {type(model).__name__} call attention")
 

@@ -14,7 +14,8 @@ from vattn.cache.allocation import KVCacheAllocation, allocate_kv_cache
 from vattn.errors import ConfigError, MetadataError, UnsupportedRequestError
 from vattn.integrations.transformers import linears
 from vattn.integrations.transformers.available import transformers
-from vattn.integrations.transformers.checks import check_inputs
+from vattn.integrations.transformers.checks import check_inputs, model_dtype
+from vattn.integrations.transformers.pipeline import StageModel, stage_of
 from vattn.integrations.transformers.state_rows import RowGroup, row_groups
 from vattn.metadata import forward_context as context
 
@@ -104,6 +105,7 @@ class PackedModel(nn.Module):
     Attributes:
         kv_cache: what `allocate` returned last; `None` before.
         rope_length: the longest request, as given to `enable`; `None`: any.
+        stage: which part of a pipeline this rank has; `None` for a whole model.
         first_position: what the model takes as the position of a request's first token, not 0 in RoBERTa.
 
     Example: see `enable`.
@@ -117,6 +119,7 @@ class PackedModel(nn.Module):
         self.enabled = True
         self._implementation: str = model.config._attn_implementation  # type: ignore[assignment,union-attr]
         model.__dict__.setdefault("_vattn_packed", _Users()).add(self)
+        self.stage = stage_of(model)
         self._packed_cache = PackedCache()
         self._states: list[Any] = [module for module in model.modules() if hasattr(module, "bind_states")]
         # Models with ALiBi know no positions.
@@ -170,6 +173,11 @@ class PackedModel(nn.Module):
         # Compiled code reads no lengths; a generator refuses longer requests before.
         if self.rope_length is not None and not torch.compiler.is_compiling():
             _check_lengths(self.rope_length)
+        out = self.model(input_ids=input_ids[None], **self.model_options(positions, logits_indices))
+        return out.logits[0]
+
+    def model_options(self, positions: Tensor, logits_indices: Tensor | None) -> dict[str, Any]:
+        """Return what the model's forward takes in a step besides token ids."""
         if self.first_position:
             positions = positions + self.first_position
         options: dict[str, Any] = {"position_ids": positions[None]} if self._takes_positions else {}
@@ -177,9 +185,12 @@ class PackedModel(nn.Module):
             options["logits_to_keep"] = logits_indices
         cache = self._packed_cache
         if self._states:
-            cache = PackedCache(_row_groups(self._states[0], input_ids.shape[0]))
-        out = self.model(input_ids=input_ids[None], past_key_values=cache, use_cache=False, **options)
-        return out.logits[0]
+            cache = PackedCache(_row_groups(self._states[0], positions.shape[0]))
+        return {**options, "past_key_values": cache, "use_cache": False}
+
+    def one_stage(self, capacity: int) -> StageModel:
+        """Return what a generator runs of a pipeline on this rank, for steps of up to `capacity` tokens."""
+        return StageModel(self, capacity)
 
     def allocate(
         self,
@@ -198,7 +209,7 @@ class PackedModel(nn.Module):
             num_blocks=num_blocks,
             memory=memory,
             device=device,
-            dtype=self.model.dtype,  # type: ignore[arg-type]
+            dtype=model_dtype(self.model),
             hybrid=hybrid,
             max_seq_len=max_seq_len,
             max_num_reqs=max_num_reqs,

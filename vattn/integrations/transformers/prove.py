@@ -22,6 +22,7 @@ from vattn.backends.selector import get_backend
 from vattn.errors import UnsupportedRequestError, VattnError
 from vattn.integrations.transformers.attention_interface import NAME
 from vattn.integrations.transformers.available import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
+from vattn.integrations.transformers.checks import model_dtype
 from vattn.integrations.transformers.observe import ordinary_tokens, set_attention, uncompiled
 from vattn.integrations.transformers.packed_model import PackedModel
 from vattn.layers.fp8_linear import exact_inputs
@@ -165,7 +166,7 @@ class Proof:
         return torch.cat([rows[start:end] for rows, (start, end) in zip(requests, self._parts, strict=True)])
 
     def _compare(self, what: str, name: str, expected: Tensor, given: Tensor) -> None:
-        bound = BOUNDS.get(self.model.dtype, BOUND_16)
+        bound = BOUNDS.get(model_dtype(self.model), BOUND_16)
         sizes = [end - start for start, end in self._parts]
         for part, want, got in zip(self._parts, expected.float().split(sizes), given.float().split(sizes), strict=True):
             error = float((got - want).norm() / want.norm().clamp(min=1e-30))
@@ -175,7 +176,7 @@ class Proof:
     def _check_logits(self, given: Tensor) -> None:
         expected = self._rows(self.logits).float()
         errors = (given.float() - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-30)
-        bound = BOUNDS.get(self.model.dtype, LOGITS_BOUND_16)
+        bound = BOUNDS.get(model_dtype(self.model), LOGITS_BOUND_16)
         error = float(errors.median() if bound == LOGITS_BOUND_16 else errors.max())
         if not error <= bound:
             raise self._refused(f"the logits differ by {error:.1e}, relative", self._parts[0], bound)
@@ -184,7 +185,7 @@ class Proof:
         return UnsupportedRequestError(
             f"{type(self.model).__name__}, which computes other results on vattn than by itself: {what}, in tokens "
             f"{part[0]} to {part[1] - 1} of a request",
-            f"differences up to {bound:.1e} in {str(self.model.dtype).removeprefix('torch.')}",
+            f"differences up to {bound:.1e} in {str(model_dtype(self.model)).removeprefix('torch.')}",
             "keep this model on transformers' own attention; enable(model, prove=False) leaves this comparison out",
         )
 
@@ -213,7 +214,7 @@ def _own_attention(model: Any, modules: dict[str, nn.Module]) -> Iterator[None]:
     attention rounds too, and adds the bias of ALiBi twice.
     """
     before, falcon = model.config._attn_implementation, model.config.model_type == "falcon"
-    exact = model.dtype == torch.float32 or any(_eager(module) is None for module in modules.values())
+    exact = model_dtype(model) == torch.float32 or any(_eager(module) is None for module in modules.values())
     if before != "eager" or (exact and not falcon):
         yield
         return
