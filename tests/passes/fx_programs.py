@@ -97,6 +97,7 @@ def add_program(whole: GraphModule, program: Callable[..., Any], places: Sequenc
     from torch._dispatch.python import enable_python_dispatcher
     from torch._inductor.compile_fx import view_to_reshape
     from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.fx_passes.post_grad import remove_noop_ops
 
     mode = places[0].meta["val"].fake_mode
     sizes = [node for node in whole.graph.find_nodes(op="placeholder") if isinstance(node.meta["val"], torch.SymInt)]
@@ -107,6 +108,7 @@ def add_program(whole: GraphModule, program: Callable[..., Any], places: Sequenc
 
     with mode, torch.no_grad(), enable_python_dispatcher():
         part = make_fx(traced, decomposition_table=select_decomp_table())(*(node.meta["val"] for node in inputs))
+    remove_noop_ops(part.graph)
     view_to_reshape(part)
     part.graph.eliminate_dead_code()
     inner = dict(zip(part.graph.find_nodes(op="placeholder"), inputs, strict=True))

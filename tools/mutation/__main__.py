@@ -201,7 +201,7 @@ def _in_room(run: Run, loop: session.Loop, items: list[pytest.Item]) -> Run:
 
 def _keys(run: Run, items: list[pytest.Item]) -> dict[str, str]:
     """Return for each test what its record depends on: the room's files and its own."""
-    room = b"".join(Path(path).read_bytes() for path in sorted(run.files))
+    room = str(ROOT).encode() + b"".join(Path(path).read_bytes() for path in sorted(run.files))
     keys = {path: hashlib.sha256(room + path.read_bytes()).hexdigest() for path in {item.path for item in items}}
     return {item.nodeid: keys[item.path] for item in items}
 

@@ -34,7 +34,7 @@ ROOMS = {
             f"tests/generation/test_generator_{name}.py"
             for name in ("faults", "hybrid", "misuse", "runs", "speculation", "states")
         )
-        + ("tests/generation/test_prefix_identity.py",),
+        + ("tests/generation/test_draft_models.py", "tests/generation/test_prefix_identity.py"),
     ),
     "block_pool": Room(("vattn/cache/block_pool.py", "vattn/cache/hybrid_block_table.py"), ("tests/cache",)),
     "metadata": Room(

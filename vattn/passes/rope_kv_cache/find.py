@@ -172,12 +172,11 @@ def _one_rope(key: Rotation[Node], query: Rotation[Node], end: Node) -> RopeConf
 def _with_query(rope: RopeConfig, scale: Node, query: Node, past: list[Node], config: AttentionConfig) -> RopeConfig:
     """Return the rotation with the arithmetic that generated code would have for the query's quantisation."""
     val = value(scale)
-    kinds = {1: "tensor", config.num_kv_heads: "head"}
     if config.query_format == "none":
         raise Refusal("the query is FP8 but the attention call has no query format", query, near=True)
     if val.dtype != torch.float32:
         raise Refusal(f"the query's scale is {val.dtype}", query, near=True)
-    if val.numel() != 1 and kinds[val.numel()] != config.query_scale:
+    if val.numel() != 1 and config.query_scale != "head":
         raise Refusal(f"the query has {val.numel()} scales, the attention call one", query, near=True)
     arithmetic = query_arithmetic(rope.query_arithmetic, past, False, query)
     return replace(rope, query_arithmetic=arithmetic)

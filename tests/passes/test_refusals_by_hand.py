@@ -1,0 +1,379 @@
+"""What the passes leave alone, and which words the report has for it, in graphs that are put together by hand."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fx_layers import with_query, with_rope
+from fx_programs import copied
+from queries import PER_TENSOR, rounded
+from rope_forms import FORMS, RopeForm, chunked, gathered, halves_turned, looked_up, rms
+from test_by_hand import template
+from test_rope import targets
+from torch import Tensor, nn
+from torch.fx import GraphModule, Node
+
+from vattn.config.attention import AttentionConfig
+from vattn.errors import FusionError
+from vattn.ops.fusion_notes import NodeReport
+from vattn.passes import graphviz
+from vattn.passes.pipeline import FusionPass, fuse_graph
+from vattn.passes.query_quant.find import IN_LOAD, IN_PRODUCER, OWN_KERNEL
+from vattn.passes.region import attention_calls
+from vattn.passes.region_tokens import reach
+from vattn.quantization.formats import OUTPUT_FORMATS
+
+E4M3 = torch.float8_e4m3fn
+
+
+def call_of(gm: GraphModule) -> Node:
+    ((call, _),) = attention_calls(gm.graph)
+    return call
+
+
+def update_of(gm: GraphModule) -> Node:
+    (update,) = (n for n in gm.graph.nodes if n.args and n.args[0] is torch.ops.vattn.kv_cache_update.default)
+    return update
+
+
+def configured(call: Node, **changes: Any) -> None:
+    """Change the request of a call."""
+    config = AttentionConfig.parse(str(call.kwargs["config"])).replace(**changes)
+    call.kwargs = {**call.kwargs, "config": config.encode()}
+
+
+def rope_report(gm: GraphModule) -> NodeReport:
+    before = targets(gm.graph)
+    (node,) = fuse_graph(gm.graph, rope="always")
+    assert targets(gm.graph) == before or node.rope_outcome == "fused"
+    return node
+
+
+def turned_pairs(layer: Any, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """By tables of the model, not of cosines made in the graph; halves in the wrong places."""
+    cos, sin = layer.cos[positions][:, None], layer.sin[positions][:, None]
+
+    def turn(x: Tensor) -> Tensor:
+        first, second = x.float().chunk(2, dim=-1)
+        return torch.cat((second * cos + first * sin, first * cos - second * sin), dim=-1).to(x.dtype)
+
+    return turn(query), turn(key)
+
+
+def three_tables(layer: Any, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    third = layer.angles[positions][:, None].sigmoid().repeat(1, 1, 2)
+    turned = chunked(layer, query, key, positions)
+    return tuple((x.float() * third).bfloat16() for x in turned)  # type: ignore[return-value]
+
+
+def two_weights(layer: Any, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    def norm(x: Tensor) -> Tensor:
+        return rms(x.float(), layer.q_weight.float(), 1e-6) * layer.k_weight.float()
+
+    cos, sin = gathered(layer, positions)
+    return tuple(halves_turned(norm(x), cos, sin).bfloat16() for x in (query, key))  # type: ignore[return-value]
+
+
+def scaled_by_a_tensor(layer: Any, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    query, key = (x.float() * layer.cos_sin[0, :1] for x in chunked(layer, query, key, positions))
+    return query.bfloat16(), key.bfloat16()
+
+
+def one_table(layer: Any, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    cos = layer.angles[positions].cos()[:, None]
+    return halves_turned(query.float(), cos, cos).bfloat16(), halves_turned(key.float(), cos, cos).bfloat16()
+
+
+ROPE_REFUSED: dict[str, tuple[Callable[..., Any], str]] = {
+    "another rotation by the model's tables": (turned_pairs, "not as a rotation that the op has"),
+    "three tables": (three_tables, "it depends on more than two tables"),
+    "two weights": (two_weights, "it depends on more than one weight"),
+    "a scaled key": (scaled_by_a_tensor, "it is scaled"),
+    "one table": (one_table, "it depends on one table alone"),
+}
+
+
+@pytest.mark.parametrize("name", ROPE_REFUSED)
+def test_rope_that_no_op_has(name: str) -> None:
+    write, says = ROPE_REFUSED[name]
+    node = rope_report(with_rope(RopeForm(write, ""))[0])
+    assert node.rope_outcome == "near miss" and says in node.rope, node.rope
+
+
+def test_columns_that_all_take_part_are_no_rotation() -> None:
+    """A projection of heads by the model's tensors is nothing to report."""
+
+    def mixed(layer: Any, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return query, (
+            key.float() * key.float().sum(-1, keepdim=True) * layer.cos[positions].sum(-1)[:, None, None]
+        ).bfloat16()
+
+    assert rope_report(with_rope(RopeForm(mixed, ""))[0]).rope == ""
+
+
+def by_embedding(layer: Any, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    tables = [nn.functional.embedding(positions, table)[:, None] for table in (layer.cos, layer.sin)]
+    return tuple(halves_turned(x.float(), *tables).to(x.dtype) for x in (query, key))  # type: ignore[return-value]
+
+
+def by_index_select(layer: Any, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    tables = [table.index_select(0, positions)[:, None] for table in (layer.cos, layer.sin)]
+    return tuple(halves_turned(x.float(), *tables).to(x.dtype) for x in (query, key))  # type: ignore[return-value]
+
+
+def by_positions_of_a_batch(layer: Any, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    batch = positions[None]
+    tables = [table[batch].squeeze(0)[:, None] for table in (layer.cos, layer.sin)]
+    return tuple(halves_turned(x.float(), *tables).to(x.dtype) for x in (query, key))  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("write", [looked_up, by_embedding, by_index_select, by_positions_of_a_batch])
+def test_whole_tables_go_to_the_op(write: Callable[..., Any]) -> None:
+    gm, _ = with_rope(RopeForm(write, ""))
+    assert rope_report(gm).rope_outcome == "fused"
+    (call,) = (n for n in gm.graph.nodes if n.args and n.args[0] is torch.ops.vattn.rope_kv_cache_update.default)
+    assert call.kwargs["cos"].op == call.kwargs["sin"].op == "placeholder"
+    assert call.kwargs["cos"] is not call.kwargs["sin"] and call.kwargs["positions"].meta["val"].dim() == 1
+
+
+def test_tables_that_are_read_elsewhere_too_are_gathered_once() -> None:
+    def also_read(layer: Any, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = layer.cos[positions], layer.sin[positions]
+        layer.escaped = cos.sum()
+        tables = cos[:, None], sin[:, None]
+        return tuple(halves_turned(x.float(), *tables).to(x.dtype) for x in (query, key))  # type: ignore[return-value]
+
+    gm, _ = with_rope(RopeForm(also_read, ""))
+    assert rope_report(gm).rope_outcome == "fused"
+    (call,) = (n for n in gm.graph.nodes if n.args and n.args[0] is torch.ops.vattn.rope_kv_cache_update.default)
+    assert call.kwargs["positions"] is None and call.kwargs["cos"].op == "call_function"
+
+
+def test_rope_beside_other_requests() -> None:
+    form = FORMS["chunk and cat, fp32"]
+    gm, _ = with_rope(form)
+    configured(update_of(gm), kv_cache_layout="HND")
+    assert "cache update and attention differ in kv_cache_layout" in rope_report(gm).rope
+    gm, _ = with_rope(FORMS["FP8 query"])
+    configured(call_of(gm), query_load="divide")
+    assert "the attention call quantises the query as it loads it" in rope_report(gm).rope
+    gm, _ = with_rope(form)
+    call, (cache, *_) = call_of(gm), update_of(gm).users
+    with gm.graph.inserting_before(call):
+        zero = gm.graph.call_function(torch.ops.aten.select.int, (cache, 0, 0))
+        zero.meta["val"] = cache.meta["val"][0]
+        query = gm.graph.call_function(torch.ops.aten.index_put.default, (call.kwargs["query"], [None], zero))
+        query.meta["val"] = call.kwargs["query"].meta["val"]
+    call.kwargs = {**call.kwargs, "query": query}
+    assert rope_report(gm).rope_outcome == "near miss"
+
+
+def in_fp8(scale: Callable[[Any], Any], limit: float = 448.0) -> Callable[..., Any]:
+    """Return RoPE whose query is rounded to FP8 by a scale of the layer's tensors."""
+
+    def write(layer: Any, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        query, key = chunked(layer, query, key, positions)
+        return (query.float() / scale(layer)).clamp(-limit, limit).to(E4M3), key
+
+    return write
+
+
+ONE, FOUR = lambda layer: layer.cos_sin[0, :1], lambda layer: layer.cos_sin[0, :4, None]
+FP8 = {"query_format": "fp8_e4m3", "query_scale": "tensor"}
+QUERIES: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
+    "no query format": (in_fp8(ONE), {}, "the query is FP8 but the attention call has no query format"),
+    "a constant scale": (in_fp8(lambda layer: 0.03), FP8, "its FP8 scale is a constant of the graph"),
+    "a scale in bf16": (in_fp8(lambda layer: layer.bias[:1]), FP8, "the query's scale is torch.bfloat16"),
+    "a scale for each KV head": (
+        in_fp8(lambda layer: layer.cos_sin[0, :2].repeat_interleave(2)[:, None]), FP8,
+        "the query has 2 scales, the attention call one",
+    ),
+    "a scale for each query head": (in_fp8(FOUR), FP8, "the query: "),
+    "no clamp to 448": (in_fp8(ONE, 1e9), FP8, "its quantisation does not clamp before the cast"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QUERIES)
+def test_rotated_queries_that_the_op_does_not_quantise(name: str) -> None:
+    write, changes, says = QUERIES[name]
+    gm, _ = with_rope(RopeForm(write, ""))
+    configured(call_of(gm), **changes)
+    node = rope_report(gm)
+    assert node.rope_outcome == "near miss" and says in node.rope, node.rope
+
+
+def test_a_rotated_query_of_our_op() -> None:
+    def write(layer: Any, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        query, key = chunked(layer, query, key, positions)
+        return torch.ops.vattn.quant_fp8_static(query.float(), layer.cos_sin[0, :1].reshape(1, 1).reshape(1)), key
+
+    gm, _ = with_rope(RopeForm(write, ""))
+    configured(call_of(gm), **FP8)
+    node = rope_report(gm)
+    assert node.rope_outcome == "fused" and "the query's quantisation" in node.rope, node.rope
+
+
+def query_report(gm: GraphModule) -> NodeReport:
+    (node,) = fuse_graph(gm.graph)
+    return node
+
+
+def test_a_query_that_needs_a_scale_of_its_own() -> None:
+    gm, _ = with_query(PER_TENSOR["divide"])
+    call = call_of(gm)
+    call.kwargs = {**call.kwargs, "q_scale": None}
+    node = query_report(gm)
+    assert node.query == f"{OWN_KERNEL} mm: the op has no q_scale" and node.query_outcome == "near miss"
+
+
+def test_a_constant_scale_of_a_query() -> None:
+    def way(q: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        scale = torch.full((1,), 0.03)
+        return rounded(q.float() / scale), scale
+
+    assert query_report(with_query(way)[0]).query == f"{IN_LOAD}, after mm"
+
+
+def test_scales_of_a_query_that_are_neither_one_nor_of_heads() -> None:
+    def way(q: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        three = s.repeat(3)
+        return rounded(q.float() / three[:1]), three
+
+    node = query_report(with_query(way)[0])
+    assert node.query.endswith("its scale has 3 values; the op takes one, or one per KV head"), node.query
+
+
+def test_two_unknown_scales_of_a_query() -> None:
+    def way(q: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        return rounded(q.float() / (s * q.float().mean())), s
+
+    assert query_report(with_query(way)[0]).query_outcome == "near miss"
+
+
+def test_outputs_that_cannot_be_taken() -> None:
+    """Calls that other passes have left in a form of their own."""
+
+    def static(o: Tensor, s: Tensor) -> Tensor:
+        return rounded(o.float() / s)
+
+    def changed(change: Callable[[GraphModule, Node, Node], Any]) -> NodeReport:
+        gm = copied(template().behind(static))
+        call = call_of(gm)
+        change(gm, call, next(iter(call.users)))
+        (node,) = fuse_graph(gm.graph)
+        assert "fp8_static" not in str(call.kwargs["config"]).partition(" # ")[0]
+        return node
+
+    def view(gm: GraphModule, call: Node, output: Node) -> None:
+        call.kwargs = {**call.kwargs, "_output_size": [4]}
+
+    def no_tensor(gm: GraphModule, call: Node, output: Node) -> None:
+        call.kwargs = {**call.kwargs, "_output_base_index": None}
+
+    def taken_twice(gm: GraphModule, call: Node, output: Node) -> None:
+        with gm.graph.inserting_after(output):
+            other = gm.graph.call_function(operator.getitem, output.args)
+            other.meta = dict(output.meta)
+
+    def unread(gm: GraphModule, call: Node, output: Node) -> None:
+        (end,) = gm.graph.find_nodes(op="output")
+        gm.graph.erase_node(end)
+        for node in reversed(gm.graph.nodes):
+            if node > call and not node.users:
+                gm.graph.erase_node(node)
+        gm.graph.output(())
+
+    assert changed(view).reason == "the output is a view into a larger tensor"
+    assert changed(no_tensor).reason == "the output is no tensor of its own"
+    assert changed(taken_twice).reason == "the output is taken apart twice"
+    assert changed(unread).reason == "nothing reads the output"
+
+
+def test_readers_of_which_nothing_is_known_are_named() -> None:
+    with torch.library._scoped_library("vattn_test", "FRAGMENT") as library:
+        library.define("mystery(Tensor x) -> Tensor")
+        library.impl("mystery", lambda x: x.sum(-1), "CompositeExplicitAutograd")
+        gm = template().behind(lambda o, s: torch.ops.vattn_test.mystery(o))
+        (node,) = fuse_graph(gm.graph)
+    assert node.outcome == "refused"
+    assert node.reason == (
+        "the output is not quantised, unless vattn_test::mystery does it, of which nothing is known here"
+    )
+    (node,) = fuse_graph(template().behind(lambda o, s: o * 2).graph)
+    assert (node.outcome, node.reason) == ("refused", "the output is not quantised")
+
+
+def test_a_format_that_may_not_be_used_is_named() -> None:
+    (node,) = fuse_graph(template().behind(lambda o, s: rounded(o.float() / s)).graph, ("fp8_per_token",))
+    assert node.outcome == "near miss" and node.reason == "it is fp8_static, which is not among output_formats"
+
+
+INDEXED: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
+    "all alike": (lambda o: o.flip(0).t().contiguous().t(), 0),
+    "the first 40": (lambda o: o[:40], 40),
+    "the last 40": (lambda o: o[-40:], 40),
+    "all but 40": (lambda o: o[40:], 40),
+    "one token": (lambda o: o[33], 33),
+    "some tokens": (lambda o: o[torch.tensor([3, 17])], 17),
+    "selected tokens": (lambda o: o.index_select(0, torch.tensor([21, 2])), 21),
+    "columns": (lambda o: o[:, 200:], 0),
+    "selected columns": (lambda o: o.index_select(1, torch.tensor([21, 2])), 0),
+    "some columns": (lambda o: o[:, torch.tensor([3, 17])], 0),
+    "padded in front": (lambda o: nn.functional.pad(o, (0, 0, 7, 0)), 7),
+    "padded columns": (lambda o: nn.functional.pad(o, (0, 9)), 0),
+    "a part": (lambda o: o.narrow(0, 5, 20), 25),
+    "parts": (lambda o: o[:60].split([11, 49])[1], 60),
+}
+
+
+@pytest.mark.parametrize("name", INDEXED)
+def test_how_many_tokens_a_graph_tells_apart(name: str) -> None:
+    program, count = INDEXED[name]
+    gm = template().behind(lambda o, s: program(o))
+    nodes = [node for node in gm.graph.nodes if node.meta.get("site")]
+    assert reach(nodes, next(iter(call_of(gm).users))) == count
+
+
+def test_a_drawing_shows_what_is_attention_what_is_fused_and_what_is_not() -> None:
+    gm = copied(template().behind(lambda o, s: (rounded(o.float() / s), s * 2)))
+    call = call_of(gm)
+
+    def coloured(text: str) -> dict[str, str]:
+        lines = [line for line in text.splitlines() if "fillcolor=" in line and '" [label="' in line]
+        return {line.split('"')[1]: line.rpartition('fillcolor="')[2].split('"')[0] for line in lines}
+
+    before = graphviz.draw(gm.graph, "before 0")
+    assert before.startswith('digraph "before 0" {') and f'"{call.name}" -> ' in before
+    colours, codes = coloured(before), next(n for n in gm.graph.nodes if getattr(n.meta.get("val"), "dtype", 0) is E4M3)
+    doubled = next(n for n in gm.graph.nodes if n.meta.get("site") and n.target is torch.ops.aten.mul.Tensor)
+    assert colours[call.name] == graphviz._ATTENTION and colours[codes.name] == graphviz._REGION
+    assert colours[doubled.name] == "white"
+    fuse_graph(gm.graph)
+    after = graphviz.draw(gm.graph, "after 0")
+    assert coloured(after)[call.name] == graphviz._FUSED and graphviz._REGION not in coloured(after).values()
+    assert "output_format=fp8_static" in after
+    quantised, _ = with_query(PER_TENSOR["divide"])
+    assert graphviz._REGION in coloured(graphviz.draw(quantised.graph, "before 1")).values()
+
+
+def test_strict_asks_for_attention() -> None:
+    graph = torch.fx.Graph()
+    graph.output(graph.placeholder("x")).meta["desc"] = []  # as AOTAutograd marks a whole graph
+    formats = tuple(OUTPUT_FORMATS)
+    FusionPass(True, formats, (), for_all=True)(graph)
+    FusionPass(False, formats, ())(graph)
+    with pytest.raises(FusionError, match="a compiled graph holds no attention of vattn"):
+        FusionPass(True, formats, ())(graph)
+    branch = GraphModule({}, template().behind(lambda o, s: rounded(o.float() / s)).graph)
+    whole = GraphModule({}, graph)
+    whole.add_module("branch", branch)
+    FusionPass(True, formats, ())(whole.graph)  # a branch holds it
+
+
+def test_a_query_of_an_op_is_named_after_it() -> None:
+    node = query_report(with_query(PER_TENSOR["divide"], lambda m, x: nn.functional.silu(m.proj(x)))[0])
+    assert (node.query, node.query_outcome) == (IN_PRODUCER, "fused")
