@@ -221,16 +221,19 @@ def run(
         env[node] = torch.full(tuple(value(node).shape), scale, dtype=value(node).dtype)
     env.update(given or {})
     for node in (*inputs.derived, *nodes):
-        if node in env:
-            continue
-        seen: dict[Node, Any] = in_fp32(node, env, wide) if wide else env
-        if node in wide and op_name(node.target) in CASTS:
-            env[node] = seen[node.all_input_nodes[0]].float()
-        else:
-            env[node] = run_node(node, seen)
-            if is_low(node) and node not in wide and env[node].dtype not in LOW:
-                env[node] = env[node].to(value(node).dtype)
+        if node not in env:
+            env[node] = run_one(node, env, wide)
     return env
+
+
+def run_one(node: Node, env: dict[Node, Any], wide: frozenset[Node]) -> Any:
+    """Return the value of a node from those of what it reads; arguments as in `run`."""
+    seen: dict[Node, Any] = in_fp32(node, env, wide) if wide else env
+    if node in wide and op_name(node.target) in CASTS:
+        return seen[node.all_input_nodes[0]].float()
+    made = run_node(node, seen)
+    lost = is_low(node) and node not in wide and made.dtype not in LOW
+    return made.to(value(node).dtype) if lost else made
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ def probe_scales(dtypes: Collection[torch.dtype]) -> tuple[float, ...]:
 
 
 _SMALL_STEPS = (2.0**-6, 2.0**-12, 2.0**-18, 2.0**-24)
+_E2M1_EDGES = (0.25, 0.5, 0.75, 1.0, 1.25, 1.5, 1.75, 2.0, 2.5, 3.0, 3.5, 4.0, 5.0, 6.0)
 _POWERS = range(-30, 11)
 
 
@@ -97,6 +98,23 @@ def every_value(dtype: torch.dtype) -> Tensor:
     return torch.cat((wide, wide + torch.randint(1, 2**16, wide.shape, generator=rng, dtype=torch.int32))).view(dtype)
 
 
+def every_maximum(dtype: str) -> Tensor:
+    """Return all magnitudes that a 16-bit dtype has, in fp32; of fp32, those of bf16."""
+    values = every_value(torch.float16 if dtype == "float16" else torch.bfloat16).float()
+    return values[(values >= 0) & ~values.signbit()]
+
+
+def every_scaled(numbers: Sequence[float]) -> Tensor:
+    """Return fp32 values that show how scaled values are rounded to few digits: near some numbers, and elsewhere."""
+    rng = torch.Generator().manual_seed(5)
+    near = torch.tensor(sorted({abs(number) for number in (*numbers, *_E2M1_EDGES)}))
+    between = (near[1:] + near[:-1]) / 2
+    bits = (near.view(torch.int32)[:, None] + torch.arange(-3, 4, dtype=torch.int32)).clamp(min=0).flatten()
+    anywhere = (torch.rand(1 << 14, generator=rng) * 8).exp2() / 32
+    found = torch.cat((bits.view(torch.float32), between, anywhere, every_value(torch.bfloat16).float()))
+    return torch.cat((found, -found))
+
+
 def scales_near(numbers: Collection[float]) -> list[float]:
     """Return static scales by which some value comes out as each of some numbers, or between two of them."""
     ordered = sorted(number for number in numbers if 1e-30 < number < 1e30)
@@ -133,7 +151,7 @@ def every_output(output: Node, config_dtype: str, counts: Sequence[int], few: bo
         few: a few tokens at a time, for a region that may read only some of them.
     """
     tokens, heads, width = value(output).shape
-    rows = _every_row(int(heads) * int(width), MODEL_DTYPES[config_dtype])
+    rows = every_row(int(heads) * int(width), MODEL_DTYPES[config_dtype])
     count = counts[0] - TOKEN_COUNTS[0] + (TOKEN_COUNTS[1] if few else len(rows))
     count = possible_count(tokens, count)
     step = _step(output, count, TOKEN_COUNTS[1] if few else len(rows))
@@ -147,7 +165,11 @@ def _step(output: Node, count: int, most: int) -> int:
 
 
 @lru_cache(maxsize=4)
-def _every_row(columns: int, dtype: torch.dtype) -> Tensor:
+def every_row(columns: int, dtype: torch.dtype) -> Tensor:
+    """Return rows that hold powers of two as maxima, then every value of a 16-bit dtype, in order and mixed.
+
+    For fp32 they hold every bf16 value and as many random bit patterns.
+    """
     rng = torch.Generator().manual_seed(2)
     values = every_value(dtype)[: 2**16]
     mixed = values[torch.randperm(len(values), generator=rng)]
@@ -164,3 +186,18 @@ def _every_row(columns: int, dtype: torch.dtype) -> Tensor:
     sixes[:, ::16] = 1
     sixes *= (6 * torch.exp2(torch.arange(columns).div(16, rounding_mode="floor") % 13 - 6.0)).roll(5)
     return torch.cat((largest.to(dtype), sixes.to(dtype), _rows(values, columns), _rows(mixed, columns)))
+
+
+@lru_cache(maxsize=4)
+def every_quotient(columns: int) -> Tensor:
+    """Return bf16 rows with every quotient of a value and a maximum, but for its sign and very small ones."""
+    largest = 1 + torch.arange(128).float() / 128
+    powers = torch.exp2(-torch.arange(20).float())
+    values = (largest * powers[:, None]).flatten().repeat(2)
+    values[: len(values) // 2] *= -1
+    free = torch.arange(columns) % 16 != 0
+    rows = -(-len(values) // int(free.sum()))
+    filled = values.repeat(2)[: rows * int(free.sum())].view(rows, -1)
+    made = largest.repeat_interleave(rows)[:, None].expand(-1, columns).clone()
+    made[:, free] = torch.where(filled.abs().repeat(128, 1) > made[:, free], 0.0, filled.repeat(128, 1))
+    return made.bfloat16()

@@ -1,8 +1,8 @@
 """Shows that a region which agreed with a quantiser in every run agrees with it elsewhere too.
 
-Runs cannot hold every value in each place, nor every scale. So each code must come of one value of the output, by a
-formula that was run on every value; what is rounded must equal what the quantiser rounds; every condition must have
-been met and not met; and values that depend on a scale may only be scaled, limited and selected.
+Runs hold every value of a 16-bit model dtype, but not in each place, nor under each scale. So each code must come of
+its own value, and its group's maximum, by a formula that runs have met with every value; what is rounded must equal
+what the quantiser rounds; and values that depend on a scale may only be scaled, limited and selected.
 """
 
 from __future__ import annotations
@@ -23,6 +23,13 @@ from vattn.passes.region_run import SATURATES
 from vattn.quantization.formats import FP8_E4M3_MAX
 
 _SCATTERS = frozenset({"slice_scatter", "select_scatter"})
+PLACING = MOVES | _SCATTERS | {"copy"}
+"""Ops that only put what they read into other places."""
+
+_EXTREMES = frozenset("amax amin aminmax max min".split())
+_ALONG = frozenset("sort topk kthvalue argmax argmin cummax cummin gather".split())
+"""Ops whose results depend on a whole line of what they read."""
+
 _SCALING = frozenset("mul div true_divide reciprocal ldexp pow addcdiv".split())
 _LIMITING = frozenset(
     "clamp clamp_min clamp_max minimum maximum fmin fmax hardtanh relu where masked_fill copysign abs neg sign "
@@ -55,7 +62,7 @@ def origins(nodes: Sequence[Node], known: dict[Node, Origin], values: dict[Node,
     """Return where the elements of each node come from.
 
     Args:
-        known: the origin of the output.
+        known: the origins of the output, and of nodes to go no further back than.
         values: of all nodes and their inputs in one run.
     """
     found: dict[Node, Any] = dict(known)
@@ -71,7 +78,7 @@ def start(output: Tensor) -> Origin:
     return Origin(torch.zeros_like(place), place, place)
 
 
-def _nowhere(made: Tensor, number: int = 0) -> Origin:
+def nowhere(made: Tensor, number: int = 0) -> Origin:
     """Return the origin of elements of one formula that depend on no place of the output."""
     like = torch.full(made.shape, number)
     return Origin(like, torch.full_like(like, _NOWHERE), torch.full_like(like, _EVERYWHERE))
@@ -82,7 +89,7 @@ def _constant(made: Any) -> Any:
     if not isinstance(made, Tensor):
         return made
     bits = made.double().view(torch.int64) if made.is_floating_point() else made.to(torch.int64)
-    return _nowhere(made)._replace(formula=bits)
+    return nowhere(made)._replace(formula=bits)
 
 
 def _origin(node: Node, found: dict[Node, Any], values: dict[Node, Any]) -> Any:
@@ -92,9 +99,7 @@ def _origin(node: Node, found: dict[Node, Any], values: dict[Node, Any]) -> Any:
     plain = [a for a in args if not isinstance(a, (Node, list))]
     seed = zlib.crc32(f"{node.target} {plain} {node.kwargs} {dtype_of(node)}".encode())
     of = {source: found.get(source) or _constant(values[source]) for source in node.all_input_nodes}
-    data: list[Any] = list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]]
-    if name in _SCATTERS:
-        data.append(args[1])
+    data = placed(node)
     reinterprets = node.target is torch.ops.aten.view.dtype
     if name in MOVES | _SCATTERS and not reinterprets:
         if any(source in found and source not in data for source in node.all_input_nodes):
@@ -116,7 +121,7 @@ def _origin(node: Node, found: dict[Node, Any], values: dict[Node, Any]) -> Any:
         return _reduced(node, operands[0], made, seed)
     pointwise = torch.Tag.pointwise in node.target.tags or name in CASTS  # type: ignore[union-attr]
     if pointwise or name.endswith("_like") or (reinterprets and made.shape == operands[0].first.shape):
-        total = _nowhere(made, seed)
+        total = nowhere(made, seed)
         for operand in operands:
             total = Origin(
                 _mixed(total.formula, operand.formula),
@@ -127,6 +132,15 @@ def _origin(node: Node, found: dict[Node, Any], values: dict[Node, Any]) -> Any:
     if node.target.namespace not in ("aten", "prims"):  # type: ignore[union-attr]
         return _of_quantiser(operands[0], made)
     return _unknown(made)
+
+
+def placed(node: Node) -> set[Any]:
+    """Return what an op of `PLACING` puts into other places, as opposed to indices."""
+    first, *rest = node.args
+    if op_name(node.target) == "copy":
+        return {rest[0]}
+    data = set(first) if isinstance(first, (list, tuple)) else {first}
+    return data | {rest[0]} if op_name(node.target) in _SCATTERS else data
 
 
 def _reduced(node: Node, operand: Origin, made: Any, seed: int) -> Any:
@@ -145,7 +159,7 @@ def _of_quantiser(source: Origin, made: Any) -> Any:
     if isinstance(made, (tuple, list)):
         return [_of_quantiser(source, each) for each in made]
     same = isinstance(made, Tensor) and made.numel() == source.first.numel()
-    return source.each(lambda part: part.reshape(made.shape)) if same else _nowhere(made)
+    return source.each(lambda part: part.reshape(made.shape)) if same else nowhere(made)
 
 
 def _mixed(number: Tensor, *others: Any) -> Tensor:
@@ -233,11 +247,12 @@ def same_scaled(got: Tensor, wanted: Tensor) -> bool:
 
 
 def check_scaled(
-    nodes: Sequence[Node], output: Node, scales: Collection[Node], least: int, values: dict[Node, Any]
+    nodes: Sequence[Node], starts: Iterable[Node], scales: Collection[Node], least: int, values: dict[Node, Any]
 ) -> set[float]:
     """Return the numbers that scaled values are compared with, besides those of any quantiser.
 
     Args:
+        starts: what is scaled.
         scales: nodes of unknown value that scale.
         least: leave out nodes with fewer elements in `values`.
 
@@ -245,7 +260,7 @@ def check_scaled(
         Refusal: scaled values are changed in another way than by scaling, limits and selection.
     """
     found: set[float] = set()
-    scaled = dependants(nodes, scales) & dependants(nodes, [output]) - set(scales)
+    scaled = dependants(nodes, scales) & dependants(nodes, starts) - set(scales)
     for node in nodes:
         val = values[node]
         if node not in scaled or not isinstance(val, Tensor) or dtype_of(node) in (*FP8_DTYPES, torch.uint8):
@@ -263,3 +278,76 @@ def check_scaled(
             numbers += [float(a) for a in node.args if isinstance(a, (int, float))]
             found.update(abs(number) for number in numbers)
     return found - _NUMBERS
+
+
+def gathered(
+    nodes: Sequence[Node], output: Node, weights: Tensor, values: dict[Node, Any], exact: Collection[torch.dtype]
+) -> dict[Node, Any]:
+    """Return, for nodes made of maxima, minima and magnitudes alone, the sum of the weights of the values behind each.
+
+    Args:
+        weights: a number for each value of the output, of its shape.
+        values: of all nodes and their inputs in one run.
+        exact: dtypes that hold each value of the output.
+    """
+    found, reached = {output: weights}, dependants(nodes, [output])
+    for node in nodes:
+        sources = [source for source in node.all_input_nodes if source in reached]
+        if node not in found and sources and all(source in found for source in sources):
+            made = _gathered(node, found, values, exact)
+            if made is not None:
+                found[node] = made
+    return found
+
+
+def _gathered(node: Node, found: dict[Node, Any], values: dict[Node, Any], exact: Collection[torch.dtype]) -> Any:
+    name, made, args = op_name(node.target), values[node], node.args
+    if node.target is operator.getitem:
+        return found[args[0]][args[1]]  # type: ignore[index]
+    sources = [found[source] for source in node.all_input_nodes if source in found]
+    if not all(isinstance(source, Tensor) for source in sources) or node.target is torch.ops.aten.view.dtype:
+        return None
+    if name in MOVES | _SCATTERS:
+
+        def weight(source: Node) -> Any:
+            blank = isinstance(values[source], Tensor) and values[source].is_floating_point()
+            return found.get(source, torch.zeros_like(values[source], dtype=torch.int64) if blank else values[source])
+
+        read = torch.fx.map_arg((args, dict(node.kwargs)), weight)
+        return node.target(*read[0], **read[1])  # type: ignore[operator, index]
+    if name in ("abs", "neg", "relu") or (name in CASTS and dtype_of(node) in exact):
+        return sources[0]
+    if name in ("clamp", "clamp_min", "maximum", "minimum"):
+        others = [values[source] for source in node.all_input_nodes if source not in found] + list(args[1:])
+        if any(
+            bool((torch.as_tensor(other) != 0).any()) for other in others if isinstance(other, (Tensor, int, float))
+        ):
+            return None
+        a, b = sources[0], sources[-1]
+        return torch.where(a == b, a, a + b)
+    if name in _EXTREMES:
+        dims, keep = reduced_dims(node, sources[0].dim())
+        total = sources[0].sum(dims, keep)
+        return (total,) * len(made) if isinstance(made, (tuple, list)) else total
+    if name in _ALONG:
+        return _along(name, node, sources[0], made)
+    return None
+
+
+def _along(name: str, node: Node, weights: Tensor, made: Any) -> Any:
+    place = 2 if name in ("topk", "kthvalue") else 1
+    dim: Any = node.args[place] if len(node.args) > place else node.kwargs.get("dim", -1)
+    if dim is None or not weights.dim():
+        return None
+    if name in ("cummax", "cummin"):
+        return (weights.cumsum(dim),) * 2
+    keep = isinstance(made, Tensor) or made[0].dim() == weights.dim()
+    total = weights.sum(dim, keep)
+    return tuple(total.expand(each.shape) for each in made) if isinstance(made, (tuple, list)) else total
+
+
+def only_scales(node: Node) -> bool:
+    """Return whether a node multiplies, divides, widens or moves what it reads."""
+    name = op_name(node.target)
+    narrows = name in CASTS and dtype_of(node) not in (torch.float32, torch.float64)
+    return name in _SCALING | MOVES | {"neg"} or (name in CASTS and not narrows)

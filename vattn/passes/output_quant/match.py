@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from vattn.passes import proof
 from vattn.passes import region_moves as moves
 from vattn.passes.near_miss import dynamic_ways, first_difference, static_ways
 from vattn.passes.output_quant.prove import Prover
+from vattn.passes.output_quant.prove_scales import ScaleProver
 from vattn.passes.output_quant.quantisers import Quantiser, quantisers
 from vattn.passes.probe import Inputs, Sample, constant_scales, samples
 from vattn.passes.region import Match, Refusal, Region, dtype_of, op_name
@@ -64,7 +66,9 @@ class Classifier:
         self.packed = dtype_of(quantised) == torch.uint8
         self.chooses = any(op_name(node.target) in _CHOICES for node in nodes)
         self.needed = region.ancestors([quantised])
-        self.rounded = [] if self.packed else proof.rounded(self.needed, region.output)
+        self.rounded = proof.rounded(self.needed, region.output)
+        if self.packed:
+            self.rounded = [(node, is_scaled) for node, is_scaled in self.rounded if not is_scaled]
         self.conditions = proof.Conditions((*inputs.derived, *self.needed), [region.output, *inputs.roots])
         self._places: dict[int, moves.Positions] = {}
 
@@ -76,20 +80,22 @@ class Classifier:
         """
         certain, doubtful = roundings(self.nodes)
         left, seen = self._left(None, certain)
+        widths = [certain]
         if doubtful and (left or self._left(None, certain | doubtful)[0]):
             wide = certain | doubtful
             if left:
-                left = self._left([replace(c) for c in left], wide)[0] or self._but_for_the_floor(left, wide)
+                agreeing = self._left([replace(c) for c in left], wide)[0]
+                widths += [wide] if agreeing else []
+                left = agreeing or self._but_for_the_floor(left, wide)
             if not left:
                 raise Refusal(ROUNDED, next(n for n in self.nodes if n in doubtful), near=True)
         if not left:
             raise self._differs(seen)
         found = next((c for c in left if c.block_scales), left[0])
-        if self._is_proven(found):
-            self._prove(found, seen[0], certain)
-        if self._is_proven(found) and doubtful:
+        self._prove(found, seen, widths[0])
+        for unrounded in widths[1:]:
             try:
-                self._prove(found, seen[0], certain | doubtful)
+                self._prove(found, seen, unrounded)
             except Refusal:
                 raise Refusal(ROUNDED, next(n for n in self.nodes if n in doubtful), near=True) from None
         return self._match(found, seen[0])
@@ -98,24 +104,50 @@ class Classifier:
         odd = first_difference(self.needed, self.region.output, seen) or self.quantised
         return Refusal(f"{self._why(seen)}; first differs at {op_name(odd.target) or odd.name}", odd, near=True)
 
-    def _is_proven(self, candidate: _Candidate) -> bool:
-        """Return whether more than runs of some values show what a candidate is."""
+    def _is_static(self, candidate: _Candidate) -> bool:
         return candidate.way.fmt.static_scale and not self.packed
 
-    def _prove(self, found: _Candidate, sample: Sample, wide: frozenset[Node]) -> None:
+    def _prove(self, found: _Candidate, seen: list[Sample], wide: frozenset[Node]) -> None:
         """Refuse a region that differs from the quantiser that was found, on inputs that were not run.
 
         Raises:
             Refusal: it is not, or this cannot be shown.
         """
+        region = self.region, self.quantised, self.nodes, self.inputs, self.dtype, wide
 
         def check(sample: Sample) -> None:
             self.conditions.see(sample.values)
             if not self._agrees(found, sample):
                 raise self._differs([sample])
 
-        Prover(self.region, self.quantised, self.nodes, self.inputs, self.dtype, wide).static(sample, check)
+        if self._is_static(found):
+            Prover(*region).static(seen[0], check)
+        else:
+            ends = [node for node, is_scaled in self.rounded if not is_scaled]
+            ends = ends or (self._find_scaled(found, seen) if self.packed else [node for node, _ in self.rounded])
+            held = {self.nodes[index] for index in found.block_scales or ()}
+            scale_of = partial(self._scale, found)
+            prover = ScaleProver(
+                *region, way=found.way, scale_of=scale_of, held=held, ends=ends, check=check, sample=seen[0]
+            )
+            prover.prove()
         self.conditions.check()
+
+    def _find_scaled(self, found: _Candidate, seen: list[Sample]) -> list[Node]:
+        """Return the first node that holds what a packed format rounds, bit for bit from here on.
+
+        Raises:
+            Refusal: none does.
+        """
+        left = [node for node in self.needed if dtype_of(node) == torch.float32]
+        for sample in seen:
+            scale = self._scale(found, sample.values)
+            scaled = found.way.scaled(sample.rows, scale, found.way(sample.rows, scale)[1])
+            left = [node for node in left if self._holds(node, scaled, sample, same_bits)]
+        if not left:
+            raise Refusal("no node holds the scaled values before they are rounded", self.quantised, near=True)
+        self.rounded = [(left[0], True)]
+        return left[:1]
 
     def _but_for_the_floor(self, left: list[_Candidate], wide: frozenset[Node]) -> list[_Candidate]:
         """Return the candidates that agree without roundings too, apart from a floor that is rounded to bf16 or fp16.
@@ -132,7 +164,7 @@ class Classifier:
         seen: list[Sample] = []
 
         def every() -> bool:
-            return not all(self._is_proven(candidate) for candidate in left or ())
+            return not all(self._is_static(candidate) for candidate in left or ())
 
         runs = samples(self.region, self.nodes, self.inputs, self.dtype, wide, every, self.packed, self.reorders)
         for sample in runs:
@@ -199,16 +231,21 @@ class Classifier:
                     floors[float(least)] = None
         return list(floors)[:_MOST_FLOORS]
 
+    def _scale(self, candidate: _Candidate, values: dict[Node, Any]) -> float:
+        """Return the static scale in a run, 0 if there is none."""
+        if isinstance(candidate.scale, int):
+            return float(values[self.inputs.scales[candidate.scale]]) * candidate.factor
+        return candidate.scale or 0.0
+
     def _agrees(self, candidate: _Candidate, sample: Sample) -> bool:
-        scale = candidate.scale
-        if isinstance(scale, int):
-            scale = float(sample.values[self.inputs.scales[scale]]) * candidate.factor
-        codes, scales = candidate.way(sample.rows, scale or 0.0)
+        scale = self._scale(candidate, sample.values)
+        codes, scales = candidate.way(sample.rows, scale)
         if not same_bits(self._moved(codes, sample), sample.values[self.quantised]):
             return False
-        scaled = candidate.way.scaled(sample.rows, scale or 0.0, scales) if self.rounded else sample.rows
+        scaled = candidate.way.scaled(sample.rows, scale, scales) if self.rounded else sample.rows
         for node, is_scaled in self.rounded:
-            wanted, same = (scaled, proof.same_scaled) if is_scaled else (sample.rows.float(), same_bits)
+            same = proof.same_scaled if is_scaled and not self.packed else same_bits
+            wanted = scaled if is_scaled else sample.rows.float()
             if not self._holds(node, wanted, sample, same):
                 return False
         if scales is not None:

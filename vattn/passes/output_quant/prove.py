@@ -18,6 +18,8 @@ from vattn.quantization.formats import MODEL_DTYPES
 
 _MOST_ELEMENTS = 1 << 24
 """How many elements one pass over every value may take."""
+Check = Callable[[Sample], None]
+
 _MOST_RUNS = 8
 """Runs under one scale beyond which not every value is run under every scale."""
 
@@ -52,6 +54,15 @@ class Prover:
         """Return a value for each root, all different: equal ones would hide which root is used."""
         return [self.scales[(first + index) % len(self.scales)] for index in range(max(1, len(self.inputs.roots)))]
 
+    def check_roots(self, sample: Sample) -> set[float]:
+        """Return the numbers that given scales are compared with.
+
+        Raises:
+            Refusal: what is made of them is more than scaled, limited and selected.
+        """
+        roots = self.inputs.roots
+        return proof.check_scaled(self.inputs.derived, roots, roots, 0, sample.values)
+
     def static(self, sample: Sample, check: Callable[[Sample], None]) -> None:
         """Prove a quantiser with a static scale.
 
@@ -63,8 +74,8 @@ class Prover:
             Refusal: it is another, or this cannot be shown.
         """
         unknown = [*self.inputs.roots, *self.inputs.derived]
-        nodes = [*self.inputs.derived, *self.needed]
-        numbers = proof.check_scaled(nodes, self.region.output, unknown, sample.rows.numel() // 8, sample.values)
+        least, output = sample.rows.numel() // 8, self.region.output
+        numbers = self.check_roots(sample) | proof.check_scaled(self.needed, [output], unknown, least, sample.values)
         rounds = [self.roots(index) for index in range(len(self.scales) if self.inputs.roots else 1)]
         if self.inputs.roots:
             rounds += [[scale] * len(self.inputs.roots) for scale in scales_near(numbers)]
@@ -91,15 +102,19 @@ class Prover:
                 x[part] = cycled(values, index * len(part), len(part))
             yield x.clone().view(count, -1), runs > _MOST_RUNS
 
-    def _origin(self, sample: Sample) -> Origin:
-        """Return where the elements of the quantised tensor come from, each from one place.
+    def _origin(self, sample: Sample, known: dict[Node, Origin] | None = None, end: Node | None = None) -> Origin:
+        """Return where the elements of a node come from, each from one place.
+
+        Args:
+            known: origins of nodes to go no further back than.
+            end: the node; the quantised tensor if `None`.
 
         Raises:
             Refusal: not each from one place.
         """
         start = proof.start(sample.values[self.region.output])
-        found = proof.origins(self.needed, {self.region.output: start}, sample.values)
-        origin: Origin = found[self.quantised]
+        found = proof.origins(self.needed, {self.region.output: start, **(known or {})}, sample.values)
+        origin: Origin = found[end or self.quantised]
         if bool((origin.last != origin.first).any()):
             node = proof.first_unknown(self.needed, found)
             raise Refusal("a code depends on other values than its own", node or self.quantised, near=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.fx import Node
 
 from vattn.passes.region import value
 from vattn.quantization import codecs as quantization
-from vattn.quantization.formats import OUTPUT_FORMATS, OutputFormat
+from vattn.quantization.formats import FP4_E2M1_MAX, OUTPUT_FORMATS, OutputFormat
 
 
 @dataclass(frozen=True)
@@ -40,13 +40,26 @@ class Quantiser:
         rows, multiplies = rows.float(), self.arithmetic == "multiply"
         if scales is None:
             return rows * torch.tensor(scale) if multiplies else rows / torch.tensor(scale)
-        step = scales
-        if self.fmt.container is torch.uint8:
-            step = scales.float() * scale
-            # A block scale of zero stores zeros: dividing by infinity keeps their signs.
-            step = torch.where(step == 0, torch.inf, step)
-        step = step.repeat_interleave(rows.shape[1] // scales.shape[1], 1)
+        step = self.step(scales, scale).repeat_interleave(rows.shape[1] // scales.shape[1], 1)
         return rows * step.reciprocal() if multiplies else rows / step
+
+    def step(self, scales: Tensor, scale: float) -> Tensor:
+        """Return what values are divided by in groups of some computed scales."""
+        step = scales.float() * scale if self.fmt.container is torch.uint8 else scales
+        # A block scale of zero stores zeros: dividing by infinity keeps their signs.
+        return torch.where(step == 0, torch.inf, step) if self.fmt.container is torch.uint8 else step
+
+    def factors(self, maxima: Tensor, scale: float) -> dict[str, Tensor]:
+        """Return what groups with some maxima `[M]` may be scaled by, and what is rounded to a block scale, fp32."""
+        if self.fmt.container is torch.uint8:
+            unrounded = maxima / FP4_E2M1_MAX / scale
+            scales = quantization.to_e4m3(unrounded).float()
+            step = self.step(scales, scale)
+            made = {"unrounded": unrounded, "scale": scales, "step": scales * scale, "divisor": step}
+            return {**made, "reciprocal": step.reciprocal()}
+        single = replace(self, fmt=replace(self.fmt, group_size=1))
+        scales = single(maxima[:, None], scale)[1].flatten()  # type: ignore[union-attr]
+        return {"scale": scales, "reciprocal": scales.reciprocal()}
 
 
 def quantisers(
