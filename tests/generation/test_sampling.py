@@ -302,7 +302,7 @@ def test_log_probabilities_survive_a_step_that_raises(packed: PackedModel, expec
 WRONG = {
     "presence_penalty": [2.5, "a", float("nan")],
     "frequency_penalty": [-3, True],
-    "min_tokens": [-1, 1.5],
+    "min_tokens": [-1, 1.5, 65],
     "logprobs": [-1, True, 1.0],
     "prompt_logprobs": ["all"],
     "allowed_token_ids": [(), (1.5,), "ab", (-1,)],

@@ -85,6 +85,11 @@ def test_conversations_that_fail_alone(wide: PackedModel) -> None:
     good, many, pictures = generator.chat([MESSAGES[:1], MESSAGES, image], SAMPLING, chat_template=template)
     assert (good.state, many.state, pictures.state) == ("finished", "failed", "failed")
     assert "only one" in str(many.error) and "content of type 'image'" in str(pictures.error)
+    for name, value in (("enable_thinkin", True), ("tokenize", False), ("return_tensors", "pt")):
+        unread = generator.chat(MESSAGES[:1], SAMPLING, chat_template=template, **{name: value})
+        assert unread.state == "failed" and f"the option '{name}', which the chat template does not read" in str(
+            unread.error
+        )
     for wrong in ("hello", [{"content": "x"}], [[]], 3):
         with pytest.raises(errors.ConfigError, match=r"Chat\("):
             generator.chat(wrong, SAMPLING)  # type: ignore[arg-type]

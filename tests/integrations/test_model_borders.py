@@ -65,7 +65,11 @@ def test_positions_and_keys_are_the_models_own(model_type: str, changes: dict[st
     model = make(model_type, **changes)
     long, short = PROMPTS
     expected = [eager_logits(model, tokens) for tokens in PROMPTS]
-    runner = Runner(enable(model, num_blocks=17))
+    packed = enable(model, num_blocks=17)
+    if model_type == "roberta":
+        with pytest.raises(ConfigError, match="max_seq_len=1025 for a model with a table of"):
+            vattn.Generator(packed, max_seq_len=1025)
+    runner = Runner(packed)
     first, second = runner.step([(long[:20], 0), (short[:3], 0)]), runner.step([(long[20:], 20), (short[3:], 3)])
     for request, want in enumerate(expected):
         assert relative_l2(torch.cat((first[request], second[request])), want) < TOLERANCE

@@ -231,6 +231,15 @@ def test_steps_that_mean_something_else() -> None:
         layer(*qkv, metadata=builder.build([3, 2], [3, 9], [[1], [2]]))
     with pytest.raises(MetadataError, match="cached tokens"):
         layer(*qkv, metadata=builder.build([4, 1], [4, 3], [[1], [2]]))
+    starts, slots = torch.tensor([0, 3, 5], dtype=torch.int32), torch.arange(5)
+    for lens, right in (([3, 2], True), ([3, 3], False)):  # the longest request says nothing of the others
+        lengths, table = torch.tensor(lens, dtype=torch.int32), torch.tensor([[1], [2]], dtype=torch.int32)
+        step = builder.build_from_tensors(starts, lengths, table, slots, max_query_len=3, max_seq_len=3)
+        if right:
+            layer(*qkv, metadata=step)
+        else:
+            with pytest.raises(MetadataError, match="cached tokens"):
+                layer(*qkv, metadata=step)
     # A step with a cache whose requests have cached nothing is a step of whole texts.
     assert layer(*qkv, metadata=builder.build([3, 2], [3, 2], [[1], [2]])).shape == (5, 64)
 

@@ -130,6 +130,9 @@ def test_reserved_blocks_and_groups() -> None:
     with pytest.raises(MetadataError, match="holds sinks"):
         builder.advance(step, [1])
     assert builder.advance(step, [6]).slot_mapping.tolist() == [96]
+    both = builder.build([1, 1], [16, 32], [[5], [6, 7]])
+    with pytest.raises(MetadataError, match="of which one holds sinks"):
+        builder.advance(both, [8, 1])
     model = torch.nn.ModuleList(vattn.Attention(2, 16, 0.25, per_layer_sliding_window=w) for w in (None, 24))
     vattn.allocate_kv_cache(model, num_blocks=8, dtype=torch.float32, hybrid=True)
     grouped = vattn.GroupedMetadataBuilder(2, 8, max_seq_len=64, layers=model)

@@ -303,6 +303,8 @@ def test_blocks_of_tokens_that_the_device_adds() -> None:
         builder.build([1, 1], [16, 20], tables)  # without tokens to come, nobody uses that entry
     narrow = vattn.FlashAttentionMetadataBuilder(4, 8, 96, layers=[replace(config(16), block_size=16)])
     narrow.build([1, 1], [64, 16], [[1, 2, 3, 4, 5], [7, 1]], num_lookahead_slots=4)  # block 1 lies behind the window
+    with pytest.raises(MetadataError, match="block 3 is written"):  # position 47 is the last that the window reaches
+        narrow.build([1, 1], [63, 16], [[1, 2, 3, 4, 5], [7, 3]], num_lookahead_slots=4)
     with pytest.raises(MetadataError, match="block 4 is written"):
         narrow.build([1, 1], [64, 16], [[1, 2, 3, 4, 5], [7, 4]], num_lookahead_slots=4)
 

@@ -112,6 +112,9 @@ def test_a_batch_of_one_has_one_row() -> None:
     assert later.common.seq_lens.tolist() == [8, 0]
     assert later.slot_mapping.tolist() == [3 * 16 + 7]
     assert inputs.input_positions.tolist() == [6]
+    short = plain_builder().build([1], [1], [[3]], num_lookahead_slots=1)  # a prompt of one token has one row already
+    short.advance_step(start, torch.tensor([50]), BLOCK, 1, 1, turn_prefills_into_decodes=True)
+    assert short.slot_mapping.tolist() == [3 * 16 + 1]
 
 
 def test_entries_behind_a_request_name_no_block() -> None:
@@ -171,6 +174,9 @@ def test_orders_of_tokens() -> None:
     assert vattn.token_order([3, 1], [3, 8], "decode", decode_threshold=0).requests == [0, 1]  # there are no decodes
     with pytest.raises(UnknownOptionError, match="'prefill', 'decode'"):
         vattn.token_order([1], [1], first="extend")
+    for queries, lengths in (([1, 2], [3]), ([1], [3, 4])):
+        with pytest.raises(MetadataError, match="seq_lens describes"):
+            vattn.token_order(queries, lengths, first="decode")
 
 
 STEP = [1, 5, 1, 3, 1], [37, 5, 9, 20, 2], [[9, 8, 7], [4], [11], [6, 2], [13]]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -38,8 +40,7 @@ class Chat:
         if not callable(getattr(tokenizer, "apply_chat_template", None)):
             return False
         # A method of the tokenizer's own may need none.
-        own = type(tokenizer).apply_chat_template.__module__ != "transformers.tokenization_utils_base"
-        return own or tokenizer.chat_template is not None or "chat_template" in self.options
+        return not _is_transformers(tokenizer) or tokenizer.chat_template is not None or "chat_template" in self.options
 
     def token_ids(self, tokenizer: Any) -> list[int]:
         """Return the prompt's token ids.
@@ -64,6 +65,12 @@ class Chat:
                     "texts, for a text model",
                     "leave it out of the chat",
                 )
+        if unread := self._unread(tokenizer):
+            raise RequestError(
+                f"a chat with the option {unread[0]!r}, which the chat template does not read",
+                "options of apply_chat_template other than those for its result, and names in the template",
+                "correct the name, or leave it out",
+            )
         options = {"add_generation_prompt": not self.options.get("continue_final_message", False)} | self.options
         try:
             return list(tokenizer.apply_chat_template(self.messages, **options | _AS_IDS)["input_ids"])
@@ -73,6 +80,23 @@ class Chat:
                 "what its chat template takes",
                 "check the messages and tokenizer.chat_template",
             ) from error
+
+    def _unread(self, tokenizer: Any) -> list[str]:
+        """Return the options that would be ignored."""
+        given = [name for name, value in self.options.items() if value != _AS_IDS.get(name, value)]
+        if not _is_transformers(tokenizer):
+            return given  # a method of the tokenizer's own takes what it likes
+        taken = inspect.signature(tokenizer.apply_chat_template).parameters
+        named = self.options.get("chat_template")
+        templates = tokenizer.chat_template if named is None else named
+        text = " ".join(templates.values()) if isinstance(templates, dict) else str(templates)
+        others = [name for name in self.options if name not in taken]
+        return given + [name for name in others if not re.search(rf"\b{re.escape(name)}\b", text)]
+
+
+def _is_transformers(tokenizer: Any) -> bool:
+    """Return whether a tokenizer makes prompts by a template, as transformers' own do."""
+    return bool(type(tokenizer).apply_chat_template.__module__ == "transformers.tokenization_utils_base")
 
 
 _AS_IDS = {"tokenize": True, "return_dict": True, "return_tensors": None, "padding": False}

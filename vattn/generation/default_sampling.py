@@ -42,6 +42,8 @@ def default_sampling(model: Any, tokenizer: Any = None) -> Sampling:
     given = {ours: value for theirs, ours in names.items() if (value := getattr(config, theirs, None)) is not None}
     if sampled:
         given.setdefault("temperature", 1.0)
+    if "min_tokens" in given:
+        given.setdefault("max_new_tokens", max(Sampling.max_new_tokens, given["min_tokens"]))
     biases = dict.fromkeys(getattr(config, "suppress_tokens", None) or (), -math.inf)
     single, longer = _sequences(getattr(config, "sequence_bias", None))
     if biases or single:

@@ -29,7 +29,8 @@ class Sampling:
         logit_bias: what is added to the logits of some token ids, by id; `-inf` forbids a token.
         allowed_token_ids: only these are chosen; `None`: all.
         bad_words: texts or sequences of token ids that never appear whole in the output. Texts need a tokenizer.
-        min_tokens: no stop token is chosen and no stop string looked for before the output has this many tokens.
+        min_tokens: no stop token is chosen and no stop string looked for before the output has this many tokens; up to
+            `max_new_tokens`.
         logprobs: how many of the likeliest tokens get a log-probability beside the chosen one, for each token of the
             output; `None`: no log-probabilities. They are those of the model's own logits.
         prompt_logprobs: the same for the tokens of the prompt, of which none is taken from the cache then.
@@ -88,6 +89,8 @@ class Sampling:
             object.__setattr__(self, name, _items(name, getattr(self, name), right, allowed))
         object.__setattr__(self, "logit_bias", _biases(self.logit_bias))
         object.__setattr__(self, "bad_words", tuple(map(_word, self.bad_words)))
+        if self.min_tokens > self.max_new_tokens:
+            raise _refused("min_tokens", self.min_tokens, f"an int up to max_new_tokens={self.max_new_tokens}")
         if self.best_of is not None and self.best_of < self.n:
             raise _refused("best_of", self.best_of, f"None, or an int from n={self.n} up")
         ignored = [name for name, off in (("top_k", 0), ("top_p", 1.0), ("min_p", 0.0)) if getattr(self, name) != off]

@@ -119,10 +119,14 @@ def _no_cache(model: Any, cache: Any) -> ConfigError:
     )
 
 
-def _has_position_table(model: nn.Module) -> bool:
-    """Return whether a model looks positions up in a learned table, which ends where its training did."""
-    tables = [name.rpartition(".")[2] for name, part in model.named_modules() if isinstance(part, nn.Embedding)]
-    return any(name == "wpe" or "pos" in name for name in tables)
+def _has_position_table(model: Any, trained: int) -> bool:
+    """Return whether a model looks positions up in a learned table, which ends where its training did.
+
+    OPT and BART keep two rows more than positions.
+    """
+    tokens = model.get_input_embeddings()
+    tables = [part for part in model.modules() if isinstance(part, nn.Embedding) and part is not tokens]
+    return any(table.num_embeddings in (trained, trained + 2) for table in tables)
 
 
 def longest_request(model: Any, requested: int | None, most: int) -> int:
@@ -150,7 +154,7 @@ def longest_request(model: Any, requested: int | None, most: int) -> int:
     trained = integer(getattr(text, "max_position_embeddings", None)) or 0
     if requested is None:
         return min(most, trained if trained > 0 else most, 32768)
-    if 0 < trained < requested and _has_position_table(model):
+    if 0 < trained < requested and _has_position_table(model.model, trained):
         raise ConfigError(
             f"max_seq_len={requested} for a model with a table of {trained} positions",
             f"up to {trained}",

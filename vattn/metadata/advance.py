@@ -134,7 +134,7 @@ def write_advance(step: Step, staging: StepBuffers, to: StepBuffers) -> None:
         (staging.positions[:count], to.positions[:count], step.positions),
     ]
     if new:
-        pieces.append((staging.entries[:new], to.entries[:new], step.table.view(-1)))
+        pieces += [(staging.entries[:new], to.entries[:new], step.table.view(-1))]
     for staged, target, values in pieces:
         staged.copy_(values)
         if staging is not to:

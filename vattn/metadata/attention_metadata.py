@@ -73,16 +73,16 @@ def refuse_contradiction(captured: CaptureKey, step_key: CaptureKey) -> None:
 def refuse_overflow(step: Step, key: CaptureKey) -> None:
     """Refuse a step that is larger than a capture in any size."""
     captured = dict(key.optional)
-    sizes = [
-        ("requests", step.query_lens.shape[0], key.num_reqs),
-        ("tokens", step.positions.shape[0], key.num_tokens),
-    ]
+    sizes = {
+        "requests": (step.query_lens.shape[0], key.num_reqs),
+        "tokens": (step.positions.shape[0], key.num_tokens),
+    }
     if step.cross is not None and "cross_slot_mapping" in captured:
-        sizes.append(("encoder states", step.cross.num_rows, captured["cross_slot_mapping"][0]))
+        sizes["encoder states"] = step.cross.num_rows, captured["cross_slot_mapping"][0]
     if "logits_indices" in captured:
         kept = step.query_lens if step.num_logits is None else step.num_logits
-        sizes.append(("kept tokens", int(kept.sum()), captured["logits_indices"][0]))
-    for name, count, limit in sizes:
+        sizes["kept tokens"] = int(kept.sum()), captured["logits_indices"][0]
+    for name, (count, limit) in sizes.items():
         if count > limit:
             raise GraphContractError(
                 f"a step of {count} {name} for a graph captured with {limit}",
@@ -199,6 +199,8 @@ class AttentionMetadata:
         """Whether a request has more tokens than new ones, as far as the host knows: never waits for a device."""
         if self._lengths is not None:
             return not torch.equal(self._lengths.query_lens, self._lengths.seq_lens)
+        if self.seq_lens.device.type == "cpu":
+            return bool((self.query_start_loc.diff() != self.seq_lens).any())
         return self.max_seq_len > self.max_query_len
 
     def _half(self, decodes: bool) -> Self | None:

@@ -256,7 +256,7 @@ class FlashAttentionMetadata:
             )
         )
         self._halves.clear()
-        self.seq_lens = [length + (row < num_queries and length > 0) for row, length in enumerate(self.seq_lens)]
+        self.seq_lens = [length + (row < num_queries) for row, length in enumerate(self.seq_lens)]
         self.max_decode_seq_len = max(self.seq_lens, default=0)
         common.max_seq_len, common._lengths = self.max_decode_seq_len, None
         if self.lookahead is not None:

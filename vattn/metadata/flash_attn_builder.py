@@ -47,11 +47,10 @@ class FlashAttentionMetadataBuilder:
             got = f"block_size={size}: Block size must be a multiple of 16."
             raise ConfigError(got, "16, 32, ...", "use 16, in the CacheConfig of the layers too")
         with torch.inference_mode(False):
-            rows = self._inner.max_num_reqs + 1
-            self._context_lens = torch.zeros(rows - 1, dtype=torch.int32, device=self._inner.device)
-            self._seq_start_loc, self._encoder_start_loc = torch.zeros(
-                2, rows, dtype=torch.int32, device=self._inner.device
-            ).unbind()
+            reqs, device = self._inner.max_num_reqs, self._inner.device
+            self._context_lens = torch.zeros(reqs, dtype=torch.int32, device=device)
+            self._seq_start_loc = torch.zeros(reqs + 1, dtype=torch.int32, device=device)
+            self._encoder_start_loc = torch.zeros(reqs + 1, dtype=torch.int32, device=device)
 
     def build(
         self,

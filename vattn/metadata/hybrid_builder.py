@@ -217,8 +217,8 @@ def _clusters(model: nn.Module, groups: Sequence[CacheGroup]) -> list[list[int]]
     clusters: list[list[int]] = []
     for index, own in enumerate(storages):
         together = [cluster for cluster in clusters if any(storages[other] & own for other in cluster)]
-        clusters = [cluster for cluster in clusters if cluster not in together]
-        clusters.append([*(other for cluster in together for other in cluster), index])
+        merged = [*(other for cluster in together for other in cluster), index]
+        clusters = [*(cluster for cluster in clusters if cluster not in together), merged]
     return clusters
 
 
