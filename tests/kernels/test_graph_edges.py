@@ -26,6 +26,8 @@ KERNELS = {
     14: "triton_red_fused_mean_mul_rsqrt_0",
     15: "triton_per_fused_mean_10",
     16: "triton_mine_0",
+    17: "lora_shrink_kernel",
+    18: "lora_expand_kernel",
 }
 """Kernel nodes; others are no kernels."""
 
@@ -76,7 +78,8 @@ def test_edges_into_kernels_that_wait() -> None:
     # Not the first of a graph, behind no kernel of Inductor, no kernel of Inductor; waiting anyway.
     kept += [(13, 15, 1, 1), (2, 14, 1, 1), (16, 14, 1, 1), (13, 16, 1, 1), (15, 14, 0, 0)]
     driver = Driver([*kept, (1, 2, 1, 1), (4, 3, 1, 1), (4, 5, 1, 1), (1, 10, 1, 1), (3, 12, 1, 1), (13, 14, 1, 1)])
-    assert start_early(7, driver) == 6
+    driver.edges += [(4, 17, 1, 1), (17, 18, 1, 1)]
+    assert start_early(7, driver) == 8
     # RoPE waits for the end of what is before it where another kernel than decode in clusters is behind it.
     changed = [
         (1, 2, BEGUN, 1),
@@ -85,6 +88,8 @@ def test_edges_into_kernels_that_wait() -> None:
         (1, 10, BEGUN, 1),
         (3, 12, BEGUN, 1),
         (13, 14, BEGUN, 1),
+        (4, 17, BEGUN, 1),
+        (17, 18, BEGUN, 1),
     ]
     assert sorted(driver.edges) == sorted([*kept, *changed])
     assert start_early(7, driver) == 0

@@ -29,6 +29,7 @@ from vattn.ops.arguments import (
     VarlenAttentionArgs,
 )
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
+from vattn.ops.lora_arguments import LoRAArgs
 from vattn.ops.reference.mla_indexer import IndexerSelectArgs, IndexerUpdateArgs
 from vattn.ops.reference.mla_rope import MLARopeUpdateArgs
 from vattn.quantization.formats import OUTPUT_FORMATS
@@ -45,6 +46,7 @@ ARGUMENTS: dict[str, Any] = {
     "mla_indexer_update": IndexerUpdateArgs,
     "mla_indexer_select": IndexerSelectArgs,
     "mla_attention": MLAAttentionArgs,
+    "add_lora": LoRAArgs,
 }
 WRITTEN = {
     "kv_cache_update": {"key_cache", "value_cache"},
@@ -58,8 +60,15 @@ WRITTEN = {
     "mla_indexer_update": {"index_cache"},
     "mla_indexer_select": {"topk_indices"},
     "mla_attention": {"output", "output_block_scale", "lse", "workspace"},
+    "add_lora": {"output"},
 }
-KINDS = {"Tensor": Tensor, "Optional[Tensor]": Tensor | None, "List[Tensor]": list[Tensor], "str": str}
+KINDS = {
+    "Tensor": Tensor,
+    "Optional[Tensor]": Tensor | None,
+    "List[Tensor]": list[Tensor],
+    "List[int]": list[int],
+    "str": str,
+}
 
 
 def overload(name: str) -> Any:

@@ -35,7 +35,9 @@ from vattn.kernels.triton.attention import (
 )
 from vattn.kernels.triton.cache import packed_update
 from vattn.kernels.triton.cache.rope_update import rope_update
+from vattn.kernels.triton.lora import launch_lora
 from vattn.ops.arguments import AdvanceArgs, CacheUpdateArgs, MergeArgs, RopeUpdateArgs, VarlenAttentionArgs
+from vattn.ops.lora_arguments import LoRAArgs
 from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_LOADS
 
 DCP = {"context_parallel": True, "context_rank": 1, "context_world": 4, "context_interleave": 16}
@@ -80,6 +82,7 @@ def all_launches() -> Iterator[Launch]:
     """Yield every case, some of them equal to the compiler."""
     for target in TARGETS:
         yield from _small_kernels(target)
+        yield from _adapters(target)
         for name in MODEL_DTYPES:
             yield from _caches(target, name)
             yield from _packed_formats(target, name)
@@ -95,6 +98,18 @@ def all_launches() -> Iterator[Launch]:
                 yield from _features(target, dtype, cache, shape)
         if target.startswith("sm_"):
             yield from _encoders(target)
+
+
+def _adapters(target: str) -> Iterator[Launch]:
+    """Yield products of adapters: of merged and single layers, in decodes and prompts, of small and large ranks."""
+    cases = itertools.product(MODEL_DTYPES, ((4096, 1024, 1024), (4096,)), (32, 2048), (16, 64))
+    for dtype, sizes, rows, rank in cases:
+        x, output = (meta(rows, width, dtype=MODEL_DTYPES[dtype]) for width in (4096, sum(sizes)))
+        a = meta(8, len(sizes) * rank, 4096, dtype=MODEL_DTYPES[dtype])
+        b = meta(8, sum(sizes), rank, dtype=MODEL_DTYPES[dtype])
+        lists = integers(8192), integers(264, 3)
+        args = LoRAArgs(x, output, a, b, meta(8, len(sizes)), *lists, list(sizes))
+        yield from record(f"{dtype} {sizes} {rows} {rank}", target, partial(launch_lora, args, None, TARGETS[target]))
 
 
 def _config(dtype: str, cache: tuple[str, str], shape: str, **changes: Any) -> AttentionConfig:

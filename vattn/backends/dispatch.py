@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vattn.backends import linear as products
-from vattn.backends import selector
+from vattn.backends import lora, selector
 from vattn.cache.memory import CacheMemory
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo, has_triton
@@ -34,6 +34,7 @@ from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.fusion_notes import read_note
 from vattn.ops.index_dtypes import with_read_dtypes
 from vattn.ops.linear_arguments import LinearArgs, check_linear
+from vattn.ops.lora_arguments import LoRAArgs, check_lora
 from vattn.ops.reference import mla_indexer
 from vattn.ops.reference.mla_rope import MLARopeUpdateArgs, check_mla_rope_update
 from vattn.quantization import codecs
@@ -179,6 +180,12 @@ def linear(*arguments: Any) -> Tensor:
     args = LinearArgs(*arguments)
     check_linear(args)
     return products.linear(args)
+
+
+def add_lora(*arguments: Any) -> None:
+    args = LoRAArgs(*arguments)
+    check_lora(args)
+    lora.add_lora(args)
 
 
 for _name in schemas.all_ops():

@@ -5,7 +5,7 @@ kernel has triggered or exited. Compilers emit the trigger late, after the last 
 the previous kernel before they touch its results, so an edge into them may let them start once every previous block has
 begun:
 
-- `vattn::linear`'s kernels, which fill their memory with weights first, or wait first;
+- `vattn::linear`'s and `vattn::add_lora`'s kernels, which load weights first, or wait first;
 - the kernel of RoPE where it is launched early, if decode in clusters follows: other kernels are
   not faster after it, so before those it starts when the previous kernel has ended;
 - the first kernel of a layer that Inductor has compiled on its own, after the last kernel of the previous layer.
@@ -19,7 +19,7 @@ from typing import Any
 
 from vattn.errors import DeviceError
 
-EARLY_KERNELS = ("streamed_kernel", "small_m_kernel", "rope_update_kernel")
+EARLY_KERNELS = ("streamed_kernel", "small_m_kernel", "rope_update_kernel", "lora_shrink_kernel", "lora_expand_kernel")
 """Names of kernels that wait for the one before them to end, whenever they start."""
 
 INDUCTOR, FIRST = re.compile(r"triton_(poi|red|per)_fused_\w*_\d+"), re.compile(r"triton_(poi|red|per)_fused_\w*_0")

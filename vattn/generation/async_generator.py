@@ -66,12 +66,17 @@ class AsyncGenerator:
         self.close()
 
     def submit(
-        self, prompt: Prompt, sampling: Sampling | None, cache_salt: Salt, watch: Callable[[Progress], None]
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None,
+        cache_salt: Salt,
+        watch: Callable[[Progress], None],
+        adapter: str | None = None,
     ) -> Request:
         """Queue a prompt, and have each progress of its request, and of its other choices, passed to a function.
 
         Args:
-            prompt, sampling, cache_salt: see `Generator.add`.
+            prompt, sampling, cache_salt, adapter: see `Generator.add`.
             watch: is called in the thread of the steps and must return soon. The last call of a request finds it ended;
                 one that is cancelled gets no call.
 
@@ -80,7 +85,7 @@ class AsyncGenerator:
             RequestError: this is closed.
         """
         # Steps go on while a tokenizer or a grammar takes its time.
-        choices = self.generator._read(prompt, sampling, cache_salt)
+        choices = self.generator._read(prompt, sampling, cache_salt, adapter)
         with self._changed:
             if self._closed:
                 raise RequestError("a prompt for an AsyncGenerator that is closed", "one that runs", "make a new one")
@@ -106,7 +111,12 @@ class AsyncGenerator:
         self.cancel(list(self._unfinished))
 
     async def stream(
-        self, prompt: Prompt, sampling: Sampling | None = None, *, cache_salt: Salt = ""
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        cache_salt: Salt = "",
+        adapter: str | None = None,
     ) -> AsyncIterator[Progress]:
         """Yield the progress of a prompt's request, and of its other choices; leaving the loop cancels them.
 
@@ -121,7 +131,7 @@ class AsyncGenerator:
         held, gone = list[Request](), threading.Event()
 
         def add() -> Request:
-            held.append(self.submit(prompt, sampling, cache_salt, watch))
+            held.append(self.submit(prompt, sampling, cache_salt, watch, adapter))
             if gone.is_set():
                 self.cancel(held)
             return held[0]
@@ -137,13 +147,20 @@ class AsyncGenerator:
             gone.set()
             self.cancel(held)
 
-    async def generate(self, prompt: Prompt, sampling: Sampling | None = None, *, cache_salt: Salt = "") -> Request:
+    async def generate(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        cache_salt: Salt = "",
+        adapter: str | None = None,
+    ) -> Request:
         """Run a prompt to its end and return its request.
 
         Raises:
             VattnError: see `Generator.add`. What goes wrong later is the request's `error`.
         """
-        async for part in self.stream(prompt, sampling, cache_salt=cache_salt):
+        async for part in self.stream(prompt, sampling, cache_salt=cache_salt, adapter=adapter):
             request = part.request
         return request.choices[0]
 

@@ -12,7 +12,8 @@ from torch import nn
 from vattn.cache.allocation import KVCacheAllocation
 from vattn.cache.bindings import take_cache
 from vattn.config.arguments import check_switches, read_count
-from vattn.errors import ConfigError, MissingPackageError, VattnError
+from vattn.errors import ConfigError, MissingPackageError, RequestError, VattnError
+from vattn.generation.adapter_steps import AdapterSteps
 from vattn.generation.cache_blocks import CacheBlocks, longest_that_fits
 from vattn.generation.chat import Chat, is_conversation
 from vattn.generation.default_sampling import default_sampling
@@ -34,6 +35,7 @@ from vattn.generation.setup import (
     check_tokenizer,
     compiled,
     end_tokens,
+    find_adapters,
     find_cache,
     graph_ladder,
     longest_request,
@@ -45,6 +47,7 @@ from vattn.generation.state_snapshots import StateSnapshots
 from vattn.generation.statistics import Statistics
 from vattn.generation.step_loop import StepLoop
 from vattn.kv_transfer.connector import Salt, salt_digest
+from vattn.layers.lora import Adapter, Adapters
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -160,6 +163,7 @@ class Generator(StepLoop):
         blocks = CacheBlocks(cache, max_num_reqs, max_seq_len, reuse, model, snapshots)
         capacity = max(2, token_budget + 1, max_num_reqs * (1 + num_drafts))
         builder = make_builder(model, cache, max_num_reqs, capacity, max_seq_len)
+        self._adapters: Adapters | None = find_adapters(model, group, capacity)
         options = {
             "num_blocks": cache.num_blocks,
             "block_size": cache.block_size,
@@ -176,7 +180,8 @@ class Generator(StepLoop):
         with nullcontext() if leader is None else leader.together():
             mixed = mixed_sizes(mixed_graph_sizes, token_budget, max_num_reqs, sizes, builder)
             forward = part_of_pipeline(compiled(model, compile, self.device, compile_options or {}), model, capacity)
-            graphs = capture(forward, builder, sizes, num_drafts, mixed, max_num_reqs, cache.states is not None)
+            captured = sizes, num_drafts, mixed, max_num_reqs, cache.states is not None
+            graphs = capture(forward, builder, *captured)
         self.graphs, self.draft_graphs, self.mixed_graphs = graphs
         source = None
         if speculation is not None:
@@ -186,6 +191,8 @@ class Generator(StepLoop):
         take_cache(cache.kv_caches[0])
         parts = forward, builder, graphs
         steps = ModelSteps(*parts) if leader is None else steps_of_ranks(model)(*parts, leader)
+        if self._adapters is not None:
+            steps = AdapterSteps.capture(*parts, captured, self._adapters.rows)
         scheduler = Scheduler(blocks, max_num_reqs, token_budget, max_seq_len, max_queue, source)
         super().__init__(model, tokenizer, scheduler, ModelRunner(steps, blocks, source))
         self._statistics.num_blocks = cache.num_blocks - cache.reserved_blocks
@@ -194,7 +201,14 @@ class Generator(StepLoop):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError("a copy of a generator", "one generator for a cache", "make a new one with Generator(model)")
 
-    def add(self, prompt: Prompt, sampling: Sampling | None = None, *, cache_salt: Salt = "") -> Request:
+    def add(
+        self,
+        prompt: Prompt,
+        sampling: Sampling | None = None,
+        *,
+        cache_salt: Salt = "",
+        adapter: str | None = None,
+    ) -> Request:
         """Queue a prompt, and return its request; with `Sampling(n=...)` the first of `request.choices`.
 
         Args:
@@ -203,20 +217,24 @@ class Generator(StepLoop):
             sampling: default `default_sampling`.
             cache_salt: text, bytes or an integer. Requests share cached blocks with those of the same salt alone: give
                 it to keep tenants apart, and for all that makes equal ids mean something else, such as images.
+            adapter: the name of a loaded adapter of a model with `enable_adapters`; default the model alone. Blocks are
+                shared among requests of the same adapter alone.
 
         Raises:
             RequestError: empty, longer than `max_seq_len` together with its output, token ids outside of the
-                vocabulary, or a text or stop strings without a tokenizer.
+                vocabulary, a text or stop strings without a tokenizer, or an adapter that is not loaded.
             OutOfBlocksError: even the empty cache could not hold it.
             QueueFullError: too many are waiting.
             MissingPackageError: a grammar without xgrammar.
             ConfigError: the model, or a part of it, is in training mode; a salt of another type.
         """
-        choices = self._read(prompt, sampling, cache_salt)
+        choices = self._read(prompt, sampling, cache_salt, adapter)
         self._queue(choices)
         return choices[0]
 
-    def _read(self, prompt: Prompt, sampling: Sampling | None, cache_salt: Salt) -> tuple[Request, ...]:
+    def _read(
+        self, prompt: Prompt, sampling: Sampling | None, cache_salt: Salt, adapter: str | None = None
+    ) -> tuple[Request, ...]:
         """Return the requests of a prompt, which are not queued yet."""
         self._check_ready()
         salt_digest(self._blocks.block_size, cache_salt, "cache_salt")
@@ -226,13 +244,26 @@ class Generator(StepLoop):
         ids = read_prompt(prompt, self.tokenizer, vocab_size)
         ends = self.stop_token_ids if sampling.stop_token_ids is None else frozenset(sampling.stop_token_ids)
         words = read_bad_words(sampling, self.tokenizer, vocab_size)
-        choices = tuple(Request(ids, sampling, ends, cache_salt, words, index) for index in range(sampling.candidates))
+        chosen = None if adapter is None else self._adapter(adapter)
+        choices = tuple(
+            Request(ids, sampling, ends, cache_salt, words, index, chosen) for index in range(sampling.candidates)
+        )
         for request in choices:
             request.choices = choices
             if sampling.grammar is not None:
                 request.matcher = self._grammars().matcher(sampling.grammar, ends)
             self._open_text(request)
         return choices
+
+    def _adapter(self, name: str) -> Adapter:
+        """Return a loaded adapter by its name."""
+        if self._adapters is None:
+            raise RequestError(
+                f"adapter={name!r:.80} for a generator whose model has no adapters",
+                "adapter=None",
+                "enable_adapters(model) before Generator(model)",
+            )
+        return self._adapters.get(name)
 
     def _check_ready(self) -> None:
         """Refuse prompts where no step can run."""
@@ -252,6 +283,7 @@ class Generator(StepLoop):
         sampling: Sampling | Sequence[Sampling] | None = None,
         *,
         cache_salt: Salt | Sequence[Salt] = "",
+        adapter: str | Sequence[str | None] | None = None,
     ) -> Iterator[Progress]:
         """Run prompts to their end and yield the progress of each step.
 
@@ -262,7 +294,7 @@ class Generator(StepLoop):
             ConfigError: see `generate`.
         """
         self._check_ready()
-        submissions = read_prompts(prompts, sampling, cache_salt, self.tokenizer)
+        submissions = read_prompts(prompts, sampling, cache_salt, self.tokenizer, adapter)
 
         def run() -> Iterator[Progress]:
             yield from self._run_to_end(submissions, [])
@@ -275,6 +307,7 @@ class Generator(StepLoop):
         sampling: Sampling | Sequence[Sampling] | None = None,
         *,
         cache_salt: Salt | Sequence[Salt] = "",
+        adapter: str | Sequence[str | None] | None = None,
         progress: bool = False,
     ) -> list[Request]:
         """Run prompts to their end and return their requests, in the order of the prompts.
@@ -282,7 +315,7 @@ class Generator(StepLoop):
         Args:
             prompts: a list of prompts, see `add`, or what a tokenizer returned for several texts.
             sampling: one for all, or one each.
-            cache_salt: one for all, or one each; see `add`.
+            cache_salt, adapter: one for all, or one each; see `add`.
             progress: show a bar (needs tqdm).
 
         Returns:
@@ -296,7 +329,7 @@ class Generator(StepLoop):
         """
         check_switches(progress=progress)
         self._check_ready()
-        submissions = read_prompts(prompts, sampling, cache_salt, self.tokenizer)
+        submissions = read_prompts(prompts, sampling, cache_salt, self.tokenizer, adapter)
         requests: list[Request] = []
         bar = _bar(len(submissions)) if progress else None
         counted: set[Request] = set()
@@ -316,6 +349,7 @@ class Generator(StepLoop):
         sampling: Sampling | Sequence[Sampling] | None = None,
         *,
         cache_salt: Salt | Sequence[Salt] = "",
+        adapter: str | Sequence[str | None] | None = None,
         progress: bool = False,
         **options: Any,
     ) -> Any:
@@ -323,7 +357,7 @@ class Generator(StepLoop):
 
         Args:
             messages: a conversation, or a list of conversations; see `Chat`.
-            sampling, cache_salt, progress: see `generate`.
+            sampling, cache_salt, adapter, progress: see `generate`.
             **options: see `Chat`.
 
         Raises:
@@ -333,7 +367,7 @@ class Generator(StepLoop):
         chats = [
             Chat(each, **options) for each in (messages if isinstance(messages, Iterable) and not alone else [messages])
         ]
-        done = self.generate(chats, sampling, cache_salt=cache_salt, progress=progress)
+        done = self.generate(chats, sampling, cache_salt=cache_salt, adapter=adapter, progress=progress)
         return done[0] if alone else done
 
     def follow(self) -> None:
@@ -370,9 +404,9 @@ class Generator(StepLoop):
         now.first_token_seconds = tuple(self._first)
         return now
 
-    def _add_or_fail(self, prompt: Prompt, sampling: Sampling | None, cache_salt: Salt) -> Request:
+    def _add_or_fail(self, prompt: Prompt, sampling: Sampling | None, cache_salt: Salt, adapter: str | None) -> Request:
         try:
-            return self.add(prompt, sampling, cache_salt=cache_salt)
+            return self.add(prompt, sampling, cache_salt=cache_salt, adapter=adapter)
         except VattnError as error:
             request = Request(self._readable(prompt), sampling if isinstance(sampling, Sampling) else Sampling())
             request.holder = self.scheduler.mark

@@ -144,7 +144,8 @@ class ModelRunner:
             ids, sources = [0] * batch.ready, list(range(batch.ready))
         tables = self.blocks.rows(batch.requests, max(ends))
         slots, sources = self.blocks.state_slots(batch.requests), sources if before else []
-        return StepInputs(counts, ends, ids, sources, tables, rows, _graphs(batch, counts), slots)
+        adapters = [-1 if request.adapter is None else request.adapter.slot for request in batch.requests]
+        return StepInputs(counts, ends, ids, sources, tables, rows, _graphs(batch, counts), slots, adapters)
 
 
 def _graphs(batch: Batch, counts: list[int]) -> int | None:

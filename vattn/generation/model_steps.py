@@ -48,6 +48,7 @@ class StepInputs:
         rows: rows of tokens that need logits; `None` for the last one of each request.
         graphs: the kind of graphs that may hold the step, `None` for none.
         state_slots: where each request has its state; `None` for models without states.
+        adapters: the slot of each request's adapter, -1 for none.
         new_blocks: where the step has the requests of the step before and one token of each: the blocks that begin with
             these tokens. All else is empty then.
     """
@@ -60,6 +61,7 @@ class StepInputs:
     rows: Sequence[int] | None = None
     graphs: int | None = None
     state_slots: Sequence[int] | None = None
+    adapters: Sequence[int] = ()
     new_blocks: Sequence[int] | None = None
 
     @property

@@ -156,16 +156,16 @@ def check_stop_ids(stop_token_ids: Iterable[int], vocab_size: int | None, error:
         )
 
 
-Submission = tuple[Prompt, Sampling | None, Salt]
-"""A prompt, its sampling and its salt."""
+Submission = tuple[Prompt, Sampling | None, Salt, str | None]
+"""A prompt, its sampling, its salt, and the name of its adapter."""
 
 
-def read_prompts(prompts: Any, sampling: Any, cache_salt: Any, tokenizer: Any) -> list[Submission]:
-    """Return each prompt with its sampling and its salt.
+def read_prompts(prompts: Any, sampling: Any, cache_salt: Any, tokenizer: Any, adapter: Any = None) -> list[Submission]:
+    """Return each prompt with its sampling, its salt and its adapter.
 
     Raises:
-        ConfigError: no list of prompts, texts without a tokenizer, chats without a chat template, or samplings or salts
-            that are neither one nor as many as the prompts.
+        ConfigError: no list of prompts, texts without a tokenizer, chats without a chat template, or samplings, salts
+            or adapters that are neither one nor as many as the prompts.
     """
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
         prompts = encoded_rows(prompts)
@@ -178,7 +178,8 @@ def read_prompts(prompts: Any, sampling: Any, cache_salt: Any, tokenizer: Any) -
     salts = _each("cache_salt", cache_salt, len(prompts), (str, bytes, int))
     for salt in salts:
         salt_digest(1, salt, "cache_salt")
-    return list(zip(prompts, samplings, salts, strict=True))
+    adapters = _each("adapter", adapter, len(prompts), (str, type(None)))
+    return list(zip(prompts, samplings, salts, adapters, strict=True))
 
 
 def _each(name: str, given: Any, count: int, kinds: tuple[type, ...]) -> list[Any]:

@@ -20,6 +20,7 @@ from vattn.generation.grammar import GrammarMatcher
 from vattn.generation.prompt_lookup import LookupIndex
 from vattn.generation.sampling import Sampling
 from vattn.kv_transfer.connector import Salt, salt_digest
+from vattn.layers.lora import Adapter
 
 WAITING, RUNNING, FINISHED, FAILED, CANCELLED = "waiting", "running", "finished", "failed", "cancelled"
 
@@ -31,6 +32,7 @@ class Request:
         prompt: token ids.
         sampling: how its tokens are chosen.
         cache_salt: it shares blocks with requests of the same salt alone.
+        adapter: what its tokens are computed with besides the model; `None` for the model alone.
         output: ids generated so far.
         text: their text, if the generator has a tokenizer; it ends before a stop string.
         logprobs: of each token of `output`; `None` unless `Sampling(logprobs=...)` or `best_of` asks for them.
@@ -64,13 +66,16 @@ class Request:
         cache_salt: Salt = "",
         bad_words: Sequence[list[int]] = (),
         index: int = 0,
+        adapter: Adapter | None = None,
     ) -> None:
         self.prompt, self.sampling, self.cache_salt = list(prompt), sampling, cache_salt
         self.stop_token_ids, self.bad_words = stop_token_ids, bad_words
         self.limit = len(self.prompt) + sampling.max_new_tokens
         self.output: list[int] = []
         self.text = ""
-        self.index = index
+        self.index, self.adapter = index, adapter
+        if adapter is not None:
+            adapter.requests.add(self)
         self.choices: tuple[Request, ...] = (self,)
         self.seed = splitmix64(sampling.seed, -1 - index) if index else sampling.seed
         with_logprobs = sampling.logprobs is not None or sampling.candidates > sampling.n
@@ -185,7 +190,8 @@ class Request:
         have = len(self._keys)
         if num_blocks > have:
             fresh = array("q", self.tokens(have * block_size, num_blocks * block_size))
-            key = self._keys[-1] if have else salt_digest(block_size, self.cache_salt).hex()
+            own = "" if self.adapter is None else self.adapter.identity
+            key = self._keys[-1] if have else salt_digest(block_size, self.cache_salt).hex() + own
             for end in range(block_size, len(fresh) + 1, block_size):
                 key = hashlib.sha256(key.encode() + fresh[end - block_size : end].tobytes()).hexdigest()
                 self._keys.append(key)

@@ -17,6 +17,7 @@ from vattn.errors import ConfigError, UnsupportedRequestError, VattnError
 from vattn.generation.draft_source import DraftSource
 from vattn.generation.model_steps import Graphs, sample_draft_inputs, sample_inputs
 from vattn.generation.prompts import check_stop_ids
+from vattn.layers.lora import Adapters
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.hybrid_builder import GroupedMetadataBuilder
 
@@ -68,6 +69,22 @@ def find_cache(model: Any, cache: Any) -> KVCacheAllocation:
             "a cache with encoder states", "models without cross attention", "write the loop: docs/layers.md shows it"
         )
     return found
+
+
+def find_adapters(model: Any, group: Any, max_num_tokens: int) -> Adapters | None:
+    """Return the adapters of a model, with room for steps of some numbers of tokens; `None` without `enable_adapters`.
+
+    Raises:
+        ConfigError: adapters of a model over ranks.
+    """
+    adapters: Adapters | None = getattr(model, "adapters", None)
+    if adapters is None:
+        return None
+    if group is not None:
+        raise ConfigError("adapters of a model over ranks", "models on one device", "leave enable_adapters out")
+    if adapters.rows.max_num_tokens < max_num_tokens:
+        adapters.rows.reserve(max_num_tokens)
+    return adapters
 
 
 def keeps_states(model: Any) -> bool:
@@ -319,10 +336,12 @@ def capture(
     mixed: Sequence[int] = (),
     max_num_reqs: int = 1,
     with_states: bool = False,
+    memory_of: Graphs | None = None,
 ) -> Graphs:
     """Return graphs for steps of some numbers of requests, and for steps with prompts of some numbers of tokens.
 
-    All lie in one pool of memory: the logits of a step are read before the next one begins.
+    All lie in one pool of memory, that of `memory_of` where it is given: the logits of a step are read before the next
+    one begins.
 
     Raises:
         UnsupportedRequestError: a backend, or something else in the model, cannot be captured.
@@ -339,7 +358,7 @@ def capture(
     if sizes and num_drafts:
         rows = {"output_rows": "tokens", "tokens_per_request": 1 + num_drafts}
         wanted.append(("drafts", list(sizes), sample_draft_inputs, rows))
-    first: CUDAGraphRunner | None = None
+    first: CUDAGraphRunner | None = next(filter(None, memory_of or ()), None)
     for name, numbers, inputs, options in wanted:
         runner = capture_runner(forward, numbers, builder, inputs, memory_of=first, **options, **shared)
         first = first or runner

@@ -70,6 +70,10 @@ MUTATING_OPS: dict[str, str] = {
         "(Tensor(a!) output, Tensor(b!)? output_lse, Tensor prefix_output, Tensor prefix_lse, "
         "Tensor suffix_output, Tensor suffix_lse) -> ()"
     ),
+    "add_lora": (
+        "(Tensor input, Tensor(a!) output, Tensor lora_a, Tensor lora_b, Tensor scales, Tensor rows, Tensor tiles, "
+        "int[] sizes) -> ()"
+    ),
 }
 """Ops that write into tensors the caller gives."""
 

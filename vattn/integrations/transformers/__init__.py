@@ -23,6 +23,9 @@ from vattn.config.arguments import check_switches
 from vattn.config.attention import CacheConfig
 from vattn.errors import ConfigError, ScaleError, UnsupportedRequestError
 from vattn.integrations.transformers import linears
+from vattn.integrations.transformers.adapters import LoRAAdapters as LoRAAdapters
+from vattn.integrations.transformers.adapters import enable_adapters as enable_adapters
+from vattn.integrations.transformers.adapters import remove_adapters
 from vattn.integrations.transformers.attention_interface import (
     NAME,
     PACKED,
@@ -240,6 +243,7 @@ def disable(model: nn.Module) -> None:
         return
     restore_forwards(inner)
     restore_states(inner)
+    remove_adapters(inner)
     linears.separate_projections(inner)
     linears.restore_linears(inner)
     take_back(inner.__dict__.pop("_vattn_parts", []))

@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 from vattn.calibration.quantise_linears import SHARED_INPUT
 from vattn.errors import ConfigError
 from vattn.layers.fp8_linear import BLOCK, FP8Linear
+from vattn.layers.lora import LoRAProduct
 from vattn.layers.weight_parts import PartLinear
 from vattn.quantization.formats import dtype_name
 
@@ -27,6 +28,7 @@ class MergedLinear:
         weight, bias: of all parts, concatenated.
         quantised: the layer that all FP8 parts make together, `None` for plain ones.
         uses_vattn_linear: whether a plain product is `vattn::linear`.
+        lora: adds what adapters give; `None` without them.
     """
 
     def __init__(self, parts: list[nn.Linear]) -> None:
@@ -40,6 +42,7 @@ class MergedLinear:
         if isinstance(parts[0], FP8Linear):
             self.quantised = _together(parts, self.weight, self.bias)  # type: ignore[arg-type]
         self.uses_vattn_linear = False
+        self.lora: LoRAProduct | None = None
         self._input: Tensor | None = None
         self._outputs: tuple[Tensor, ...] = ()
         self._adopt()
@@ -74,6 +77,8 @@ class MergedLinear:
                 out = self.quantised(x)
             else:
                 out = (vattn_linear if self.uses_vattn_linear else linear)(x, self.weight, self.bias)
+            if self.lora is not None:
+                out = self.lora.add(x, out)
             self._outputs = out.split(self.sizes, dim=-1)
             self._input = x
         out = self._outputs[index]

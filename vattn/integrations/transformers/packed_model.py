@@ -107,6 +107,7 @@ class PackedModel(nn.Module):
         rope_length: the longest request, as given to `enable`; `None`: any.
         stage: which part of a pipeline this rank has; `None` for a whole model.
         first_position: what the model takes as the position of a request's first token, not 0 in RoBERTa.
+        adapters: what `enable_adapters` returned; `None` before.
 
     Example: see `enable`.
     """
@@ -115,6 +116,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.model, self.rope_length, self.first_position = model, rope_length, first_position
         self.kv_cache: KVCacheAllocation | None = None
+        self.adapters: Any = None
         self.vocab_size: int | None = getattr(model.config.get_text_config(), "vocab_size", None)  # type: ignore[operator,union-attr]
         self.enabled = True
         self._implementation: str = model.config._attn_implementation  # type: ignore[assignment,union-attr]

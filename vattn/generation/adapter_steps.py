@@ -1,0 +1,57 @@
+"""Steps of a model with adapters: which rows use which, and graphs with and without the adapters' products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vattn.generation.model_steps import Graphs, ModelSteps, Outcome, Ran, StepInputs
+from vattn.generation.setup import capture
+from vattn.layers.lora import AdapterRows
+from vattn.metadata.builder import AttentionMetadataBuilder
+
+
+class AdapterSteps(ModelSteps):
+    """Run a model on steps whose requests use adapters.
+
+    Args:
+        forward, builder: see `ModelSteps`.
+        graphs: for steps in which no request has an adapter.
+        adapter_graphs: for the others.
+        rows: which adapter each row has.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Tensor],
+        builder: AttentionMetadataBuilder,
+        graphs: Graphs,
+        adapter_graphs: Graphs,
+        rows: AdapterRows,
+    ) -> None:
+        super().__init__(forward, builder, graphs)
+        self._graphs, self._adapter_graphs, self._rows_of_adapters = graphs, adapter_graphs, rows
+
+    @classmethod
+    def capture(
+        cls,
+        forward: Callable[..., Tensor],
+        builder: AttentionMetadataBuilder,
+        graphs: Graphs,
+        captured: tuple[Any, ...],
+        rows: AdapterRows,
+    ) -> AdapterSteps:
+        """Capture the graphs with adapters like those without, in their memory; `captured`: arguments of `capture`."""
+        with rows.activated():
+            return cls(forward, builder, graphs, capture(forward, builder, *captured, memory_of=graphs), rows)
+
+    @torch.inference_mode()
+    def run(self, step: StepInputs, before: Ran | None, begin: torch.cuda.Event | None = None) -> Outcome:
+        """Run a step; see `ModelSteps`. One that continues another has the same rows."""
+        if step.new_blocks is None:
+            self._rows_of_adapters.write(step.adapters, step.counts)
+            self.graphs = self._adapter_graphs if self._rows_of_adapters.active else self._graphs
+        return super().run(step, before, begin)

@@ -1,0 +1,241 @@
+"""Adapters beside linear layers: each token of a step gets what the adapter of its request adds.
+
+Weights of all adapters of a product lie in tensors of fixed sizes, and so does the list of a step's rows: adapters come
+and go, and steps change, without a recompilation or a new capture.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vattn.config.arguments import read_count
+from vattn.errors import ConfigError, RequestError
+from vattn.ops.lora_arguments import TILE_ROWS, most_tiles
+
+_numbers = itertools.count()
+
+
+class Adapter:
+    """One loaded adapter.
+
+    Attributes:
+        name: as it was loaded.
+        slot: its place in the tensors of weights.
+        identity: tells apart what it computes from what others do, and from earlier adapters of this name.
+        requests: that use it and may not have ended.
+    """
+
+    def __init__(self, name: str, slot: int) -> None:
+        self.name, self.slot, self.identity = name, slot, f"adapter {next(_numbers)}"
+        self.requests: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class AdapterRows:
+    """Which adapter each row of a step gets, in tensors that keep their addresses.
+
+    Attributes:
+        active: whether a row of the step has one; without, products add nothing, and compiled code has no op for it.
+        rows, tiles: see `vattn.ops.lora_arguments.LoRAArgs`.
+        max_num_tokens: rows that there is room for.
+    """
+
+    def __init__(self, max_adapters: int, max_num_tokens: int, device: torch.device) -> None:
+        self.max_adapters, self.device, self.active = max_adapters, device, False
+        self.reserve(max_num_tokens)
+
+    def reserve(self, max_num_tokens: int) -> None:
+        """Make room for steps of so many rows, in new tensors; captured graphs read the old ones."""
+        self.max_num_tokens = max_num_tokens
+        self._num_tiles = most_tiles(max_num_tokens, self.max_adapters)
+        with torch.inference_mode(False):
+            self._lists = torch.zeros(max_num_tokens + 3 * self._num_tiles, dtype=torch.int32, device=self.device)
+        self.rows = self._lists[:max_num_tokens]
+        self.tiles = self._lists[max_num_tokens:].view(-1, 3)
+
+    @contextmanager
+    def activated(self) -> Iterator[None]:
+        """Have products compute adapters inside of the block, for no row, to compile and capture them."""
+        self._lists.zero_()
+        self.active = True
+        try:
+            yield
+        finally:
+            self.active = False
+
+    def write(self, slots: Sequence[int], counts: Sequence[int]) -> None:
+        """Note a step: the slot of each request, -1 for none, and how many rows it has."""
+        self.active = max(slots, default=-1) >= 0
+        if not self.active:
+            return
+        owners = torch.tensor(slots).repeat_interleave(torch.tensor(counts))
+        order = owners.argsort(stable=True).int()
+        sizes = (owners + 1).bincount(minlength=self.max_adapters + 1).tolist()
+        first, tiles = 0, []
+        for slot, size in enumerate(sizes, -1):
+            if slot >= 0:
+                tiles += [(slot, at, min(TILE_ROWS, first + size - at)) for at in range(first, first + size, TILE_ROWS)]
+            first += size
+        host = torch.zeros(self._lists.shape, dtype=torch.int32, pin_memory=self.device.type == "cuda")
+        host[: order.shape[0]] = order
+        begin = self.max_num_tokens
+        host[begin : begin + 3 * len(tiles)] = torch.tensor(tiles, dtype=torch.int32).flatten()
+        self._lists.copy_(host, non_blocking=True)
+
+
+class LoRAProduct:
+    """What adapters add to one product: of a linear layer, or of several with the same input.
+
+    Args:
+        rows: of the steps.
+        sizes: output features of each layer.
+        in_features, max_rank: of the weights.
+        dtype, device: of the weights.
+
+    Attributes:
+        a, b, scales: see `vattn.ops.lora_arguments.LoRAArgs`; zeros where an adapter has nothing.
+    """
+
+    def __init__(
+        self,
+        rows: AdapterRows,
+        sizes: Sequence[int],
+        in_features: int,
+        max_rank: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.rows, self.sizes, self.max_rank, count = rows, list(sizes), max_rank, rows.max_adapters
+        self.in_features, self.out_features = in_features, sum(sizes)
+        with torch.inference_mode(False):
+            self.a = torch.zeros(count, len(sizes) * max_rank, in_features, dtype=dtype, device=device)
+            self.b = torch.zeros(count, self.out_features, max_rank, dtype=dtype, device=device)
+            self.scales = torch.zeros(count, len(sizes), device=device)
+
+    def add(self, x: Tensor, output: Tensor) -> Tensor:
+        """Add what the adapters of its rows give for an input `[..., K]` to the output `[..., N]`, and return it."""
+        if self.rows.active:
+            torch.ops.vattn.add_lora(
+                x.reshape(-1, self.in_features), output.view(-1, self.out_features), self.a, self.b, self.scales,
+                self.rows.rows, self.rows.tiles, self.sizes,
+            )  # fmt: skip
+        return output
+
+    @torch.no_grad()
+    def put(self, slot: int, part: int, a: Tensor, b: Tensor, scale: float) -> None:
+        """Store the weights `[rank, K]` and `[features, rank]` of an adapter for one layer."""
+        rank, begin = a.shape[0], sum(self.sizes[:part])
+        self.a[slot, part * self.max_rank : part * self.max_rank + rank] = a.to(self.a)
+        self.b[slot, begin : begin + self.sizes[part], :rank] = b.to(self.b)
+        self.scales[slot, part] = scale
+
+    @torch.no_grad()
+    def clear(self, slot: int) -> None:
+        """Forget an adapter."""
+        for weights in (self.a, self.b, self.scales):
+            weights[slot].zero_()
+
+
+class Adapters:
+    """The adapters of a model: up to a fixed number, by name.
+
+    Args:
+        rows: of the steps.
+        products: what each linear layer belongs to, by its name, and its index there.
+
+    Attributes:
+        loaded: each adapter by its name.
+    """
+
+    def __init__(self, rows: AdapterRows, products: Mapping[str, tuple[LoRAProduct, int]]) -> None:
+        self.rows, self.products = rows, dict(products)
+        self.loaded: dict[str, Adapter] = {}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({len(self.loaded)} of {self.rows.max_adapters}: {', '.join(self.loaded)})"
+
+    def get(self, name: str) -> Adapter:
+        """Return a loaded adapter.
+
+        Raises:
+            RequestError: no adapter has this name.
+        """
+        if name not in self.loaded:
+            known = ", ".join(map(repr, self.loaded)) or "none is loaded"
+            raise RequestError(f"adapter={name!r:.80}", known, "load it first: adapters.load(name, folder)")
+        return self.loaded[name]
+
+    def remove(self, name: str) -> None:
+        """Forget an adapter; another one may take its place.
+
+        Raises:
+            RequestError: no adapter has this name, or requests that have not ended use it.
+        """
+        adapter = self.get(name)
+        users = sum(not request.done for request in adapter.requests)
+        if users:
+            raise RequestError(
+                f"remove({name!r}), an adapter of {users} requests that have not ended",
+                "adapters that no request uses",
+                "run the generator to its end, or cancel these requests",
+            )
+        self._clear(adapter.slot)
+        del self.loaded[name]
+
+    def set_rows(self, names: Sequence[str | None], query_lens: Sequence[int]) -> None:
+        """Say which adapter each request of the next steps uses; a generator does so itself.
+
+        Args:
+            names: of each request's adapter, `None` for the model alone.
+            query_lens: the number of its tokens, in the order of the step.
+
+        Raises:
+            RequestError: an unknown name.
+            ConfigError: more tokens than `reserve` made room for.
+        """
+        lengths = [read_count("query_lens", count, 0, "pass the step's query_lens") for count in query_lens]
+        if len(names) != len(lengths):
+            raise ConfigError(f"{len(names)} names for {len(lengths)} requests", "one each", "pass None for the model")
+        if sum(lengths) > self.rows.max_num_tokens:
+            raise ConfigError(
+                f"a step of {sum(lengths)} tokens with adapters",
+                f"up to {self.rows.max_num_tokens}",
+                "call adapters.rows.reserve(tokens) before graphs are captured",
+            )
+        self.rows.write([-1 if name is None else self.get(name).slot for name in names], lengths)
+
+    def _add(self, name: str, store: Callable[[int], None]) -> Adapter:
+        """Give an adapter a slot, and have its weights stored there.
+
+        Raises:
+            ConfigError: a name that is taken or no name, or no slot is left.
+        """
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"an adapter named {name!r:.60}", "a text that is not empty", "load('name', folder)")
+        if name in self.loaded:
+            raise ConfigError(f"an adapter named {name!r} that is loaded", "names not in use", "remove(name) first")
+        taken = {adapter.slot for adapter in self.loaded.values()}
+        free = [slot for slot in range(self.rows.max_adapters) if slot not in taken]
+        if not free:
+            raise ConfigError(
+                f"adapter {name!r} beside {len(taken)} others",
+                f"max_adapters={self.rows.max_adapters}",
+                "remove one, or enable_adapters(model, max_adapters=...) with more",
+            )
+        try:
+            store(free[0])
+        except BaseException:
+            self._clear(free[0])
+            raise
+        self.loaded[name] = Adapter(name, free[0])
+        return self.loaded[name]
+
+    def _clear(self, slot: int) -> None:
+        for product in {id(product): product for product, _ in self.products.values()}.values():
+            product.clear(slot)
