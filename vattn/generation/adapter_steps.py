@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,12 +40,13 @@ class AdapterSteps(ModelSteps):
         forward: Callable[..., Tensor],
         builder: AttentionMetadataBuilder,
         graphs: Graphs,
-        captured: tuple[Any, ...],
+        captured: tuple[list[int], int, list[int], int, bool],
         rows: AdapterRows,
     ) -> AdapterSteps:
         """Capture the graphs with adapters like those without, in their memory; `captured`: arguments of `capture`."""
         with rows.activated():
-            return cls(forward, builder, graphs, capture(forward, builder, *captured, memory_of=graphs), rows)
+            more = capture(forward, builder, *captured, memory_of=graphs)
+        return cls(forward, builder, graphs, more, rows)
 
     @torch.inference_mode()
     def run(self, step: StepInputs, before: Ran | None, begin: torch.cuda.Event | None = None) -> Outcome:

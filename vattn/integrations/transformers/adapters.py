@@ -20,6 +20,7 @@ from vattn.integrations.transformers.observe import ordinary_tokens
 from vattn.integrations.transformers.packed_model import PackedModel
 from vattn.layers.fp8_linear import FP8Linear
 from vattn.layers.lora import Adapter, AdapterRows, Adapters, LoRAProduct
+from vattn.layers.weight_parts import ranks_of
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.forward_context import forward_context
 from vattn.metadata.hybrid_builder import GroupedMetadataBuilder
@@ -274,7 +275,7 @@ def _check_model(model: Any) -> None:
             "models whose linear layers run once on all tokens of a step",
             "merge the adapter into the model, and enable that",
         )
-    if any(hasattr(parameter, "device_mesh") for parameter in model.parameters()):
+    if ranks_of(model) is not None:
         raise UnsupportedRequestError(
             "adapters of a model whose weights are sharded over ranks", "models on one device", "merge the adapter"
         )

@@ -121,25 +121,32 @@ class LoRATiles:
 
     Attributes:
         columns: of K, read at a time.
+        ranks: most of a program of the first kernel.
         features: of a program of the second kernel.
         warps: of a program of either.
         programs: most programs of the first kernel for each multiprocessor; K is split for as many.
     """
 
     columns: int = 128
+    ranks: int = 64
     features: int = 128
     warps: int = 4
     programs: int = 2
 
 
+IN_FP32 = LoRATiles(columns=32, ranks=16, features=32)
+"""Without tensor cores operands pass through registers."""
+
+
 def launch_lora(args: LoRAArgs, config: LoRATiles | None = None, limits: Limits | None = None) -> None:
     """Run `vattn::add_lora`."""
-    config, limits = config or LoRATiles(), limits or Limits.of(args.input.device)
+    wide = args.input.dtype is torch.float32
+    config, limits = config or (IN_FP32 if wide else LoRATiles()), limits or Limits.of(args.input.device)
     (num_rows, columns), (adapters, ranks, _), rank = args.input.shape, args.lora_a.shape, args.lora_b.shape[2]
     tiles = min(args.tiles.shape[0], most_tiles(num_rows, adapters))
     if not tiles:
         return
-    rank_tile = min(64, max(16, next_power_of_two(ranks)))
+    rank_tile = min(config.ranks, max(16, next_power_of_two(ranks)))
     blocks, chunks = -(-ranks // rank_tile), -(-columns // config.columns)
     splits = max(1, min(chunks, config.programs * limits.processors // (tiles * blocks)))
     chunks = -(-chunks // splits)
