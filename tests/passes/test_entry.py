@@ -26,6 +26,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 import vattn
 from vattn.backends import selector
 from vattn.errors import ConfigError, FusionError, UnknownOptionError
+from vattn.ops import fusion_notes
 from vattn.passes import pipeline, report
 from vattn.passes.region_run import same_bits
 
@@ -175,9 +176,9 @@ def test_enable_nests_and_restores() -> None:
             assert getattr(config, SLOT).strict
         assert getattr(config, SLOT) is outer and not outer.strict
         vattn.enable(strict=True)
-        assert getattr(config, SLOT).inner == ()
+        assert getattr(config, SLOT).inner == () and fusion_notes.is_strict()
         vattn.disable()
-        assert getattr(config, SLOT) is None
+        assert getattr(config, SLOT) is None and not fusion_notes.is_strict()
     assert getattr(config, SLOT) is None
     vattn.disable()
 

@@ -21,10 +21,11 @@ from vattn.config.attention import AttentionConfig
 from vattn.errors import FusionError
 from vattn.ops.fusion_notes import NodeReport
 from vattn.passes import graphviz
+from vattn.passes.graph_edits import Builder
 from vattn.passes.pipeline import FusionPass, fuse_graph
-from vattn.passes.query_quant.find import IN_LOAD, IN_PRODUCER, OWN_KERNEL
-from vattn.passes.region import attention_calls
-from vattn.passes.region_tokens import reach
+from vattn.passes.query_quant.find import IN_LOAD, IN_PRODUCER, OWN_KERNEL, ROUNDED_EARLY
+from vattn.passes.region import Refusal, attention_calls
+from vattn.passes.region_tokens import check_order, reach
 from vattn.quantization.formats import OUTPUT_FORMATS
 
 E4M3 = torch.float8_e4m3fn
@@ -193,6 +194,7 @@ QUERIES: dict[str, tuple[Callable[..., Any], dict[str, Any], str]] = {
         "the query has 2 scales, the attention call one",
     ),
     "a scale for each query head": (in_fp8(FOUR), FP8, "the query: "),
+    "a clamp to a little more than 448": (in_fp8(ONE, 448.5), FP8, "its quantisation does not clamp before the cast"),
     "no clamp to 448": (in_fp8(ONE, 1e9), FP8, "its quantisation does not clamp before the cast"),
 }  # fmt: skip
 
@@ -372,6 +374,63 @@ def test_strict_asks_for_attention() -> None:
     whole = GraphModule({}, graph)
     whole.add_module("branch", branch)
     FusionPass(True, formats, ())(whole.graph)  # a branch holds it
+
+
+def test_a_scale_of_a_query_for_each_token_and_head() -> None:
+    def way(q: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        x = q.float().view(-1, 4, 64)
+        return rounded(x / (x.abs().amax(-1, keepdim=True) / 448).clamp(min=1e-10)), s
+
+    node = query_report(with_query(way)[0])
+    assert node.query.endswith("it has a scale for every token; the op takes one, or one per KV head"), node.query
+    assert node.query_source == "program.py:1: amax"
+
+
+def test_a_query_that_was_rounded_before_its_rotation() -> None:
+    def write(layer: Any, query: Tensor, key: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return chunked(layer, (rounded(query.float() / 0.03).float() * 0.03).bfloat16(), key, positions)
+
+    for form, says in ((RopeForm(write, ""), ROUNDED_EARLY), (FORMS["chunk and cat, fp32"], "")):
+        (node,) = fuse_graph(with_rope(form)[0].graph, rope="never")
+        assert node.query == says
+
+
+def test_counting_along_the_tokens_is_seen_without_a_dimension() -> None:
+    for program in (lambda o: o.flatten().sort()[0], lambda o: o.flatten().cumsum(0), lambda o: o.topk(1, 0)[0]):
+        gm = template().behind(lambda o, s, program=program: program(o))
+        nodes = [node for node in gm.graph.nodes if node.meta.get("site")]
+        with pytest.raises(Refusal, match="runs along the tokens"):
+            check_order(nodes)
+    gm = template().behind(lambda o, s: (o.sort()[0], o.cumsum(1), o.topk(3)[0]))
+    check_order([node for node in gm.graph.nodes if node.meta.get("site")])
+
+
+def test_sizes_of_new_views_are_those_of_inputs() -> None:
+    gm = template().behind(lambda o, s: o * 2)
+    call = call_of(gm)
+    tokens = next(iter(call.users)).meta["val"].shape[0]
+    mode = call.kwargs["query"].meta["val"].fake_mode
+    with mode.shape_env.ignore_fresh_unbacked_symbols():
+        unknown = [mode.shape_env.create_unbacked_symint() for _ in range(2)]
+    with Builder(gm.graph) as builder, mode, gm.graph.inserting_before(call):
+        found, width = builder.shape([tokens, 256], call)
+        assert found.meta["val"] is not None and found < call and width == 256
+        assert builder.shape([unknown[0], 256], call) == [-1, 256]
+        with pytest.raises(Refusal, match="two sizes that no input of the graph has"):
+            builder.shape(unknown, call)
+
+
+def test_a_change_that_fails_takes_its_nodes_back() -> None:
+    gm = template().behind(lambda o, s: o * 2)
+    call, before = call_of(gm), [node.name for node in gm.graph.nodes]
+    scale = next(node for node in gm.graph.nodes if node.meta.get("site"))
+    with pytest.raises(ZeroDivisionError), Builder(gm.graph) as builder, scale.meta["val"].fake_mode:
+        with gm.graph.inserting_after(scale):
+            one = builder.call(torch.ops.aten.neg.default, scale)
+            builder.call(torch.ops.aten.neg.default, one)
+        assert not builder.is_ordered() or one > scale
+        _ = 1 / 0
+    assert [node.name for node in gm.graph.nodes] == before and call in gm.graph.nodes
 
 
 def test_a_query_of_an_op_is_named_after_it() -> None:

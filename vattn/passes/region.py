@@ -106,8 +106,8 @@ def describe(node: Node, op: str) -> AttentionNode:
     if not users:
         raise Refusal("nothing reads the output", node)
     if len(users) > 1:
-        raise Refusal("the output is taken apart twice", users[1])
-    return AttentionNode(node, config, base, users[0])
+        raise Refusal("the output is taken apart twice", node)
+    return AttentionNode(node, config, base, *users)
 
 
 def parse_config(call: Node, op: str) -> Any:

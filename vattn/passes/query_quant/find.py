@@ -152,18 +152,19 @@ def find_query(attention: AttentionNode) -> FoundQuery | None:
     raise refusals[0]
 
 
-def quantising_nodes(call: Node) -> list[Node]:
+def quantising_nodes(call: Node) -> set[Node]:
     """Return the nodes between the last kernel before an attention call's FP8 query and the call, for Graphviz."""
     query = call.kwargs.get("query")
     if not isinstance(query, Node) or "config" not in call.kwargs:
-        return []
+        return set()
     config = AttentionConfig.parse(str(call.kwargs["config"]))
     if not config.takes_fp8_query or not can_run(before_moves(query)):
-        return []
+        return set()
     chain = _chain(query, config)
-    nodes, node = [], query
+    nodes: set[Node] = set()
+    node = query
     while node is not chain.end and node not in chain.sources:
-        nodes.append(node)
+        nodes.add(node)
         node = node.all_input_nodes[0]
     return nodes
 

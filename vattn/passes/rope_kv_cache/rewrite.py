@@ -62,7 +62,7 @@ def _new_call(builder: Builder, found: FoundRope) -> Node:
     out = builder.call(aten.empty.memory_format, shape, dtype=dtype, device=value(query).device)
     moved = {name: at for name, at in update.kwargs.items() if name.startswith(("_key_cache_", "_value_cache_"))}
     # The query is the new first base.
-    moved |= {name: at + 1 for name, at in moved.items() if name.endswith("_base_index") and at is not None}  # type: ignore[operator]
+    moved |= {name: at + 1 for name, at in moved.items() if name.endswith("_base_index")}  # type: ignore[operator]
     cos, sin, positions = _tables(builder, found, tokens)
     _check_tables(cos, sin)
     kwargs: dict[str, Any] = {
