@@ -357,29 +357,6 @@ def test_speculative_features(feature: str, cache: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
-@pytest.mark.parametrize("query_lens", [[4] * 15, [1, 9, 0, 5, 4, 2, 7] * 2, [8] * 7], ids=["four", "uneven", "eight"])
-@pytest.mark.parametrize(
-    "changes", [{"num_heads": 8, "num_kv_heads": 1}, {"num_heads": 20}, {"head_size": 64}], ids=str
-)
-def test_drafts_in_chunks(changes: dict[str, Any], query_lens: list[int], cache: dict[str, Any]) -> None:
-    """Through the op, with a schedule that it made and without, on steps with padding."""
-    tokens = max(query_lens) if len(set(query_lens)) == 1 else 4
-    lengths = [n + (397 * i) % 3001 for i, n in enumerate(query_lens)]
-    layer = {"num_heads": 32, "num_kv_heads": 4, **changes, **cache}
-    batch = decode_batch(lengths, query_lens=query_lens, tokens=tokens, padding=1, **layer).with_backend("TRITON_ATTN")
-    args, config = batch.args, batch.config
-    rows, reqs = args.query.shape[0], args.seq_lens.shape[0]
-    assert 0 < decode_fast.rows_at_a_time(config, rows, reqs, args.query.device) < tokens
-    schedule = torch.full(decode_fast.plan_shape(config, rows, reqs, args.query.device), -7, dtype=torch.int32)
-    schedule = schedule.to(args.query.device)
-    torch.ops.vattn.plan(args.query_start_loc, args.seq_lens, schedule, args.config)
-    for plan in ([], [schedule]):
-        args.output.fill_(float("nan"))
-        torch.ops.vattn.attention(*args._replace(plan=plan))
-        compare_rows(batch)
-
-
-@pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])
 @pytest.mark.parametrize("head_size", [64, 128])
 def test_rows_that_are_not_dealt_out_evenly(head_size: int, cache: dict[str, Any]) -> None:
     changes = {"head_size": head_size, "sinks": True, **cache}

@@ -97,8 +97,9 @@ def test_output_formats(output_format: str) -> None:
     for products in ({}, NATIVE):
         batch = prefill_batch(MIXED, output_format=output_format, padding=9, **products, **OUTPUTS[output_format])
         check_packed(batch, 2)
-        batch.args.output.view(torch.uint8).fill_(0xFF)
-        check_mixed(batch, "two_kernels")
+        for route in ("two_kernels", "split_keys"):
+            batch.args.output.view(torch.uint8).fill_(0xFF)
+            check_mixed(batch, route)
 
 
 @pytest.mark.parametrize("output_format", OUTPUTS)
@@ -108,7 +109,7 @@ def test_output_formats_of_groups_that_leave_rows_unused(output_format: str) -> 
         check_packed(prefill_batch(SHORT, num_heads=10, padding=9, **changes), 1, padded=True)
 
 
-@pytest.mark.parametrize("route", ["packed_gqa", "two_kernels"])
+@pytest.mark.parametrize("route", ["packed_gqa", "two_kernels", "split_keys"])
 @pytest.mark.parametrize("cache", CACHES)
 def test_two_kernels(cache: str, route: str) -> None:
     for heads, requests in ((8, MIXED), (2, MIXED), (32, SHORT), (10, SHORT)):
@@ -136,7 +137,46 @@ def test_features_of_two_kernels(case: str) -> None:
         check_mixed(batch, "two_kernels")
 
 
-@pytest.mark.parametrize("route", ["packed_gqa", "two_kernels"])
+FEW = [(7, 9000), (16, 5003), (1, 2049), (0, 9), (40, 3000), (3, 3), (128, 4100), (2, 0), (9, 5)]
+"""Few row tiles over long contexts, short ones among them."""
+
+
+@pytest.mark.parametrize("products", [{}, {"head_size": 256}, FP8, NATIVE], ids=["plain", "wide", "widened", "native"])
+@pytest.mark.parametrize("case", FEATURES)
+def test_features_of_split_keys(case: str, products: dict[str, Any]) -> None:
+    for heads, requests in ((8, FEW), (10, FEW[:2])):
+        batch = prefill_batch(requests, num_heads=heads, padding=3, **products, **FEATURES[case])
+        check_mixed(batch, "split_keys")
+
+
+@pytest.mark.parametrize("route", ["two_kernels", "split_keys"])
+@pytest.mark.parametrize("products", [{}, FP8, NATIVE], ids=["plain", "widened", "native"])
+@pytest.mark.parametrize("heads", [18, 24])
+def test_large_groups_that_leave_rows_unused(heads: int, products: dict[str, Any], route: str) -> None:
+    for requests in (MIXED, SHORT):
+        check_mixed(prefill_batch(requests, num_heads=heads, padding=70, **products), route)
+
+
+@pytest.mark.parametrize("size", [32, 80, 112, 160, 192, 224])
+@pytest.mark.parametrize("products", [{}, FP8, NATIVE], ids=["plain", "widened", "native"])
+def test_split_keys_of_heads_that_zeros_are_added_to(size: int, products: dict[str, Any]) -> None:
+    for changes in ({}, {"sliding_window": 333, "sinks": True, "block_size": 64, "kv_cache_layout": "HND"}):
+        check_mixed(prefill_batch(FEW, head_size=size, padding=9, **changes, **products), "split_keys")
+
+
+@pytest.mark.parametrize("products", [{}, FP8, NATIVE], ids=["plain", "widened", "native"])
+@pytest.mark.parametrize("heads", [17, 29, 48, 64])
+def test_large_groups(heads: int, products: dict[str, Any]) -> None:
+    """Also decodes: the decode kernel takes up to 16 heads of a group."""
+    decodes = [(1, 1 + 97 * i) for i in range(40)]
+    for requests in (FEW, decodes, [(1, 9000), (0, 3), (1, 1)], [(3, 100 + 30 * i) for i in range(60)]):
+        batch = attend_as_planned(requests, num_heads=2 * heads, num_kv_heads=2, **products)
+        expected, _ = batch.expected()
+        error = float((batch.output() - expected).norm() / expected.norm())
+        assert error < (2.0**-4 if batch.config.takes_fp8_query else 2.0**-7)
+
+
+@pytest.mark.parametrize("route", ["packed_gqa", "two_kernels", "split_keys"])
 def test_replays_in_a_graph_with_other_lengths(route: str) -> None:
     """The kernel after an overlapped pair sees both results, replay after replay."""
     batch = prefill_batch([(300, 900), (1, 900), (20, 900), (1, 900)] * 8, padding=60)

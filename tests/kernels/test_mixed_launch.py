@@ -19,6 +19,7 @@ from vattn.kernels.hopper import mixed_launch
 from vattn.kernels.hopper.decode import launch as decode_fast
 from vattn.kernels.hopper.decode import triton_kernel
 from vattn.kernels.hopper.prefill import launch as prefill_launch
+from vattn.kernels.hopper.prefill import split_launch
 
 LLAMA: dict[str, Any] = {"num_heads": 32, "num_kv_heads": 8, "head_size": 128, "dtype": "bfloat16"}
 
@@ -33,12 +34,14 @@ ROUTES = {
     "four drafts": (256, 64, ""),
     "eight drafts": (512, 64, "packed_gqa"),
     "seven drafts": (448, 64, "packed_gqa"),
-    "eight drafts of few requests": (64, 8, ""),
+    "eight drafts of few requests": (64, 8, "split_keys"),
     "many drafts": (64 * 17, 64, "two_kernels"),
     "prompts and decodes": (8 * 512 + 128, 136, "two_kernels"),
     "extends": (700, 100, "packed_gqa"),
-    "short extends of few requests": (30, 2, ""),
+    "short extends of few requests": (30, 2, "split_keys"),
     "a prompt and a decode": (1025, 17, "two_kernels"),
+    "a chunk": (300, 1, "split_keys"),
+    "a prompt": (2000, 1, ""),
     "short prompts": (8192, 128, "two_kernels"),
     "prompts": (128 * 256, 128, ""),
     "nothing": (0, 4, ""),
@@ -51,13 +54,34 @@ def test_shapes_choose_the_route(case: str) -> None:
     assert mixed_launch.route_of(make_config(**LLAMA), tokens, reqs, torch.device("cpu")) == route
 
 
-def test_groups_that_do_not_fill_tiles_are_not_packed() -> None:
-    for heads, pack in ((8, 1), (16, 2), (32, 4), (40, 1), (64, 8), (128, 16)):
+def test_larger_groups_than_the_decode_kernel_takes_go_to_the_prefill_kernel() -> None:
+    device = torch.device("cpu")
+    for heads in (17, 48, 64):
+        config = make_config(**{**LLAMA, "num_heads": heads, "num_kv_heads": 1})
+        for tokens, reqs in ((1, 1), (300, 300), (900, 300), (40, 4)):
+            assert mixed_launch.route_of(config, tokens, reqs, device) == "split_keys"
+        assert mixed_launch.route_of(config, 20000, 4, device) == ""
+    config = make_config(**{**LLAMA, "num_heads": 71, "num_kv_heads": 1})
+    assert mixed_launch.route_of(config, 4, 4, device) == mixed_launch.route_of(config, 40, 4, device) == ""
+
+
+def test_row_tiles_of_few_keys_are_not_split() -> None:
+    narrow = make_config(**{**LLAMA, "num_heads": 64, "head_size": 64, "sliding_window": 128})
+    assert mixed_launch.route_of(narrow, 200, 1, torch.device("cpu")) == ""
+    assert mixed_launch.route_of(narrow, 60, 4, torch.device("cpu")) == "split_keys"
+
+
+def test_heads_are_packed_where_that_saves_tiles() -> None:
+    for heads, pack in ((8, 1), (16, 2), (32, 4), (64, 8), (128, 16)):
         config = make_config(**{**LLAMA, "num_heads": heads})
         assert prefill_launch.packs(config) == pack
         cut = mixed_launch.choose_tiles(config, 4224, 136)
         assert (cut.groups, cut.pack, cut.tokens) == (2, pack, 128 // pack)
     assert mixed_launch.choose_tiles(make_config(**LLAMA), 512, 64).tokens == 16
+    # Groups of 5, 7 and 12 leave rows unused, which short requests have room for.
+    for heads, rows, pack in ((40, 31, 8), (40, 90, 1), (56, 90, 8), (96, 31, 16), (96, 200, 1), (136, 9, 32)):
+        config = make_config(**{**LLAMA, "num_heads": heads})
+        assert mixed_launch.choose_tiles(config, rows * 136 + 1, 136).pack == pack
     for heads, rows in ((8, 16), (32, 4), (40, 3), (128, 1)):
         assert mixed_launch.short_rows(make_config(**{**LLAMA, "num_heads": heads})) == rows
     assert mixed_launch.short_rows(make_config(**{**LLAMA, "head_size": 256})) == 1
@@ -65,28 +89,28 @@ def test_groups_that_do_not_fill_tiles_are_not_packed() -> None:
 
 def test_drafts_of_uneven_groups_leave_rows_unused() -> None:
     device = torch.device("cpu")
-    for heads, tokens, pack in ((24, 6, 4), (40, 4, 8), (40, 8, 8), (40, 9, 1), (56, 4, 8), (32, 8, 4), (136, 2, 1)):
+    for heads, tokens, cut_as in (
+        (24, 6, (1, 4)), (40, 4, (1, 8)), (40, 8, (1, 8)), (40, 9, (2, 8)), (56, 4, (1, 8)), (32, 8, (1, 4)),
+    ):  # fmt: skip
         config = make_config(**{**LLAMA, "num_heads": heads})
         cut = mixed_launch.choose_tiles(config, 64 * tokens, 64)
-        assert (cut.groups, cut.pack) == (1, pack)
+        assert (cut.groups, cut.pack) == cut_as
         assert mixed_launch.route_of(config, 64 * tokens, 64, device) == "packed_gqa"
         room = prefill_launch.plan_rows(64 * tokens, 64, cut)
         assert room <= mixed_launch.decode_fast.plan_shape(config, 64 * tokens, 64, device)[0]
-        # Prompts and requests of other lengths have a tile for each head.
-        assert mixed_launch.choose_tiles(config, 4224, 136).pack == prefill_launch.packs(config)
 
 
-def test_few_drafts_go_to_the_decode_or_the_prefill_kernel() -> None:
+def test_few_drafts_are_split() -> None:
     device = torch.device("cpu")
     for heads, reqs, few in (
-        (8, 132, "packed_gqa"), (8, 66, "packed_gqa"), (8, 65, ""), (8, 8, ""), (16, 50, "packed_gqa"), (16, 49, ""),
+        (8, 198, "packed_gqa"), (8, 197, "split_keys"), (8, 8, "split_keys"), (4, 197, ""), (16, 50, "split_keys"),
     ):  # fmt: skip
         config = make_config(**{**LLAMA, "num_heads": heads, "num_kv_heads": 1})
         assert mixed_launch.route_of(config, 4 * reqs, reqs, device) == few
         assert mixed_launch.route_of(config, reqs, reqs, device) == ""
 
 
-@pytest.mark.parametrize("heads", [8, 32, 40, 128])
+@pytest.mark.parametrize("heads", [8, 32, 40, 96, 128, 384])
 def test_a_schedule_has_room_for_both_parts(heads: int) -> None:
     config, device = make_config(**{**LLAMA, "num_heads": heads}), torch.device("cpu")
     fp8 = config.replace(kv_cache_dtype="fp8_e4m3", kv_scale="tensor")
@@ -97,6 +121,11 @@ def test_a_schedule_has_room_for_both_parts(heads: int) -> None:
             assert (
                 prefill_launch.plan_rows(tokens, reqs, prefill_launch.choose_tiles(config, tokens, reqs, 132)) <= rows
             )
+            assert split_launch.plan_rows(config, tokens, reqs, device) <= rows
+            if config.group_size > decode_fast.MAX_GROUP_SIZE:
+                decodes = decode_fast.plan_shape(config, reqs, reqs, device)[0]
+                assert split_launch.plan_rows(config, reqs, reqs, device) <= decodes
+                continue
             cut = mixed_launch.choose_tiles(config, tokens, reqs)
             needed = prefill_launch.plan_rows(tokens, reqs, cut)
             assert needed <= rows
@@ -175,7 +204,7 @@ def test_layers_that_one_kernel_refuses_keep_the_general_one(monkeypatch: pytest
         block_table=torch.zeros(136, 4), key_cache=torch.zeros(3, 16, 8, 128), value_cache=torch.zeros(3, 16, 8, 128),
     )  # fmt: skip
     assert mixed_launch.accepts(call, make_config(**LLAMA))
-    for changes in ({"alibi": "linear"}, {"num_heads": 256}, {"block_size": 24}):
+    for changes in ({"alibi": "linear"}, {"num_heads": 8 * 71}, {"block_size": 24}):
         assert not mixed_launch.accepts(call, make_config(**{**LLAMA, **changes}))
     prefill_launch.runs.cache_clear()
     decode_fast.runs.cache_clear()

@@ -280,7 +280,7 @@ def test_the_shape_of_a_schedule_tells_the_step(monkeypatch: pytest.MonkeyPatch)
                 room = decode_fast.plan_shape(layer, tokens, reqs, device)[0]
                 cut = prefill_launch.choose_tiles(layer, tokens, reqs, 132)
                 assert prefill_launch.plan_rows(tokens, reqs, cut) <= room
-        rows = decode_fast.rows_at_a_time(config, tokens, reqs, device)
+        rows = decode_fast.rows_at_a_time(config, tokens, reqs)
         if rows:
             tuning = decode_fast.choose_tuning(config, reqs, rows)
             items = decode_fast.sizing(config, reqs, tuning, device, rows, tokens).max_items

@@ -60,21 +60,20 @@ def configs() -> Iterator[AttentionConfig]:
             yield packed.replace(**features, head_size=size, head_size_v=size, output_format="fp8_static")
 
 
-def rows_per_request(config: AttentionConfig, num_reqs: int) -> list[int]:
-    """Return how many rows a request may have in a step; more than the kernel attends at a time in small steps."""
+def rows_per_request(config: AttentionConfig) -> list[int]:
+    """Return how many rows a request may have in a step."""
     packed = KV_FORMATS[config.kv_cache_dtype].packed
     if packed or not launch.attends_drafts(config) or config.query_load != "plain":
         return [1]
     most = launch.MAX_GROUP_SIZE // config.group_size
-    chunked = {2 * most} if most > 1 and num_reqs * config.num_kv_heads <= 64 else set()
-    return sorted({1, max(1, min(2, most)), max(1, most)} | chunked)
+    return sorted({1, max(1, min(2, most)), max(1, most)})
 
 
 def all_launches() -> Iterator[Launch]:
     """Yield every case, some of them equal to the compiler."""
     for config in configs():
         for num_reqs in (4, 32, 64):
-            for tokens in rows_per_request(config, num_reqs):
+            for tokens in rows_per_request(config):
                 name = f"{num_reqs} x {tokens} rows, {config.encode()}"
                 args = paged_arguments(config, num_reqs * tokens, num_reqs, 8)
                 for call, processors in _calls(args, config, tokens):

@@ -12,7 +12,7 @@ import triton
 
 from tools.compile_kernels.launches import HOPPER, Launch, integers, meta, paged_arguments, record
 from vattn.config.attention import AttentionConfig
-from vattn.kernels.hopper import fp4_rows
+from vattn.kernels.hopper import fp4_rows, mixed_launch
 from vattn.kernels.hopper.availability import DTYPES
 from vattn.kernels.hopper.linear import small_m
 from vattn.kernels.hopper.linear.launch import streamed_linear
@@ -56,6 +56,7 @@ def all_launches() -> Iterator[Launch]:
     """Yield every case."""
     yield from _prompts()
     yield from _between_decode_and_prefill()
+    yield from _few_tiles()
     yield from _narrow_windows()
     yield from _side_by_side()
     yield from _fp4_rows()
@@ -100,6 +101,17 @@ def _between_decode_and_prefill() -> Iterator[Launch]:
                 yield from _prefill(config, TileConfig(2, halves=True))
             if cache and size == 64 and triton.__version__.startswith("3.6."):
                 yield from _prefill(config, TileConfig(3))
+
+
+def _few_tiles() -> Iterator[Launch]:
+    """Yield steps of few row tiles: their schedule, the prefill kernel by parts of the keys, and their reduction."""
+    for size, cache, features in itertools.product(WHOLE_SIZES + PADDED_SIZES, CACHES, FEATURES):
+        for heads, tokens in ((32, 8), (32, 160), (72, 12), (384, 2)):
+            config = _layer(heads, size, "bfloat16", block_size=16, **cache, **features)
+            if launch.refusals(config, HOPPER):
+                continue
+            call = partial(mixed_launch.attend, paged_arguments(config, tokens, 2, 48, 6), config, "split_keys")
+            yield from record(f"few tiles {tokens} {config.encode()}", "sm_90", call, SPILLS)
 
 
 def _narrow_windows() -> Iterator[Launch]:

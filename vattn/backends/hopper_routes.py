@@ -19,6 +19,7 @@ from vattn.kernels.hopper.decode import cluster_launch
 from vattn.kernels.hopper.decode import launch as decode
 from vattn.kernels.hopper.decode_packed import launch as decode_packed
 from vattn.kernels.hopper.prefill import launch as prefill
+from vattn.kernels.hopper.prefill import split_launch
 from vattn.kernels.triton.attention import encoder
 from vattn.kernels.triton.attention.dcp_rows import attention_rows
 from vattn.kernels.triton.attention.round_query import after_rounding, round_query
@@ -57,6 +58,8 @@ def missed(config: AttentionConfig, device: DeviceInfo, memory: CacheMemory | No
     if config.context_parallel:
         decodes += [f"{name} over a rank's keys" for name in sorted(requested_features(config) - _ORDER_FREE)]
         prompts.append("context_parallel")
+    elif not prompts and config.group_size <= split_launch.MAX_GROUP_SIZE:
+        decodes = []  # The prefill kernel takes those of larger groups than the decode kernel.
     of_memory = [] if memory is None else memory.row_refusals()
     return {"decodes": decodes + of_memory, "prompts": prompts + of_memory}
 
@@ -95,8 +98,8 @@ def plan(args: PlanArgs, config: AttentionConfig) -> None:
         if num_tokens == num_reqs:
             decode_packed.plan(starts, lengths, schedule, config)
         return
-    rows, route = decode.rows_at_a_time(config, num_tokens, num_reqs, lengths.device), ""
-    if decodes and prefills:
+    rows, route = decode.rows_at_a_time(config, num_tokens, num_reqs), ""
+    if prefills:
         route = mixed_launch.route_of(config, num_tokens, num_reqs, lengths.device)
     if route:
         mixed_launch.plan(starts, lengths, schedule, num_tokens, config, route)

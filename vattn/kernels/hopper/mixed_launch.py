@@ -3,10 +3,12 @@
 Shapes choose the route, and the results are right for any split of the rows over the requests:
 
 - "packed_gqa": the prefill kernel attends all requests. The heads of a group are rows of one tile, so keys and values
-  are loaded once for all of them. A request's keys are never split, so requests or rows must fill the whole card.
+  are loaded once for all of them. A request's keys are not split, so requests or rows must fill the whole card.
 - "two_kernels": the prefill kernel attends padding and the requests of more rows than the decode kernel attends at a
   time; the decode kernel attends the others, and starts where the prefill kernel leaves multiprocessors free. Two
   schedules, one after the other in one tensor, are made on the device from the rows that requests have.
+- "split_keys": the prefill kernel attends all requests, and the keys of few row tiles in parts. Decodes of larger
+  groups than the decode kernel takes go this way too.
 """
 
 from __future__ import annotations
@@ -22,30 +24,40 @@ from vattn.kernels.hopper import fp4_rows
 from vattn.kernels.hopper.decode import launch as decode_fast
 from vattn.kernels.hopper.decode.launch import Tuning
 from vattn.kernels.hopper.prefill import launch as prefill_launch
-from vattn.kernels.hopper.prefill.launch import TileConfig, packs, padded_pack, products_of
+from vattn.kernels.hopper.prefill import split_launch
+from vattn.kernels.hopper.prefill.launch import TileConfig, packs, products_of
 from vattn.kernels.hopper.prefill.load import GROUP_ROWS
 from vattn.kernels.triton.attention.launch import rows_to_write
 from vattn.ops.arguments import AttentionArgs
 
-LEAST_TILES_PER_PROCESSOR = 1
-"""Row tiles of a KV head that there must be on average; fewer leave multiprocessors without work."""
+MOST_SPLIT_TILES, MOST_SPLIT_DRAFTS = 1, 1.5
+"""Row tiles a multiprocessor below which their keys may be split, and where the decode kernel takes few rows at a time:
+up to `FEW_ROWS` of a request."""
 
-LEAST_DRAFTS_PER_PROCESSOR = 3 / 8
-"""The same for drafts: the idle multiprocessors cost less time than the general kernel would."""
+FEW_ROWS = 3
 
 MOST_ROWS_PER_REQUEST = 256
 """On average, from which the prefill kernel attends a step as prompts."""
 
 
 def route_of(config: AttentionConfig, num_tokens: int, num_reqs: int, device: torch.device) -> str:
-    """Return the route of a step of these shapes, empty if it takes neither."""
-    if num_tokens <= num_reqs or decode_fast.rows_at_a_time(config, num_tokens, num_reqs, device):
+    """Return the route of a step of these shapes, empty if it takes none."""
+    large, long = config.group_size > decode_fast.MAX_GROUP_SIZE, prefill_launch.is_prefill(num_tokens, num_reqs)
+    if num_tokens == 0 or (config.group_size > split_launch.MAX_GROUP_SIZE and not long):
         return ""
-    processors = devices.multiprocessors(device)
-    tiles = max(num_tokens * config.group_size // (2 * GROUP_ROWS.value), num_reqs) * config.num_kv_heads
+    if not large and (num_tokens <= num_reqs or decode_fast.rows_at_a_time(config, num_tokens, num_reqs)):
+        return ""
+    if long and prefill_launch.sees_few_keys(config):
+        return ""
+    few_rows = short_rows(config) <= FEW_ROWS and not long
+    most = (MOST_SPLIT_DRAFTS if few_rows else MOST_SPLIT_TILES) * devices.multiprocessors(device)
+    if split_launch.items_of(config, num_tokens, num_reqs) < most:
+        return "split_keys"
+    if large:
+        return "" if long else "split_keys"
     if is_speculative(config, num_tokens, num_reqs):
-        return "packed_gqa" if tiles >= LEAST_DRAFTS_PER_PROCESSOR * processors else ""
-    if num_tokens >= MOST_ROWS_PER_REQUEST * num_reqs or tiles < LEAST_TILES_PER_PROCESSOR * processors:
+        return "packed_gqa"
+    if num_tokens >= MOST_ROWS_PER_REQUEST * num_reqs:
         return ""
     # The decode kernel of FP8 heads of 256 has not been timed beside the prefill kernel.
     return (
@@ -55,20 +67,17 @@ def route_of(config: AttentionConfig, num_tokens: int, num_reqs: int, device: to
 
 def is_speculative(config: AttentionConfig, num_tokens: int, num_reqs: int) -> bool:
     """Return whether every request may have equally many rows, one warpgroup's at most with their group of heads."""
-    return num_tokens % num_reqs == 0 and num_tokens // num_reqs * packs(config) <= GROUP_ROWS.value
+    rows = num_tokens // num_reqs
+    return num_tokens % num_reqs == 0 and rows <= split_launch.MOST_DRAFTS and rows * packs(config) <= GROUP_ROWS.value
 
 
 def choose_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int) -> TileConfig:
-    """Return the prefill kernel's row tiles: one warpgroup where a request's rows do not fill it.
+    """Return the prefill kernel's row tiles of a step whose keys are not split.
 
-    Heads that do not fill a tile evenly leave some of its rows unused there; a tile for each would load keys again.
     Drafts are bound by memory, which delivers the keys of all heads of a request faster than the keys of two.
     """
-    if not is_speculative(config, num_tokens, num_reqs):
-        return TileConfig(2, packs(config), ahead=True)
-    pack = padded_pack(config)
-    fits = num_tokens // num_reqs * pack <= GROUP_ROWS.value
-    return TileConfig(1, pack if fits else packs(config), ahead=True, together=config.num_kv_heads)
+    tiles = split_launch.choose_tiles(config, num_tokens, num_reqs)
+    return tiles if is_speculative(config, num_tokens, num_reqs) else TileConfig(2, tiles.pack, ahead=True)
 
 
 def short_rows(config: AttentionConfig) -> int:
@@ -97,7 +106,7 @@ def tuning_of(config: AttentionConfig, num_reqs: int) -> Tuning:
 def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
     """Return whether this call takes a route: both kernels run the layer, and the shapes choose one."""
     device = args.query.device
-    if not (prefill_launch.runs(config, device) and decode_fast.runs(config, device)):
+    if not prefill_launch.runs(config, device):
         return False
     return bool(route_of(config, args.query.shape[0], args.seq_lens.shape[0], device)) and decode_fast.has_boxes(args)
 
@@ -107,6 +116,9 @@ def plan(
 ) -> None:
     """Fill the schedule of a step on the device, for what `route_of` returned."""
     num_reqs = seq_lens.shape[0]
+    if route == "split_keys":
+        split_launch.plan(query_start_loc, seq_lens, schedule, num_tokens, config)
+        return
     tiles = choose_tiles(config, num_tokens, num_reqs)
     if route == "packed_gqa":
         prefill_launch.plan(query_start_loc, seq_lens, schedule, num_tokens, config, tiles)
@@ -132,6 +144,9 @@ def attend(args: AttentionArgs, config: AttentionConfig, route: str = "") -> Non
     schedule, is_new = decode_fast.schedule_of(args, config)
     if is_new:
         plan(args.query_start_loc, args.seq_lens, schedule, num_tokens, config, route)
+    if route == "split_keys":
+        split_launch.attend(args, config, schedule)
+        return
     tiles, rows, tuning = choose_tiles(config, num_tokens, num_reqs), rows_at_once(config), tuning_of(config, num_reqs)
     finished = prefill_launch.finishes(config)
     if route != "packed_gqa":

@@ -59,9 +59,6 @@ LEAST_WHOLE_WAVE, MOST_WHOLE_TOKENS = 7 / 8, 1024
 HOPPER_MULTIPROCESSORS, MANY_WAVES = 132, 3.5
 """For which waves were timed; and of those so many that what the last one leaves idle is little."""
 
-MOST_DRAFTS_PER_PROCESSOR = 1 / 2
-"""KV heads of drafting requests below which their rows go in chunks: two chunks each are less than a wave of CTAs."""
-
 QUANTISED_CACHES = ("fp8_e4m3",)
 
 DTYPES = {"float16": tl.float16, "bfloat16": tl.bfloat16}
@@ -94,7 +91,7 @@ class Tuning:
 
 
 @lru_cache(maxsize=4096)
-def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1, chunked: bool = False) -> Tuning:
+def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> Tuning:
     """Return the tuning of a layer for this many requests: what was best on an H200.
 
     The Gluon kernel alone attends several rows of a request at a time, and does better with large groups. Narrow rows
@@ -103,7 +100,7 @@ def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1, chunk
     two CTAs of the Gluon kernel are faster where whole requests fill their waves, four of the Triton kernel elsewhere.
 
     Args:
-        tokens: rows of a request that are attended at a time; `chunked`: it has more on average.
+        tokens: rows of a request that are attended at a time.
     """
     heads = heads_per_cta(config.num_kv_heads, 2)
     columns = columns_of(config.head_size)
@@ -114,8 +111,6 @@ def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1, chunk
     large = num_reqs >= 16 and heads == 2 and row_bytes <= 256
     if tokens > 1 or (large and (plain or config.group_size > 4)):
         stages = 512 // row_bytes if plain else 5
-        if heads == 1 and chunked:
-            return Tuning(1, min(stages, 4), ctas=2, slots=4, max_registers=128)
         if not plain and heads_per_cta(config.num_kv_heads, 4) == 4:
             return Tuning(4, stages, ctas=1, slots=2, overlap=True)
         # With fewer registers the reduction's programs run while this kernel does, and the next step's after them.
@@ -182,22 +177,13 @@ def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
     return found
 
 
-def rows_at_a_time(config: AttentionConfig, num_tokens: int, num_reqs: int, device: torch.device) -> int:
-    """Return how many rows of a request a step of these shapes attends at a time, 0 if it does not go the fast way.
-
-    All if the kernel takes so many. Drafts of more rows go in up to four chunks, each of which reads the keys, mostly
-    from the L2 cache, where requests are too few to be a tile each of the prefill kernel.
-    """
+def rows_at_a_time(config: AttentionConfig, num_tokens: int, num_reqs: int) -> int:
+    """Return how many rows of a request a step of these shapes attends at a time, 0 if it does not go the fast way."""
     tokens = num_tokens // max(num_reqs, 1)
-    if tokens <= 1 or tokens * num_reqs != num_tokens:
-        return tokens if tokens * num_reqs == num_tokens else 0
-    most = MAX_GROUP_SIZE // config.group_size if attends_drafts(config) else 0
-    if tokens <= most:
-        return tokens
-    if most == 1 or tokens > 4 * most:
+    if tokens * num_reqs != num_tokens:
         return 0
-    few = num_reqs * config.num_kv_heads < MOST_DRAFTS_PER_PROCESSOR * devices.multiprocessors(device)
-    return most if few else 0
+    most = MAX_GROUP_SIZE // config.group_size if attends_drafts(config) else 1
+    return tokens if tokens <= max(most, 1) else 0
 
 
 def attends_drafts(config: AttentionConfig) -> bool:
@@ -208,7 +194,7 @@ def attends_drafts(config: AttentionConfig) -> bool:
 def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
     """Return whether the fast path takes this call: the layer is accepted and so are the rows per request."""
     num_reqs = args.seq_lens.shape[0]
-    tokens = rows_at_a_time(config, args.query.shape[0], num_reqs, args.query.device)
+    tokens = rows_at_a_time(config, args.query.shape[0], num_reqs)
     # Queries of several rows of a request have not been rounded in their load on a GPU yet.
     has_run = config.query_load == "plain" or tokens == 1
     return tokens > 0 and has_run and runs(config, args.query.device) and has_boxes(args)
@@ -343,7 +329,7 @@ def plan(
         step_tokens: rows of the step, if it has others.
     """
     num_reqs = seq_lens.shape[0]
-    tuning = tuning or choose_tuning(config, num_reqs, tokens, num_tokens > tokens * num_reqs)
+    tuning = tuning or choose_tuning(config, num_reqs, tokens)
     sizes = sizing(config, num_reqs, tuning, seq_lens.device, tokens, num_tokens, longest)
     chunks, ordered = None, torch.empty_like(query_start_loc)
     if tokens > 1 or longest:
@@ -369,9 +355,9 @@ def decode(args: AttentionArgs, config: AttentionConfig, tuning: Tuning | None =
         tuning, tokens: instead of what shapes would choose, and of as many rows of a request at a time.
     """
     num_tokens, num_reqs, device = args.query.shape[0], args.seq_lens.shape[0], args.query.device
-    tokens = tokens or rows_at_a_time(config, num_tokens, num_reqs, device)
+    tokens = tokens or rows_at_a_time(config, num_tokens, num_reqs)
     tuning = tuning or whole_tuning(args, config)
-    tuning = tuning or choose_tuning(config, num_reqs, tokens, num_tokens > tokens * num_reqs)
+    tuning = tuning or choose_tuning(config, num_reqs, tokens)
     sizes = sizing(config, num_reqs, tuning, device, tokens, num_tokens)
     schedule = None
     if not tuning.whole:
@@ -393,13 +379,13 @@ def schedule_of(args: AttentionArgs, config: AttentionConfig) -> tuple[Tensor, b
     return torch.empty(shape, dtype=torch.int32, device=args.query.device), True
 
 
-def choose_reduction(config: AttentionConfig, num_reqs: int) -> tuple[int, int, int]:
+def choose_reduction(config: AttentionConfig, few: bool) -> tuple[int, int, int]:
     """Return the programs that share a head's columns, partial results that one takes at a time, and its warps.
 
     Few requests have many splits each. A program that computes scales has whole groups; more warps would wait for each
     other and leave no room for it beside the main kernel.
     """
-    if num_reqs > FEW_REQUESTS:
+    if not few:
         return 1, 16, 1
     group = OUTPUT_FORMATS[config.output_format].group_size
     parts = min(4, config.head_size // group) if group else 4
@@ -477,6 +463,8 @@ def launch_reduction(
     most: int,
     tokens: int = 1,
     overlap: bool = False,
+    pieces: int = 0,
+    few: bool | None = None,
 ) -> None:
     """Launch the reduction of what the main kernel left in `partial`, in programs of `tokens` rows.
 
@@ -484,9 +472,11 @@ def launch_reduction(
         config: with the output format that the reduction writes.
         most: programs of a multiprocessor: as many as fit while the main kernel runs.
         overlap: whether the main kernel may start before the previous one has ended.
+        pieces: of `tokens` rows that may be split, by default the requests.
+        few: whether these are few, with many partial results each; by their number if it is not given.
     """
-    num_reqs = args.seq_lens.shape[0]
-    parts, splits, warps = choose_reduction(config, num_reqs)
+    pieces = pieces or args.seq_lens.shape[0]
+    parts, splits, warps = choose_reduction(config, pieces <= FEW_REQUESTS if few is None else few)
     most *= devices.multiprocessors(args.query.device)
     arguments, constants = dict[str, Any](), dict[str, Any]()
     for name, value in common.items():
@@ -494,7 +484,7 @@ def launch_reduction(
     sizes_of = {"max_items": sizes.max_items, "num_tokens": args.query.shape[0]}
     own = {"TOKENS": tokens, "COLUMNS": columns_of(config.head_size) // parts, "SPLITS": splits, "OVERLAP": overlap}
     launch_again(
-        reduce_kernel, (min(num_reqs * tokens * config.num_heads * parts, most),), sizes_of | partial | arguments,
+        reduce_kernel, (min(pieces * tokens * config.num_heads * parts, most),), sizes_of | partial | arguments,
         own | constants | {"num_warps": warps, "launch_pdl": True},
     )  # fmt: skip
 

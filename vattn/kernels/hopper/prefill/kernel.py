@@ -38,16 +38,14 @@ from vattn.kernels.hopper.prefill.softmax import (
     as_right,
     cap_scores,
     hide,
-    load_sinks,
     multiply_keys,
     score_scale,
     tokens_of,
     weights_of,
     widen_query,
 )
-from vattn.kernels.hopper.prefill.store import store_rows
-from vattn.kernels.hopper.prefill.tile_queue import RECORD, new_barriers, read_word, receive
-from vattn.kernels.triton.common.mask import LN2, LOG2E
+from vattn.kernels.hopper.prefill.store import finish_rows, store_nothing, store_part
+from vattn.kernels.hopper.prefill.tile_queue import RECORD, head_of, new_barriers, read_word, receive, slot_of
 
 
 @gluon.jit
@@ -59,7 +57,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
     (
         output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale, v_scale, scale,
         soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full, key_empty, value_full,
-        value_empty, message_full, message_empty,
+        value_empty, message_full, message_empty, partial_output, partial_stats,
     ) = arguments  # fmt: skip
     HEADS: gl.constexpr = SHAPE.HEADS
     D: gl.constexpr = SHAPE.D
@@ -70,8 +68,6 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
     CACHE: gl.constexpr = SHAPE.CACHE
     KV_SCALE: gl.constexpr = SHAPE.KV_SCALE
     MODEL: gl.constexpr = gl.float16 if SHAPE.MODEL == "float16" else gl.bfloat16
-    OUTPUT: gl.constexpr = SHAPE.OUTPUT
-    OUTPUT_GROUPS: gl.constexpr = SHAPE.OUTPUT_GROUPS
     GROUP: gl.constexpr = HEADS // SHAPE.KV_HEADS
     N: gl.constexpr = SHAPE.KEYS
     BOX: gl.constexpr = SHAPE.BOX
@@ -83,7 +79,6 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
     RESULT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, DEPTH])
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=RESULT, k_width=DEPTH // 8)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
-    RESULT_ROW: gl.constexpr = gl.SliceLayout(1, RESULT)
     MINE: gl.constexpr = BARRIERS[GROUP_INDEX]
     NEXT: gl.constexpr = BARRIERS[NEXT_GROUP]
     PING_PONG: gl.constexpr = GROUP_INDEX != NEXT_GROUP
@@ -99,6 +94,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
         query = as_tiles(raw_query, gl.float16, 1, [GROUP_ROWS, D], gl.NVMMASharedLayout(128, 16, 2)).index(0)
     else:
         query = raw_query
+    written = (output, lse, block_scale, sinks, v_scale, output_scale, scale_stride, group_stride)
     step = 0
     used = 0
     message = 0
@@ -108,7 +104,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
         messages, message_full, message_empty, message, 4
     )
     while rows > 0:
-        head = packed * FILLED
+        head = head_of(packed, SHAPE.SPLIT) * FILLED
         if first < end:
             position = tile_position + GROUP_INDEX * TOKENS
             own_end = own_end_of(position, rows, first, end, GROUP_INDEX, TOKENS, N)
@@ -196,33 +192,31 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
             log_maximum = maximum * weight_scale
             if SOFT_CAP:
                 log_maximum += soft_cap
-            norm = gl.where(total > 0.0, 1.0 / total, 0.0)
-            if sinks is not None:
-                sink = load_sinks(sinks, head, gl.arange(0, GROUP_ROWS, layout=ROW), PACK, FILLED) * LOG2E
-                with_sink = gl.maximum(log_maximum, sink)
-                shrink = gl.exp2(log_maximum - with_sink)
-                total = total * shrink + gl.exp2(sink - with_sink + BITS)
-                norm = shrink / total
-                log_maximum = with_sink
-            log_sum = LN2 * (log_maximum - BITS + gl.log2(total))
-            if KV_SCALE:
-                norm = norm * gl.load(v_scale + head // GROUP * (KV_SCALE - 1))
-            result = acc * gl.convert_layout(norm, RESULT_ROW)[:, None]
-            store_rows(
-                output, lse, block_scale, output_scale, scale_stride, group_stride, result, log_sum, first_row, rows,
-                head, GROUP_INDEX, HEADS, D, SHAPE.SIZE, PACK, FILLED, MODEL, OUTPUT, OUTPUT_GROUPS, DIRECT,
-            )  # fmt: skip
+            if SHAPE.SPLIT:
+                if slot_of(packed) >= 0:
+                    store_part(
+                        partial_output, partial_stats, slot_of(packed), acc, log_maximum - BITS, total, rows, head,
+                        GROUP_INDEX, SHAPE.GROUPS, HEADS, SHAPE.SIZE, PACK, FILLED,
+                    )  # fmt: skip
+                else:
+                    finish_rows(
+                        written, acc, log_maximum, total, first_row, rows, head, SHAPE, GROUP_INDEX, BITS, DIRECT
+                    )
+            else:
+                finish_rows(written, acc, log_maximum, total, first_row, rows, head, SHAPE, GROUP_INDEX, BITS, DIRECT)
+        elif SHAPE.SPLIT:
+            if slot_of(packed) >= 0:
+                nothing = gl.zeros([GROUP_ROWS, D], gl.float32, RESULT)
+                lowest = gl.full([GROUP_ROWS], LOWEST, gl.float32, ROW)
+                store_part(
+                    partial_output, partial_stats, slot_of(packed), nothing, lowest,
+                    gl.zeros([GROUP_ROWS], gl.float32, ROW), rows, head, GROUP_INDEX, SHAPE.GROUPS, HEADS, SHAPE.SIZE,
+                    PACK, FILLED,
+                )  # fmt: skip
+            else:
+                store_nothing(written, seq_len, first_row, rows, head, SHAPE, GROUP_INDEX, RESULT, ROW, DIRECT)
         else:
-            empty = gl.full([GROUP_ROWS], float("-inf"), gl.float32, ROW)
-            if sinks is not None:
-                if seq_len >= 0:
-                    own_sinks = load_sinks(sinks, head, gl.arange(0, GROUP_ROWS, layout=ROW), PACK, FILLED)
-                    empty = gl.zeros([GROUP_ROWS], gl.float32, ROW) + own_sinks
-            nothing = gl.zeros([GROUP_ROWS, D], gl.float32, RESULT)
-            store_rows(
-                output, lse, block_scale, output_scale, scale_stride, group_stride, nothing, empty, first_row, rows,
-                head, GROUP_INDEX, HEADS, D, SHAPE.SIZE, PACK, FILLED, MODEL, OUTPUT, OUTPUT_GROUPS, DIRECT,
-            )  # fmt: skip
+            store_nothing(written, seq_len, first_row, rows, head, SHAPE, GROUP_INDEX, RESULT, ROW, DIRECT)
         message += 1
         rows, first_row, tile_position, seq_len, first, end, packed = receive(
             messages, message_full, message_empty, message, 4
@@ -233,9 +227,10 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
 
 @gluon.jit(do_not_specialize=["scale_stride", "group_stride"])
 def prefill_kernel(
-    query_boxes, key_boxes, value_boxes, output, lse, block_scale, sinks, q_scale, k_scale, v_scale, output_scale,
-    scale_stride, group_stride, schedule, counter, block_table, table_stride, table_width, num_blocks,
-    query_head_stride, scale, soft_cap, SHAPE: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
+    query_boxes, key_boxes, value_boxes, output, lse, block_scale, partial_output, partial_stats, sinks, q_scale,
+    k_scale, v_scale, output_scale, scale_stride, group_stride, schedule, counter, block_table, table_stride,
+    table_width, num_blocks, query_head_stride, scale, soft_cap, SHAPE: gl.constexpr, EARLY: gl.constexpr,
+    num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend every row of the schedule; see the module's description.
 
@@ -301,7 +296,7 @@ def prefill_kernel(
     consumer = (
         output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale, v_scale, scale,
         soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full, key_empty, value_full,
-        value_empty, message_full, message_empty,
+        value_empty, message_full, message_empty, partial_output, partial_stats,
     )  # fmt: skip
     converter = (
         raw_keys, raw_values, keys, values, messages, raw_key_full, raw_key_empty, raw_value_full, raw_value_empty,

@@ -110,7 +110,7 @@ def packs(config: AttentionConfig) -> int:
 
 def padded_pack(config: AttentionConfig) -> int:
     """Return how many rows of a tile the heads of a group take if some may stay unused; 1 for too many heads."""
-    return triton.next_power_of_2(config.group_size) if config.group_size <= 16 else 1
+    return triton.next_power_of_2(config.group_size) if config.group_size <= GROUP_ROWS.value else 1
 
 
 def choose_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int, processors: int) -> TileConfig:
@@ -265,11 +265,13 @@ def launch(
     ctas: int,
     tiles: TileConfig,
     early: bool = False,
+    partial: dict[str, Tensor] | None = None,
 ) -> None:
     """Launch the attention kernel; `output` is the final one, or in the model dtype where another kernel follows.
 
     Args:
         early: whether the next kernel may start while this one runs; it has to wait for this one's end then.
+        partial: room for results over some of the keys, if the schedule's items are parts of row tiles.
     """
     if output is not args.output:
         config = config.with_plain_output()
@@ -286,9 +288,10 @@ def launch(
     if computes_scales(config) and args.output_block_scale is not None:
         scales = args.output_block_scale
         strides = (scales.stride(0), scales.stride(1))
-    # Layers share the schedule, so what hands out its row tiles is of this call.
-    counter = torch.zeros(1, dtype=torch.int32, device=query.device)
+    # Layers share the schedule, so what hands out its row tiles is of this call. Parts are taken in turn.
+    counter = torch.zeros(1, dtype=torch.int32, device=query.device) if partial is None else None
     items = items_of(config, query.shape[0], args.seq_lens.shape[0], tiles)
+    late = partial is None and takes_late(config, tiles, items, ctas)
     arguments = {
         "query_boxes": query_boxes(query, tiles.pack), "key_boxes": cache_boxes(key, config, tiles, kind),
         "value_boxes": cache_boxes(value, config, tiles, kind), "output": as_bytes(output), "lse": args.lse,
@@ -298,9 +301,11 @@ def launch(
         "table_stride": args.block_table.stride(0), "table_width": args.block_table.shape[1],
         "num_blocks": key.shape[0], "query_head_stride": query.stride(1), "scale": scale, "soft_cap": soft_cap,
     }  # fmt: skip
-    shape = shape_of(config, tiles, takes_late(config, tiles, items, ctas), kind)
+    arguments |= {name: partial[name] if partial else None for name in ("partial_output", "partial_stats")}
+    shape = shape_of(config, tiles, late, kind)._replace(SPLIT=partial is not None)
     constants = {"EARLY": early, "SHAPE": shape, **launch_options(config, tiles)}
-    launch_again(prefill_kernel, (min(ctas * tiles.residents, items),), arguments, constants)
+    grid = ctas * tiles.residents if partial else min(ctas * tiles.residents, items)
+    launch_again(prefill_kernel, (grid,), arguments, constants)
 
 
 def products_of(config: AttentionConfig) -> str:
@@ -375,6 +380,7 @@ def shape_of(config: AttentionConfig, tiles: TileConfig, late: bool, kind: str =
         KV_SCALE=decode_fast.SCALE_KINDS[config.kv_scale],
         MODEL=config.dtype,
         LATE=late,
+        SPLIT=False,
         OUTPUT=row_output(config),
         OUTPUT_GROUPS=group_constants(config) if computes_scales(config) else (0, False, False, -1.0, "divide"),
     )

@@ -16,7 +16,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from vattn.kernels.hopper.compat import as_boxes, as_words, load_box
-from vattn.kernels.hopper.prefill.tile_queue import announce, read_word
+from vattn.kernels.hopper.prefill.tile_queue import announce, head_of, read_word
 
 GROUP_ROWS = gl.constexpr(64)
 """Query rows of a consumer warpgroup."""
@@ -72,7 +72,7 @@ def load_tile(
 
 @gluon.jit
 def produce(arguments, SHAPE: gl.constexpr):
-    """Take row tiles from the counter, announce them, and load their queries, keys and values."""
+    """Take row tiles from the counter, or in turn, announce them, and load their queries, keys and values."""
     (
         query_boxes, key_boxes, value_boxes, schedule, counter, block_table, table_stride, table_width, num_blocks,
         query_head_stride, queries, keys, values, words, messages, blocks, query_full, query_empty, key_full,
@@ -106,7 +106,7 @@ def produce(arguments, SHAPE: gl.constexpr):
     while rows > 0:
         fields, rows = announce(
             schedule, messages, message_full, message_empty, item, message,
-            (table_width * BLOCK_SIZE + KEYS - 1) // KEYS, HEADS, TOGETHER,
+            (table_width * BLOCK_SIZE + KEYS - 1) // KEYS, HEADS, TOGETHER, SHAPE.SPLIT,
         )  # fmt: skip
         message += 1
         first = read_word(fields.index(5), 1)
@@ -115,12 +115,14 @@ def produce(arguments, SHAPE: gl.constexpr):
             if LATE:
                 if first >= end:
                     item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
+            elif SHAPE.SPLIT:
+                item += gl.num_programs(0)
             else:
                 item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
             if first < end:
                 first_row = read_word(fields.index(1), 1)
                 seq_len = read_word(fields.index(4), 1)
-                head = read_word(fields.index(7), 1) * FILLED
+                head = head_of(read_word(fields.index(7), 1), SHAPE.SPLIT) * FILLED
                 for group in gl.static_range(GROUPS):
                     mbarrier.wait(query_empty.index(group), (used & 1) ^ 1)
                     mbarrier.expect(query_full.index(group), QUERY_BYTES)

@@ -119,12 +119,12 @@ def sort_tiles(unsorted, schedule, first_tile, total, CHUNK: tl.constexpr):
         tl.store(schedule + (1 + rank) * 8 + word, value, mask=inside)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "max_tiles"])
-def prefill_plan_kernel(
+@triton.jit
+def plan_tiles(
     query_start_loc, ordered, seq_lens, schedule, num_reqs, num_tokens, max_tiles, WINDOW: tl.constexpr,
     ROWS: tl.constexpr, LEAST: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
-    """Write the schedule; one program. Requests of fewer rows than LEAST are left to another kernel."""
+    """Write the row tiles of a schedule and return how many there are."""
     order_offsets(query_start_loc, ordered, num_reqs + 1, num_tokens, REQUESTS)
     query_start_loc = ordered
     total = 0
@@ -142,4 +142,17 @@ def prefill_plan_kernel(
     tl.debug_barrier()
     for first_tile in range(0, total, CHUNK):
         sort_tiles(unsorted, schedule, first_tile, total, CHUNK)
+    return total
+
+
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "max_tiles"])
+def prefill_plan_kernel(
+    query_start_loc, ordered, seq_lens, schedule, num_reqs, num_tokens, max_tiles, WINDOW: tl.constexpr,
+    ROWS: tl.constexpr, LEAST: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, REQUESTS: tl.constexpr,
+):  # fmt: skip
+    """Write the schedule; one program. Requests of fewer rows than LEAST are left to another kernel."""
+    total = plan_tiles(
+        query_start_loc, ordered, seq_lens, schedule, num_reqs, num_tokens, max_tiles, WINDOW, ROWS, LEAST, KEYS,
+        CHUNK, REQUESTS,
+    )  # fmt: skip
     tl.store(schedule, total)

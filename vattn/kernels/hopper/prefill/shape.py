@@ -34,6 +34,7 @@ class Shape(NamedTuple):
         MODEL: dtype of the model, by name.
         LATE: when the producer takes the next row tile from the counter: at the last key tile of this one, so that the
             longest that are left go to the first free CTA; or else at its beginning.
+        SPLIT: whether items of the schedule are parts of row tiles, of some of their keys each.
         OUTPUT: how a row is quantised that has no scales of its own.
         OUTPUT_GROUPS: `group_constants`, of no groups where another kernel computes scales.
     """
@@ -64,5 +65,6 @@ class Shape(NamedTuple):
     KV_SCALE: int
     MODEL: str
     LATE: bool
+    SPLIT: bool
     OUTPUT: str
     OUTPUT_GROUPS: tuple[Any, ...]

@@ -7,7 +7,64 @@ from triton.experimental.gluon import language as gl
 
 from vattn.kernels.hopper.epilogue import load_scale, store_result, store_row_groups
 from vattn.kernels.hopper.prefill.load import GROUP_ROWS
-from vattn.kernels.hopper.prefill.softmax import tokens_of
+from vattn.kernels.hopper.prefill.softmax import load_sinks, tokens_of
+from vattn.kernels.triton.common.mask import LN2, LOG2E
+
+
+@gluon.jit
+def finish_rows(
+    written, acc, log_maximum, total, first_row, rows, head, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr,
+    BITS: gl.constexpr, DIRECT: gl.constexpr,
+):  # fmt: skip
+    """Store this warpgroup's rows from sums of values, maxima (in base 2) and sums of weights."""
+    output, lse, block_scale, sinks, v_scale, output_scale, scale_stride, group_stride = written
+    GROUP: gl.constexpr = SHAPE.HEADS // SHAPE.KV_HEADS
+    FILLED: gl.constexpr = SHAPE.PACK if SHAPE.PACK <= GROUP else GROUP
+    MODEL: gl.constexpr = gl.float16 if SHAPE.MODEL == "float16" else gl.bfloat16
+    OUTPUT: gl.constexpr = SHAPE.OUTPUT
+    OUTPUT_GROUPS: gl.constexpr = SHAPE.OUTPUT_GROUPS
+    ROW: gl.constexpr = total.type.layout
+    norm = gl.where(total > 0.0, 1.0 / total, 0.0)
+    if sinks is not None:
+        sink = load_sinks(sinks, head, gl.arange(0, GROUP_ROWS, layout=ROW), SHAPE.PACK, FILLED) * LOG2E
+        with_sink = gl.maximum(log_maximum, sink)
+        shrink = gl.exp2(log_maximum - with_sink)
+        total = total * shrink + gl.exp2(sink - with_sink + BITS)
+        norm = shrink / total
+        log_maximum = with_sink
+    log_sum = LN2 * (log_maximum - BITS + gl.log2(total))
+    if SHAPE.KV_SCALE:
+        norm = norm * gl.load(v_scale + head // GROUP * (SHAPE.KV_SCALE - 1))
+    result = acc * gl.convert_layout(norm, gl.SliceLayout(1, acc.type.layout))[:, None]
+    store_rows(
+        output, lse, block_scale, output_scale, scale_stride, group_stride, result, log_sum, first_row, rows, head,
+        GROUP_INDEX, SHAPE.HEADS, SHAPE.D, SHAPE.SIZE, SHAPE.PACK, FILLED, MODEL, OUTPUT, OUTPUT_GROUPS, DIRECT,
+    )  # fmt: skip
+
+
+@gluon.jit
+def store_nothing(
+    written, seq_len, first_row, rows, head, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, RESULT: gl.constexpr,
+    ROW: gl.constexpr, DIRECT: gl.constexpr,
+):  # fmt: skip
+    """Store this warpgroup's rows, which see no key."""
+    output, lse, block_scale, sinks, _, output_scale, scale_stride, group_stride = written
+    D: gl.constexpr = SHAPE.D
+    GROUP: gl.constexpr = SHAPE.HEADS // SHAPE.KV_HEADS
+    FILLED: gl.constexpr = SHAPE.PACK if SHAPE.PACK <= GROUP else GROUP
+    MODEL: gl.constexpr = gl.float16 if SHAPE.MODEL == "float16" else gl.bfloat16
+    OUTPUT: gl.constexpr = SHAPE.OUTPUT
+    OUTPUT_GROUPS: gl.constexpr = SHAPE.OUTPUT_GROUPS
+    empty = gl.full([GROUP_ROWS], float("-inf"), gl.float32, ROW)
+    if sinks is not None:
+        if seq_len >= 0:
+            own_sinks = load_sinks(sinks, head, gl.arange(0, GROUP_ROWS, layout=ROW), SHAPE.PACK, FILLED)
+            empty = gl.zeros([GROUP_ROWS], gl.float32, ROW) + own_sinks
+    nothing = gl.zeros([GROUP_ROWS, D], gl.float32, RESULT)
+    store_rows(
+        output, lse, block_scale, output_scale, scale_stride, group_stride, nothing, empty, first_row, rows, head,
+        GROUP_INDEX, SHAPE.HEADS, SHAPE.D, SHAPE.SIZE, SHAPE.PACK, FILLED, MODEL, OUTPUT, OUTPUT_GROUPS, DIRECT,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -86,3 +143,37 @@ def store_columns(
             gl.store(output + offsets, rounded, mask=mask)
         else:
             store_result(output + offsets, rounded.to(gl.float32), mask, load_scale(output_scale), MODEL, OUTPUT)
+
+
+@gluon.jit
+def store_part(
+    partial_output, partial_stats, slot, acc, maximum, total, rows, head, GROUP_INDEX: gl.constexpr,
+    GROUPS: gl.constexpr, HEADS: gl.constexpr, SIZE: gl.constexpr, PACK: gl.constexpr, FILLED: gl.constexpr,
+):  # fmt: skip
+    """Store this warpgroup's rows over some of the keys: sums of values, maxima and sums of weights.
+
+    `reduce_kernel` merges them: fp32 `[slots, tokens of a tile, H, SIZE]`, and `[slots, tokens of a tile, H, 2]`.
+    """
+    TOKENS: gl.constexpr = GROUPS * GROUP_ROWS // PACK
+    D: gl.constexpr = acc.shape[1]
+    row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, acc.type.layout))
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, acc.type.layout))
+    mask = is_stored(row, rows, PACK, FILLED)[:, None]
+    if SIZE < D:
+        mask = mask & (column < SIZE)[None, :]
+    place = (slot * TOKENS + tokens_of(row, PACK)).to(gl.int64) * HEADS + head + row % PACK
+    gl.store(partial_output + place[:, None] * SIZE + column[None, :], acc, mask=mask)
+    row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=maximum.type.layout)
+    place = (slot * TOKENS + tokens_of(row, PACK)).to(gl.int64) * HEADS + head + row % PACK
+    inside = is_stored(row, rows, PACK, FILLED)
+    gl.store(partial_stats + place * 2, maximum, mask=inside)
+    gl.store(partial_stats + place * 2 + 1, total, mask=inside)
+
+
+@gluon.jit
+def is_stored(row, rows, PACK: gl.constexpr, FILLED: gl.constexpr):
+    """Return which rows of a tile are of its `rows` tokens and of a head."""
+    inside = tokens_of(row, PACK) < rows
+    if FILLED < PACK:
+        inside = inside & (row % PACK < FILLED)
+    return inside

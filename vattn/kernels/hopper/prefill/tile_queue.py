@@ -11,6 +11,9 @@ from vattn.kernels.hopper.compat import as_words
 RECORD = gl.constexpr(8)
 """Words of a row of the schedule: request, first row, rows, position of the first, seq_len, first and end key tile."""
 
+HEAD_BITS = gl.constexpr(12)
+"""Of a message's last word, above which the place of a partial result is kept, plus one."""
+
 
 @gluon.jit
 def read_word(cell, NUM_WARPS: gl.constexpr):
@@ -31,9 +34,11 @@ def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 @gluon.jit
 def announce(
     schedule, messages, message_full, message_empty, item, message, most_tiles, HEADS: gl.constexpr,
-    TOGETHER: gl.constexpr,
+    TOGETHER: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Pass the next row tile on: its record of the schedule, the head in the last word; no rows if there is none.
+
+    With SPLIT the last word also holds the record's last, see `slot_of`.
 
     most_tiles: key tiles that the block table has room for, where schedules may go further.
 
@@ -50,13 +55,31 @@ def announce(
     word = gl.arange(0, RECORD, layout=lanes)
     record = gl.load(schedule + (1 + rest // TOGETHER) * RECORD + word)
     record = gl.where((word == 5) | (word == 6), gl.minimum(record, most_tiles), record)
-    record = gl.where(word == 7, head, record)
+    last = head
+    if SPLIT:
+        last = head + ((record + 1) << HEAD_BITS)
+    record = gl.where(word == 7, last, record)
     record = gl.where((word == 2) & (item >= num_tiles * HEADS), 0, record)
     mbarrier.wait(message_empty.index(slot), ((message // 2) & 1) ^ 1)
     messages.index(slot).store(record)
     mbarrier.arrive(message_full.index(slot), count=1)
     fields = as_words(messages.index(slot), RECORD)
     return fields, read_word(fields.index(2), 1)
+
+
+@gluon.jit
+def head_of(last, SPLIT: gl.constexpr):
+    """Return the head in a message's last word."""
+    if SPLIT:
+        return last & ((1 << HEAD_BITS) - 1)
+    else:
+        return last
+
+
+@gluon.jit
+def slot_of(last):
+    """Return where the partial result of a message's row tile goes, -1 where it is a whole one."""
+    return (last >> HEAD_BITS) - 1
 
 
 @gluon.jit

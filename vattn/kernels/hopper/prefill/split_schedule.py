@@ -1,0 +1,92 @@
+"""Device code of the schedule of row tiles whose keys several CTAs share: few rows over long contexts.
+
+The schedule is int32 `[1 + max_items + 3 * max_tiles + 1, 8]` or longer:
+
+- row 0: number of items, number of row tiles that are split, and for the reduction that no padding is left to it;
+- rows 1 to max_items, an item each: the words of a row tile (`schedule`), first and end key tile of this part, place of
+  its partial result (-1: it writes the result itself);
+- then a row for each row tile that is split, as `reduce_kernel` reads it: first row, first place, parts, rows;
+- the rest is a schedule of whole row tiles, which are the items where they stay so, and scratch.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from vattn.kernels.hopper.prefill.schedule import plan_tiles
+from vattn.kernels.hopper.schedule import MOST_UNITS, behind, choose_chunk
+
+ITEM_COST = tl.constexpr(2.0)
+"""Key tiles that opening and closing an item costs, and its partial result."""
+
+
+@triton.jit
+def units_of_tiles(source, index, inside, RULE: tl.constexpr):
+    """Return how many key tiles row tiles see, one at least; 0 outside."""
+    tiles, most_units = source
+    record = tiles + (1 + index) * 8
+    keys = tl.load(record + 6, mask=inside, other=0) - tl.load(record + 5, mask=inside, other=0)
+    return tl.where(inside, tl.minimum(tl.maximum(keys, 1), most_units), 0)
+
+
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "max_tiles", "max_items", "ctas"])
+def split_plan_kernel(
+    query_start_loc, ordered, seq_lens, schedule, num_reqs, num_tokens, max_tiles, max_items, ctas,
+    WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, REQUESTS: tl.constexpr,
+    LEAST: tl.constexpr,
+):  # fmt: skip
+    """Write the schedule; one program.
+
+    ctas: items that run at a time for each head.
+    LEAST: key tiles of a part below which merging costs more than splitting saves.
+    """
+    tiles = schedule + (1 + max_items + max_tiles) * 8
+    total = plan_tiles(
+        query_start_loc, ordered, seq_lens, tiles, num_reqs, num_tokens, max_tiles, WINDOW, ROWS, 1, KEYS, CHUNK,
+        REQUESTS,
+    )  # fmt: skip
+    tl.debug_barrier()
+    source = (tiles, MOST_UNITS // tl.maximum(total, 1))
+    chunk, _ = choose_chunk(units_of_tiles, source, total, ctas, None, 0, ITEM_COST, LEAST, CHUNK, False)
+    num_items = 0
+    num_splits = 0
+    num_slots = 0
+    for start in range(0, total, CHUNK):
+        index = start + tl.arange(0, CHUNK)
+        inside = index < total
+        tile = tiles + (1 + index) * 8
+        units = units_of_tiles(source, index, inside, 0)
+        parts = (units + chunk - 1) // chunk
+        step = (units + parts - 1) // tl.maximum(parts, 1)
+        is_split = (parts > 1).to(tl.int32)
+        item = behind(parts, num_items)
+        slot = behind(parts * is_split, num_slots)
+        split = behind(is_split, num_splits)
+        first_row = tl.load(tile + 1, mask=inside, other=0)
+        rows = tl.load(tile + 2, mask=inside, other=0)
+        first_key = tl.load(tile + 5, mask=inside, other=0)
+        end_key = tl.load(tile + 6, mask=inside, other=0)
+        for part in range(0, tl.max(parts, 0)):
+            mask = (part < parts) & (item + part < max_items)
+            record = schedule + (1 + item + part) * 8
+            for word in tl.static_range(5):
+                tl.store(record + word, tl.load(tile + word, mask=mask, other=0), mask=mask)
+            last = tl.where(part + 1 == parts, end_key, first_key + (part + 1) * step)
+            tl.store(record + 5, first_key + part * step, mask=mask)
+            tl.store(record + 6, last, mask=mask)
+            tl.store(record + 7, tl.where(is_split > 0, slot + part, -1), mask=mask)
+        tl.store(tile + 7, tl.full([CHUNK], -1, tl.int32), mask=inside)
+        record = schedule + (1 + max_items + split) * 8
+        tl.store(record, first_row, mask=is_split > 0)
+        tl.store(record + 1, slot, mask=is_split > 0)
+        tl.store(record + 2, parts, mask=is_split > 0)
+        tl.store(record + 3, rows, mask=is_split > 0)
+        num_items += tl.sum(parts, 0)
+        num_slots += tl.sum(parts * is_split, 0)
+        num_splits += tl.sum(is_split, 0)
+    tl.store(tiles, total)
+    tl.store(schedule, num_items)
+    tl.store(schedule + 1, num_splits)
+    tl.store(schedule + 2, 0x7FFFFFFF)
+    tl.store(schedule + 3, 0)
