@@ -92,7 +92,7 @@ def produce(
     while rows > 0:
         fields, rows = announce(
             schedule, messages, message_full, message_empty, item, message, (most_keys + KEYS - 1) // KEYS, HEADS,
-            TOGETHER,
+            TOGETHER, False,
         )  # fmt: skip
         message += 1
         end = read_word(fields.index(6), 1)
