@@ -167,9 +167,15 @@ def test_split_keys_of_heads_that_zeros_are_added_to(size: int, products: dict[s
 @pytest.mark.parametrize("products", [{}, FP8, NATIVE], ids=["plain", "widened", "native"])
 @pytest.mark.parametrize("heads", [17, 29, 48, 64])
 def test_large_groups(heads: int, products: dict[str, Any]) -> None:
-    """Also decodes: the decode kernel takes up to 16 heads of a group."""
+    """Also decodes: the decode kernel takes up to 16 heads of a group. Fewer rows than requests are told from them."""
     decodes = [(1, 1 + 97 * i) for i in range(40)]
-    for requests in (FEW, decodes, [(1, 9000), (0, 3), (1, 1)], [(3, 100 + 30 * i) for i in range(60)]):
+    for requests in (
+        FEW,
+        decodes,
+        [(1, 9000), (0, 3), (1, 1)],
+        [(1, 9000), (1, 1)],
+        [(3, 100 + 30 * i) for i in range(60)],
+    ):
         batch = attend_as_planned(requests, num_heads=2 * heads, num_kv_heads=2, **products)
         expected, _ = batch.expected()
         error = float((batch.output() - expected).norm() / expected.norm())
@@ -242,7 +248,7 @@ def test_drafts_of_few_tiles_and_uneven_groups(
     heads, kv_heads = DRAFTS[case]
     cuts = []
     launch = prefill_launch.launch
-    monkeypatch.setattr(prefill_launch, "launch", lambda *args: (cuts.append(args[5]), launch(*args)))
+    monkeypatch.setattr(prefill_launch, "launch", lambda *args, **kw: (cuts.append(args[5]), launch(*args, **kw)))
     # As many rows as four a request, also where these are not dealt out evenly.
     for requests in ([(4, 700 + 37 * i) for i in range(100)], [(1, 90), (7, 1003), (0, 5), (8, 2049)] * 25):
         batch = attend_as_planned(requests, num_heads=heads, num_kv_heads=kv_heads, **products)

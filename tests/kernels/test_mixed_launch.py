@@ -61,6 +61,7 @@ def test_larger_groups_than_the_decode_kernel_takes_go_to_the_prefill_kernel() -
         for tokens, reqs in ((1, 1), (300, 300), (900, 300), (40, 4)):
             assert mixed_launch.route_of(config, tokens, reqs, device) == "split_keys"
         assert mixed_launch.route_of(config, 20000, 4, device) == ""
+        assert mixed_launch.route_of(config, 2, 3, device) == ""
     config = make_config(**{**LLAMA, "num_heads": 71, "num_kv_heads": 1})
     assert mixed_launch.route_of(config, 4, 4, device) == mixed_launch.route_of(config, 40, 4, device) == ""
 

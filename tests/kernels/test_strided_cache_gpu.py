@@ -34,13 +34,15 @@ STEPS: dict[str, tuple[tuple[int, int], ...]] = {
     "decode": ((1, 900), (1, 33), (1, 1)),
     "many decodes": ((1, 700),) * 160,
     "drafts": ((4, 500), (4, 77)),
-    "prompts": ((300, 300), (200, 500)),
+    "few prompts": ((300, 300), (200, 500)),
+    "prompts": ((300, 300), (200, 500), (900, 900)),
     "mixed": ((400, 800), *(((1, 300),) * 40)),
 }
 KERNELS = {
     "decode": "clusters",
     "many decodes": "decode",
     "drafts": "decode",
+    "few prompts": "mixed",
     "prompts": "prefill",
     "mixed": "mixed",
 }

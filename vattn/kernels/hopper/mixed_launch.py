@@ -43,9 +43,10 @@ MOST_ROWS_PER_REQUEST = 256
 def route_of(config: AttentionConfig, num_tokens: int, num_reqs: int, device: torch.device) -> str:
     """Return the route of a step of these shapes, empty if it takes none."""
     large, long = config.group_size > decode_fast.MAX_GROUP_SIZE, prefill_launch.is_prefill(num_tokens, num_reqs)
-    if num_tokens == 0 or (config.group_size > split_launch.MAX_GROUP_SIZE and not long):
+    # A schedule cannot tell steps of fewer rows than requests from decodes.
+    if num_tokens < max(num_reqs, 1) or (config.group_size > split_launch.MAX_GROUP_SIZE and not long):
         return ""
-    if not large and (num_tokens <= num_reqs or decode_fast.rows_at_a_time(config, num_tokens, num_reqs)):
+    if not large and decode_fast.rows_at_a_time(config, num_tokens, num_reqs):
         return ""
     if long and prefill_launch.sees_few_keys(config):
         return ""
