@@ -106,7 +106,11 @@ def test_output_formats(output_format: str) -> None:
 def test_output_formats_of_groups_that_leave_rows_unused(output_format: str) -> None:
     for products in ({}, NATIVE):
         changes = {"output_format": output_format, **products, **OUTPUTS[output_format]}
-        check_packed(prefill_batch(SHORT, num_heads=10, padding=9, **changes), 1, padded=True)
+        batch = prefill_batch(SHORT, num_heads=10, padding=9, **changes)
+        check_packed(batch, 1, padded=True)
+        for route in ("two_kernels", "split_keys"):
+            batch.args.output.view(torch.uint8).fill_(0xFF)
+            check_mixed(batch, route)
 
 
 @pytest.mark.parametrize("route", ["packed_gqa", "two_kernels", "split_keys"])
@@ -160,8 +164,26 @@ def test_large_groups_that_leave_rows_unused(heads: int, products: dict[str, Any
 @pytest.mark.parametrize("size", [32, 80, 112, 160, 192, 224])
 @pytest.mark.parametrize("products", [{}, FP8, NATIVE], ids=["plain", "widened", "native"])
 def test_split_keys_of_heads_that_zeros_are_added_to(size: int, products: dict[str, Any]) -> None:
-    for changes in ({}, {"sliding_window": 333, "sinks": True, "block_size": 64, "kv_cache_layout": "HND"}):
+    window = {"sliding_window": 333, "sinks": True, "block_size": 64, "kv_cache_layout": "HND"}
+    for changes in ({}, window, {"num_heads": 10}):
         check_mixed(prefill_batch(FEW, head_size=size, padding=9, **changes, **products), "split_keys")
+
+
+@pytest.mark.parametrize("route", ["two_kernels", "split_keys"])
+@pytest.mark.parametrize("products", [{}, {"head_size": 256}, FP8, NATIVE], ids=["plain", "wide", "widened", "native"])
+@pytest.mark.parametrize("heads", [3, 5, 6, 7, 9, 11])
+def test_groups_of_which_a_warpgroup_holds_whole_tokens(heads: int, products: dict[str, Any], route: str) -> None:
+    """Its last rows are unused, and it loads its queries itself, from rows of a larger tensor."""
+    if route == "two_kernels" and products.get("head_size") == 256:
+        route = "packed_gqa"
+    batch = prefill_batch(MIXED, num_heads=3 * heads, num_kv_heads=3, sinks=heads == 5, padding=70, **products)
+    assert mixed_launch.choose_tiles(batch.config, 700, len(MIXED)).pack == heads
+    check_mixed(batch, route)
+    rows, _, width = batch.args.query.shape
+    larger = torch.zeros((rows, 3 * heads + 2, width + 16), dtype=batch.args.query.dtype, device="cuda")
+    larger.view(torch.uint8).fill_(0xFF)
+    batch.args = batch.args._replace(query=larger[:, 1:-1, :width].copy_(batch.args.query))
+    check_mixed(batch, route)
 
 
 @pytest.mark.parametrize("products", [{}, FP8, NATIVE], ids=["plain", "widened", "native"])

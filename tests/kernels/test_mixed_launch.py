@@ -79,8 +79,8 @@ def test_heads_are_packed_where_that_saves_tiles() -> None:
         cut = mixed_launch.choose_tiles(config, 4224, 136)
         assert (cut.groups, cut.pack, cut.tokens) == (2, pack, 128 // pack)
     assert mixed_launch.choose_tiles(make_config(**LLAMA), 512, 64).tokens == 16
-    # Groups of 5, 7 and 12 leave rows unused, which short requests have room for.
-    for heads, rows, pack in ((40, 31, 8), (40, 90, 1), (56, 90, 8), (96, 31, 16), (96, 200, 1), (136, 9, 32)):
+    # Tiles of groups of 5, 7, 12, 13 and 17 have 120, 126, 120, 104 and 102 rows that are used.
+    for heads, rows, pack in ((40, 31, 5), (40, 900, 1), (56, 90, 7), (96, 31, 12), (104, 31, 16), (136, 9, 17)):
         config = make_config(**{**LLAMA, "num_heads": heads})
         assert mixed_launch.choose_tiles(config, rows * 136 + 1, 136).pack == pack
     for heads, rows in ((8, 16), (32, 4), (40, 3), (128, 1)):
@@ -91,7 +91,7 @@ def test_heads_are_packed_where_that_saves_tiles() -> None:
 def test_drafts_of_uneven_groups_leave_rows_unused() -> None:
     device = torch.device("cpu")
     for heads, tokens, cut_as in (
-        (24, 6, (1, 4)), (40, 4, (1, 8)), (40, 8, (1, 8)), (40, 9, (2, 8)), (56, 4, (1, 8)), (32, 8, (1, 4)),
+        (24, 6, (1, 4)), (40, 4, (1, 8)), (40, 8, (1, 8)), (40, 9, (2, 5)), (56, 4, (1, 8)), (32, 8, (1, 4)),
     ):  # fmt: skip
         config = make_config(**{**LLAMA, "num_heads": heads})
         cut = mixed_launch.choose_tiles(config, 64 * tokens, 64)

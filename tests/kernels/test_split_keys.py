@@ -27,6 +27,7 @@ CASES: dict[str, dict[str, Any]] = {
     "fp8, sinks, window": {**FP8, "sinks": True, "sliding_window": 600},
     "static output": {"output_format": "fp8_static", "sinks": True},
     "three heads of 80": {"num_heads": 3, "head_size": 80},
+    "seventeen heads, three tokens of 64 rows": {"num_heads": 17},
 }
 
 
@@ -56,7 +57,7 @@ def stand_in(batch: Batch, found: list[tuple[int, ...]]) -> Any:
 
     def launched(**given: Any) -> None:
         shape, schedule = given["SHAPE"], given["schedule"]
-        tokens = shape.GROUPS * 64 // shape.PACK
+        tokens = shape.GROUPS * (64 // shape.PACK)
         slots = given["partial_output"].numel() // (config.num_heads * config.head_size * tokens)
         sums = given["partial_output"].view(slots, tokens, config.num_heads, -1) if slots else None
         stats = given["partial_stats"].view(slots, tokens, config.num_heads, 2) if slots else None

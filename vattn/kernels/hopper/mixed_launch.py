@@ -77,8 +77,9 @@ def choose_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int) -> Til
 
     Drafts are bound by memory, which delivers the keys of all heads of a request faster than the keys of two.
     """
-    tiles = split_launch.choose_tiles(config, num_tokens, num_reqs)
-    return tiles if is_speculative(config, num_tokens, num_reqs) else TileConfig(2, tiles.pack, ahead=True)
+    if is_speculative(config, num_tokens, num_reqs):
+        return split_launch.choose_tiles(config, num_tokens, num_reqs)
+    return TileConfig(2, split_launch.pack_of(config, num_tokens, num_reqs), ahead=True)
 
 
 def short_rows(config: AttentionConfig) -> int:

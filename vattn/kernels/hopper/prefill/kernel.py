@@ -12,7 +12,9 @@ take longer than the weights, which the other warpgroup computes meanwhile.
 
 `shape.Shape` says what a launch is specialised for. Its PACK is 1, or the query heads of a KV head: a row is
 one head of a token then, and the rows of a tile are PACK heads of 64 // PACK tokens for each warpgroup. Requests of few
-tokens fill their tiles that way. Where PACK is more than a KV head has, the last rows of each token are left unused.
+tokens fill their tiles that way. Where PACK is more than a KV head has, the last rows of each token are left unused;
+where it does not divide 64, the last rows of each warpgroup, which then loads its queries itself: boxes have a power of
+2 of heads.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from vattn.kernels.hopper.compat import as_tiles, block_barrier, let_next_kernel_start
 from vattn.kernels.hopper.prefill.convert import convert
-from vattn.kernels.hopper.prefill.load import GROUP_ROWS, WORDS, produce
+from vattn.kernels.hopper.prefill.load import GROUP_ROWS, WORDS, load_queries, produce
 from vattn.kernels.hopper.prefill.ping_pong import BARRIERS, own_end_of, pass_tiles, ping_pong_signal, ping_pong_wait
 from vattn.kernels.hopper.prefill.softmax import (
     LOWEST,
@@ -57,7 +59,8 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
     (
         output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale, v_scale, scale,
         soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full, key_empty, value_full,
-        value_empty, message_full, message_empty, partial_output, partial_stats,
+        value_empty, message_full, message_empty, partial_output, partial_stats, query_rows, query_stride,
+        query_head_stride,
     ) = arguments  # fmt: skip
     HEADS: gl.constexpr = SHAPE.HEADS
     D: gl.constexpr = SHAPE.D
@@ -89,6 +92,9 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
     QUERY: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=DEPTH // 8)
     TOKENS: gl.constexpr = GROUP_ROWS // PACK
     FILLED: gl.constexpr = PACK if PACK <= GROUP else GROUP
+    OWN_LOADS: gl.constexpr = GROUP_ROWS % PACK != 0
+    # Results are placed by the rows of a tile, or of this warpgroup where these are not all used.
+    PLACE: gl.constexpr = 0 if OWN_LOADS else GROUP_INDEX
     raw_query = queries.index(GROUP_INDEX)
     if CACHE == "widened":
         query = as_tiles(raw_query, gl.float16, 1, [GROUP_ROWS, D], gl.NVMMASharedLayout(128, 16, 2)).index(0)
@@ -105,6 +111,11 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
     )
     while rows > 0:
         head = head_of(packed, SHAPE.SPLIT) * FILLED
+        own_row = first_row
+        own_rows = rows
+        if OWN_LOADS:
+            own_row += GROUP_INDEX * TOKENS
+            own_rows = gl.minimum(rows - GROUP_INDEX * TOKENS, TOKENS)
         if first < end:
             position = tile_position + GROUP_INDEX * TOKENS
             own_end = own_end_of(position, rows, first, end, GROUP_INDEX, TOKENS, N)
@@ -120,7 +131,13 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
             # Of what `cap_scores` returns, in base 2.
             weight_scale = 2.0 * soft_cap if SOFT_CAP else head_scale
 
-            mbarrier.wait(query_full.index(GROUP_INDEX), used & 1)
+            if OWN_LOADS:
+                load_queries(
+                    query_rows, raw_query, first_row, rows, head, query_stride, query_head_stride, GROUP_INDEX, PACK,
+                    SHAPE.SIZE, D,
+                )  # fmt: skip
+            else:
+                mbarrier.wait(query_full.index(GROUP_INDEX), used & 1)
             if CACHE == "widened":
                 widen_query(raw_query, D, MODEL == gl.bfloat16)
             stage = step % STAGES
@@ -182,7 +199,8 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
                 step += 1
             if LONG_PING_PONG:
                 ping_pong_signal(NEXT)
-            mbarrier.arrive(query_empty.index(GROUP_INDEX), count=1)
+            if not OWN_LOADS:
+                mbarrier.arrive(query_empty.index(GROUP_INDEX), count=1)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
             mbarrier.arrive(value_empty.index(step % STAGES), count=1)
             step += 1
@@ -199,11 +217,9 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
                         GROUP_INDEX, SHAPE.GROUPS, HEADS, SHAPE.SIZE, PACK, FILLED,
                     )  # fmt: skip
                 else:
-                    finish_rows(
-                        written, acc, log_maximum, total, first_row, rows, head, SHAPE, GROUP_INDEX, BITS, DIRECT
-                    )
+                    finish_rows(written, acc, log_maximum, total, own_row, own_rows, head, SHAPE, PLACE, BITS, DIRECT)
             else:
-                finish_rows(written, acc, log_maximum, total, first_row, rows, head, SHAPE, GROUP_INDEX, BITS, DIRECT)
+                finish_rows(written, acc, log_maximum, total, own_row, own_rows, head, SHAPE, PLACE, BITS, DIRECT)
         elif SHAPE.SPLIT:
             if slot_of(packed) >= 0:
                 nothing = gl.zeros([GROUP_ROWS, D], gl.float32, RESULT)
@@ -214,9 +230,9 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
                     PACK, FILLED,
                 )  # fmt: skip
             else:
-                store_nothing(written, seq_len, first_row, rows, head, SHAPE, GROUP_INDEX, RESULT, ROW, DIRECT)
+                store_nothing(written, seq_len, own_row, own_rows, head, SHAPE, PLACE, RESULT, ROW, DIRECT)
         else:
-            store_nothing(written, seq_len, first_row, rows, head, SHAPE, GROUP_INDEX, RESULT, ROW, DIRECT)
+            store_nothing(written, seq_len, own_row, own_rows, head, SHAPE, PLACE, RESULT, ROW, DIRECT)
         message += 1
         rows, first_row, tile_position, seq_len, first, end, packed = receive(
             messages, message_full, message_empty, message, 4
@@ -229,12 +245,13 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
 def prefill_kernel(
     query_boxes, key_boxes, value_boxes, output, lse, block_scale, partial_output, partial_stats, sinks, q_scale,
     k_scale, v_scale, output_scale, scale_stride, group_stride, schedule, counter, block_table, table_stride,
-    table_width, num_blocks, query_head_stride, scale, soft_cap, SHAPE: gl.constexpr, EARLY: gl.constexpr,
-    num_warps: gl.constexpr,
+    table_width, num_blocks, query_rows, query_stride, query_head_stride, scale, soft_cap, SHAPE: gl.constexpr,
+    EARLY: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend every row of the schedule; see the module's description.
 
     SHAPE: a `shape.Shape`.
+    query_rows, query_stride: the queries, where warpgroups load them themselves.
     EARLY: the next kernel may start while this one runs; it must wait for this one's end before it ends itself.
     """
     D: gl.constexpr = SHAPE.D
@@ -296,7 +313,8 @@ def prefill_kernel(
     consumer = (
         output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale, v_scale, scale,
         soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full, key_empty, value_full,
-        value_empty, message_full, message_empty, partial_output, partial_stats,
+        value_empty, message_full, message_empty, partial_output, partial_stats, query_rows, query_stride,
+        query_head_stride,
     )  # fmt: skip
     converter = (
         raw_keys, raw_values, keys, values, messages, raw_key_full, raw_key_empty, raw_value_full, raw_value_empty,

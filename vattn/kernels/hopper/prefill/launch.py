@@ -71,7 +71,8 @@ class TileConfig:
 
     Attributes:
         groups: consumer warpgroups of a CTA, 64 rows each.
-        pack: 1, or the query heads of a KV head, which are rows of one tile then, rounded up to a divisor of 64.
+        pack: 1, or the query heads of a KV head, which are rows of one tile then. Rounded up to a divisor of 64 some
+            rows of each token stay unused; else a few of each warpgroup, whose queries take longer to load.
         converters: warps that convert an FP8 cache, 0 for as many as were best.
         keys: tokens of a key tile, 0 for as many as `key_tile` says.
         residents: CTAs that share a multiprocessor: more than one for one warpgroup and heads of 64 alone; where a
@@ -94,7 +95,7 @@ class TileConfig:
     @property
     def tokens(self) -> int:
         """Tokens of a row tile."""
-        return GROUP_ROWS.value * self.groups // self.pack
+        return GROUP_ROWS.value // self.pack * self.groups
 
 
 def columns_of(config: AttentionConfig) -> int:
@@ -111,6 +112,12 @@ def packs(config: AttentionConfig) -> int:
 def padded_pack(config: AttentionConfig) -> int:
     """Return how many rows of a tile the heads of a group take if some may stay unused; 1 for too many heads."""
     return triton.next_power_of_2(config.group_size) if config.group_size <= GROUP_ROWS.value else 1
+
+
+def full_pack(config: AttentionConfig) -> int:
+    """Return how many rows of a tile the heads of a group take if as many tokens as possible are to fit in; else 1."""
+    group, padded = config.group_size, padded_pack(config)
+    return group if padded > 1 and GROUP_ROWS.value // group > GROUP_ROWS.value // padded else padded
 
 
 def choose_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int, processors: int) -> TileConfig:
@@ -291,15 +298,19 @@ def launch(
     # Layers share the schedule, so what hands out its row tiles is of this call. Parts are taken in turn.
     counter = torch.zeros(1, dtype=torch.int32, device=query.device) if partial is None else None
     items = items_of(config, query.shape[0], args.seq_lens.shape[0], tiles)
+    own_loads = bool(GROUP_ROWS.value % tiles.pack)
     late = partial is None and takes_late(config, tiles, items, ctas)
     arguments = {
-        "query_boxes": query_boxes(query, tiles.pack), "key_boxes": cache_boxes(key, config, tiles, kind),
-        "value_boxes": cache_boxes(value, config, tiles, kind), "output": as_bytes(output), "lse": args.lse,
+        "query_boxes": query_boxes(query, 1 if own_loads else tiles.pack),
+        "key_boxes": cache_boxes(key, config, tiles, kind), "value_boxes": cache_boxes(value, config, tiles, kind),
+        "output": as_bytes(output), "lse": args.lse,
         "block_scale": scales, "scale_stride": strides[0], "group_stride": strides[1], "sinks": args.sinks,
         "q_scale": args.q_scale, "k_scale": args.k_scale, "v_scale": args.v_scale, "output_scale": args.output_scale,
         "schedule": schedule, "counter": counter, "block_table": args.block_table,
         "table_stride": args.block_table.stride(0), "table_width": args.block_table.shape[1],
-        "num_blocks": key.shape[0], "query_head_stride": query.stride(1), "scale": scale, "soft_cap": soft_cap,
+        "num_blocks": key.shape[0], "query_rows": query if own_loads else None,
+        "query_stride": query.stride(0) if own_loads else None, "query_head_stride": query.stride(1), "scale": scale,
+        "soft_cap": soft_cap,
     }  # fmt: skip
     arguments |= {name: partial[name] if partial else None for name in ("partial_output", "partial_stats")}
     shape = shape_of(config, tiles, late, kind)._replace(SPLIT=partial is not None)

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from vattn.kernels.hopper.compat import as_boxes, as_words, load_box
+from vattn.kernels.hopper.compat import as_boxes, as_words, block_barrier, load_box
 from vattn.kernels.hopper.prefill.tile_queue import announce, head_of, read_word
 
 GROUP_ROWS = gl.constexpr(64)
@@ -71,6 +71,31 @@ def load_tile(
 
 
 @gluon.jit
+def load_queries(
+    query, memory, first_row, rows, head, stride, head_stride, GROUP_INDEX: gl.constexpr, PACK: gl.constexpr,
+    SIZE: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """Load a warpgroup's queries, PACK heads of each of its tokens of a tile of `rows`; behind these the last again."""
+    EACH: gl.constexpr = 128 // query.dtype.element_ty.primitive_bitwidth
+    THREADS: gl.constexpr = D // EACH
+    layout: gl.constexpr = gl.BlockedLayout([1, EACH], [32 // THREADS, THREADS], [4, 1], [1, 0])
+    row = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, layout))
+    column = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
+    token = first_row + gl.minimum(GROUP_INDEX * (GROUP_ROWS // PACK) + row // PACK, rows - 1)
+    places = token.to(gl.int64) * stride + (head + row % PACK) * head_stride
+    pointers = query + places[:, None] + column[None, :]
+    if SIZE < D:
+        values = gl.load(pointers, mask=(row[:, None] >= 0) & (column < SIZE)[None, :], other=0.0)
+    else:
+        values = gl.load(pointers)
+    # Products of the tile before have read what was there.
+    block_barrier()
+    memory.store(values)
+    fence_async_shared()
+    block_barrier()
+
+
+@gluon.jit
 def produce(arguments, SHAPE: gl.constexpr):
     """Take row tiles from the counter, or in turn, announce them, and load their queries, keys and values."""
     (
@@ -123,7 +148,7 @@ def produce(arguments, SHAPE: gl.constexpr):
                 first_row = read_word(fields.index(1), 1)
                 seq_len = read_word(fields.index(4), 1)
                 head = head_of(read_word(fields.index(7), 1), SHAPE.SPLIT) * FILLED
-                for group in gl.static_range(GROUPS):
+                for group in gl.static_range(0 if GROUP_ROWS % PACK else GROUPS):
                     mbarrier.wait(query_empty.index(group), (used & 1) ^ 1)
                     mbarrier.expect(query_full.index(group), QUERY_BYTES)
                     if PACK == 1 and SHAPE.SIZE == D:

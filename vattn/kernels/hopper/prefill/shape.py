@@ -13,7 +13,8 @@ class Shape(NamedTuple):
         D: columns of a head in shared memory, zeros behind SIZE.
         USED: columns of queries and keys that are multiplied, SIZE and what fills up an instruction.
         KV_GROUP: KV heads with row tiles that run together.
-        PACK: rows of a token in one tile: 1, or as many as its KV head has query heads, or more.
+        PACK: rows of a token in one tile: 1, or as many as its KV head has query heads, or more. If it does not divide
+            64, warpgroups load their queries themselves.
         KEYS: tokens of a key tile.
         BLOCK_SIZE: of the cache.
         BOX: tokens of a box, which is part of one block and of one key tile.

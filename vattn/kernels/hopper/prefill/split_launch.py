@@ -50,20 +50,21 @@ def choose_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int) -> Til
 
     A warpgroup without rows of its own costs little; more rows than on average are a prompt as a rule.
     """
-    pack, drafts = pack_of(config, num_tokens, num_reqs), num_tokens <= MOST_DRAFTS * num_reqs
-    groups = 1 if drafts and -(-num_tokens // num_reqs) * pack <= GROUP_ROWS.value else 2
-    return TileConfig(groups, pack, ahead=True, together=config.num_kv_heads)
+    rows, padded = -(-num_tokens // num_reqs), prefill_launch.padded_pack(config)
+    if num_tokens <= MOST_DRAFTS * num_reqs and rows * padded <= GROUP_ROWS.value:
+        return TileConfig(1, padded, ahead=True, together=config.num_kv_heads)
+    return TileConfig(2, pack_of(config, num_tokens, num_reqs), ahead=True, together=config.num_kv_heads)
 
 
 def pack_of(config: AttentionConfig, num_tokens: int, num_reqs: int) -> int:
     """Return how many rows of a tile the heads of a group are to take, with some unused if that saves tiles.
 
-    A request of r rows has about `r * pack / 128 + 1 / 2` tiles of packed heads, and `r / 128 + 1 / 2` for each head.
+    A request of r rows has about `r / tokens + 1 / 2` tiles of packed heads, and `r / 128 + 1 / 2` for each head.
     """
-    group, padded = config.group_size, prefill_launch.padded_pack(config)
-    if padded == 1 or padded == group:
-        return padded
-    return padded if num_tokens * (padded - group) <= num_reqs * GROUP_ROWS.value * (group - 1) else 1
+    group, pack = config.group_size, prefill_launch.full_pack(config)
+    tokens = TileConfig(2, pack).tokens
+    unused = 2 * GROUP_ROWS.value - group * tokens
+    return pack if num_tokens * unused <= num_reqs * GROUP_ROWS.value * (group - 1) * tokens else 1
 
 
 def items_of(config: AttentionConfig, num_tokens: int, num_reqs: int) -> int:

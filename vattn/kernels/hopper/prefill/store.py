@@ -154,25 +154,27 @@ def store_part(
 
     `reduce_kernel` merges them: fp32 `[slots, tokens of a tile, H, SIZE]`, and `[slots, tokens of a tile, H, 2]`.
     """
-    TOKENS: gl.constexpr = GROUPS * GROUP_ROWS // PACK
+    TOKENS: gl.constexpr = GROUP_ROWS // PACK
     D: gl.constexpr = acc.shape[1]
-    row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, acc.type.layout))
+    first = (slot * GROUPS + GROUP_INDEX) * TOKENS
+    own_rows = gl.minimum(rows - GROUP_INDEX * TOKENS, TOKENS)
+    row = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, acc.type.layout))
     column = gl.arange(0, D, layout=gl.SliceLayout(0, acc.type.layout))
-    mask = is_stored(row, rows, PACK, FILLED)[:, None]
+    mask = is_stored(row, own_rows, PACK, FILLED)[:, None]
     if SIZE < D:
         mask = mask & (column < SIZE)[None, :]
-    place = (slot * TOKENS + tokens_of(row, PACK)).to(gl.int64) * HEADS + head + row % PACK
+    place = (first + tokens_of(row, PACK)).to(gl.int64) * HEADS + head + row % PACK
     gl.store(partial_output + place[:, None] * SIZE + column[None, :], acc, mask=mask)
-    row = GROUP_INDEX * GROUP_ROWS + gl.arange(0, GROUP_ROWS, layout=maximum.type.layout)
-    place = (slot * TOKENS + tokens_of(row, PACK)).to(gl.int64) * HEADS + head + row % PACK
-    inside = is_stored(row, rows, PACK, FILLED)
+    row = gl.arange(0, GROUP_ROWS, layout=maximum.type.layout)
+    place = (first + tokens_of(row, PACK)).to(gl.int64) * HEADS + head + row % PACK
+    inside = is_stored(row, own_rows, PACK, FILLED)
     gl.store(partial_stats + place * 2, maximum, mask=inside)
     gl.store(partial_stats + place * 2 + 1, total, mask=inside)
 
 
 @gluon.jit
 def is_stored(row, rows, PACK: gl.constexpr, FILLED: gl.constexpr):
-    """Return which rows of a tile are of its `rows` tokens and of a head."""
+    """Return which rows of a warpgroup are of its `rows` tokens and of a head."""
     inside = tokens_of(row, PACK) < rows
     if FILLED < PACK:
         inside = inside & (row % PACK < FILLED)
