@@ -109,7 +109,7 @@ def parts_of(
     schedule = torch.full((2 + most + 3 * tiles, 8), -99, dtype=torch.int32, device=DEVICE)
     split_plan_kernel[(1,)](
         starts, torch.empty_like(starts), lengths, schedule, len(query_lens), num_tokens, tiles, most, ctas,
-        WINDOW=window, ROWS=row_tile, KEYS=KEY_TILE, CHUNK=16, REQUESTS=16, LEAST=2,
+        WINDOW=window, ROWS=row_tile, KEYS=KEY_TILE, CHUNK=16, REQUESTS=16, LEAST=2, MERGING=1,
     )  # fmt: skip
     items, splits, *padded = schedule[0, :4].tolist()
     assert padded == [2**31 - 1, 0]

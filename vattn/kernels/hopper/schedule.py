@@ -35,7 +35,7 @@ SHARES_COST = tl.constexpr(3.0)
 @triton.jit
 def choose_chunk(
     units_of: tl.constexpr, source, num_reqs, ctas, waves_of_requests, RULE: tl.constexpr, ITEM_COST: tl.constexpr,
-    LEAST: tl.constexpr, REQUESTS: tl.constexpr, SHARES: tl.constexpr = True,
+    LEAST: tl.constexpr, REQUESTS: tl.constexpr,
 ):  # fmt: skip
     """Return how many units an item may have, 0 for even shares, and the units of all requests.
 
@@ -44,7 +44,6 @@ def choose_chunk(
         waves_of_requests: waves that one item per request takes; `None`: of the requests that have units.
         ITEM_COST: units that an item costs on top of its own.
         LEAST: units of a part below which merging costs more than splitting saves; 0: none are.
-        SHARES: whether even shares may be chosen.
     """
     longest = tl.full([], 1, tl.int32)
     total = tl.zeros([], tl.int32)
@@ -81,9 +80,7 @@ def choose_chunk(
         shares = tl.where(ideal < LEAST, float("inf"), shares)
     best = tl.argmin(chunks, 0)
     chunk = tl.sum(tl.where(tl.arange(0, WAVES) == best, low, 0), 0)
-    if SHARES:
-        chunk = tl.where(shares < tl.min(chunks, 0), 0, chunk)
-    return chunk, total
+    return tl.where(shares < tl.min(chunks, 0), 0, chunk), total
 
 
 @triton.jit

@@ -33,7 +33,10 @@ MOST_DRAFTS = 16
 """Rows of a request, on average, that are drafts as a rule."""
 
 LEAST_KEYS = 256
-"""Of a part: merging shorter ones costs more than splitting saves."""
+"""Of a part."""
+
+MERGED_KEYS = 192
+"""That a warpgroup attends in the time that its partial results take to be written and read again, for a whole tile."""
 
 MOST_WHOLE_TOKENS = 512
 """That block tables may have room for, up to which row tiles stay whole: no kernel follows then."""
@@ -102,7 +105,7 @@ def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, num_tokens
     constants = {
         "WINDOW": config.sliding_window or 0, "ROWS": tiles.tokens, "KEYS": keys, "CHUNK": 128,
         "REQUESTS": min(128, triton.next_power_of_2(max(num_reqs, 16))), "LEAST": max(1, LEAST_KEYS // keys),
-        "num_warps": 8,
+        "MERGING": MERGED_KEYS * tiles.groups // keys, "num_warps": 8,
     }  # fmt: skip
     launch_again(split_plan_kernel, (1,), arguments, constants)
 

@@ -15,31 +15,72 @@ import triton
 import triton.language as tl
 
 from vattn.kernels.hopper.prefill.schedule import plan_tiles
-from vattn.kernels.hopper.schedule import MOST_UNITS, behind, choose_chunk
+from vattn.kernels.hopper.schedule import MOST_UNITS, WAVES, behind
 
-ITEM_COST = tl.constexpr(2.0)
-"""Key tiles that opening and closing an item costs, and its partial result."""
+ITEM_COST = tl.constexpr(1)
+"""Key tiles that opening and closing an item costs."""
+
+CANDIDATES = tl.constexpr(8)
+"""Lengths of parts that are compared: the first and the last ones split nothing, `WAVES` others fill so many waves."""
 
 
 @triton.jit
-def units_of_tiles(source, index, inside, RULE: tl.constexpr):
+def units_of_tiles(tiles, most_units, index, inside):
     """Return how many key tiles row tiles see, one at least; 0 outside."""
-    tiles, most_units = source
     record = tiles + (1 + index) * 8
     keys = tl.load(record + 6, mask=inside, other=0) - tl.load(record + 5, mask=inside, other=0)
     return tl.where(inside, tl.minimum(tl.maximum(keys, 1), most_units), 0)
+
+
+@triton.jit
+def choose_part(tiles, most_units, total, ctas, LEAST: tl.constexpr, MERGING: tl.constexpr, CHUNK: tl.constexpr):
+    """Return how many key tiles a part of a row tile may have.
+
+    CTAs take the items in turn, those of the longest row tiles first, so a wave takes as long as its first item.
+    """
+    longest = tl.max(units_of_tiles(tiles, most_units, tl.arange(0, CHUNK), tl.arange(0, CHUNK) < total), 0)
+    longest = tl.maximum(longest, 1)
+    candidate = tl.arange(0, CANDIDATES)
+    is_split = (candidate > 0) & (candidate <= WAVES)
+    most_items = ((total + ctas - 1) // ctas + candidate - 1) * ctas
+    high = tl.zeros([CANDIDATES], tl.int32) + longest
+    low = tl.where(is_split, 1, high)
+    while tl.max(high - low, 0) > 0:
+        middle = (low + high) // 2
+        items = tl.zeros([CANDIDATES], tl.int32)
+        for start in range(0, total, CHUNK):
+            index = start + tl.arange(0, CHUNK)
+            units = units_of_tiles(tiles, most_units, index, index < total)
+            items += tl.sum((units[:, None] + middle[None, :] - 1) // middle[None, :], 0)
+        fits = (items <= most_items) | (low == high)
+        high = tl.where(fits, middle, high)
+        low = tl.where(fits, low, tl.minimum(middle + 1, high))
+    low = tl.maximum(low, tl.minimum(longest, LEAST))
+    cost = tl.zeros([CANDIDATES], tl.int32)
+    items = tl.zeros([CANDIDATES], tl.int32)
+    for start in range(0, total, CHUNK):
+        index = start + tl.arange(0, CHUNK)
+        units = units_of_tiles(tiles, most_units, index, index < total)
+        parts = (units[:, None] + low[None, :] - 1) // low[None, :]
+        first = items[None, :] + tl.cumsum(parts, 0) - parts
+        waves = (first + parts + ctas - 1) // ctas - (first + ctas - 1) // ctas
+        longest_of_wave = tl.minimum(units[:, None], low[None, :]) + ITEM_COST + MERGING * (parts > 1).to(tl.int32)
+        cost += tl.sum(waves * longest_of_wave, 0)
+        items += tl.sum(parts, 0)
+    return tl.sum(tl.where(candidate == tl.argmin(cost, 0), low, 0), 0)
 
 
 @triton.jit(do_not_specialize=["num_reqs", "num_tokens", "max_tiles", "max_items", "ctas"])
 def split_plan_kernel(
     query_start_loc, ordered, seq_lens, schedule, num_reqs, num_tokens, max_tiles, max_items, ctas,
     WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, REQUESTS: tl.constexpr,
-    LEAST: tl.constexpr,
+    LEAST: tl.constexpr, MERGING: tl.constexpr,
 ):  # fmt: skip
     """Write the schedule; one program.
 
     ctas: items that run at a time for each head.
-    LEAST: key tiles of a part below which merging costs more than splitting saves.
+    LEAST: key tiles of a part, at least.
+    MERGING: key tiles that writing and reading a part's results costs.
     """
     tiles = schedule + (1 + max_items + max_tiles) * 8
     total = plan_tiles(
@@ -47,8 +88,9 @@ def split_plan_kernel(
         REQUESTS,
     )  # fmt: skip
     tl.debug_barrier()
-    source = (tiles, MOST_UNITS // tl.maximum(total, 1))
-    chunk, _ = choose_chunk(units_of_tiles, source, total, ctas, None, 0, ITEM_COST, LEAST, CHUNK, False)
+    # Items of all row tiles together fit int32, and so does what they cost.
+    most_units = MOST_UNITS // tl.maximum(total, 1)
+    chunk = choose_part(tiles, most_units, total, ctas, LEAST, MERGING, CHUNK)
     num_items = 0
     num_splits = 0
     num_slots = 0
@@ -56,7 +98,7 @@ def split_plan_kernel(
         index = start + tl.arange(0, CHUNK)
         inside = index < total
         tile = tiles + (1 + index) * 8
-        units = units_of_tiles(source, index, inside, 0)
+        units = units_of_tiles(tiles, most_units, index, inside)
         parts = (units + chunk - 1) // chunk
         step = (units + parts - 1) // tl.maximum(parts, 1)
         is_split = (parts > 1).to(tl.int32)
