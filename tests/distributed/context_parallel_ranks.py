@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_modul
 
 import vattn
 from tests.support import poisoned_empty, relative_l2, unchanged, with_cache
+from vattn.backends.mla.registry import mla_backends
 from vattn.distributed import ContextParallel
 from vattn.distributed.combine import combine, combine_parts, gather_heads
 from vattn.errors import ConfigError, MetadataError, RankError, UnknownOptionError, VattnError
@@ -212,10 +213,41 @@ class LatentTwin(Pair):
 @case
 def latent_attention_equals_one_rank(rank: int, world: int) -> None:
     for interleave, name in ((1, "all_to_all"), (5, "reduce_scatter")):
-        twin = LatentTwin(ContextParallel.of(interleave=interleave, combine=name))
-        for seed, (queries, lengths) in enumerate(STEPS):
-            got, expected = twin.step(twin.layers[0], queries, lengths, seed)
-            compare(got, expected, 1e-5)
+        fp8 = {"cache_config": vattn.CacheConfig(cache_dtype="fp8"), "quant_config": vattn.QuantConfig(k_scale=0.05)}
+        for options in ({}, fp8):
+            twin = LatentTwin(ContextParallel.of(interleave=interleave, combine=name), **options)
+            for seed, (queries, lengths) in enumerate(STEPS):
+                got, expected = twin.step(twin.layers[0], queries, lengths, seed)
+                compare(got, expected, 1e-5)
+
+
+@case
+def latent_prompts_run_on_own_heads(rank: int, world: int) -> None:
+    """Each rank attends a prompt with its own heads; not padded steps, and not few rows of long contexts."""
+    twin, seen = LatentTwin(ContextParallel.of(interleave=3)), []
+    layer, builder = twin.layers[0], twin.builders[0]
+    backend = mla_backends()[layer.config.backend]
+    attend = backend.mla_attention
+
+    def watch(args: Any, config: Any) -> None:
+        seen.append((config.num_heads, config.context_parallel))
+        attend(args, config)
+
+    backend.mla_attention = watch
+    try:
+        for queries, lengths in (([30, 9], [30, 9]), ([1, 1], [31, 10])):
+            compare(*twin.step(layer, queries, lengths, 0), 1e-5)
+    finally:
+        del backend.mla_attention
+    # Every second call is of the layer that has no ranks.
+    assert seen[::2] == ([(HEADS // world, False), (HEADS, True)] if world > 1 else [(HEADS, True)] * 2)
+    for queries, lengths, options, gathers in (
+        ([3, 2], [50, 9], {}, True),
+        ([3, 2], [50, 9], {"num_tokens_padded": 8}, False),
+        ([2, 0, 0], [64, 64, 64], {}, False),
+    ):
+        step = builder.build(queries, lengths, BLOCKS[: len(queries)], **options)
+        assert (step.whole_blocks is not None) == (gathers and world > 1)
 
 
 class OfOneRank(nn.Module):
@@ -277,7 +309,9 @@ def compiled_layers_are_one_graph(rank: int, world: int) -> None:
             got, expected = twin.step(compiled, queries, lengths, seed)
             compare(got.view_as(expected), expected, 1e-5)
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        assert graphs[0] == 1 and graphs[-1] <= 2, f"graphs after each step: {graphs}"
+        # Latent prompts are a graph of their own.
+        most = 2 + isinstance(twin, LatentTwin)
+        assert graphs[0] == 1 and graphs[-1] == graphs[-2] <= most, f"graphs after each step: {graphs}"
 
 
 def inductor_quantises_behind_the_combine(rank: int, world: int) -> None:

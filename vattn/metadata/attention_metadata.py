@@ -127,6 +127,9 @@ class AttentionMetadata:
         local_seq_lens: int32 `[B]`, how many of each request's tokens this rank holds, under context parallelism:
             table and slots count these only (slots of other ranks' tokens are -1), everything else the whole request.
         state_slots: int32 `[B]`, where layers that keep a state for each request have it; 0 for padded requests.
+        whole_blocks, whole_rows, whole_table: int64 `[N]`, int64 `[M]` and int32 `[B, W]`, in steps with prompts of
+            latent attention under context parallelism: the blocks that each rank sends, which rows of all that are sent
+            make whole blocks, and the table of those.
         plans: schedules by `Backend.plan_key`, filled once a step; a layer without one plans for itself. Beside the
             schedule of a backend that plans on the host, under `host_plan_key`, int64 on the CPU.
         num_reqs, num_actual_tokens: real requests and tokens, without the builder's padding.
@@ -159,6 +162,9 @@ class AttentionMetadata:
     suffix_block_table: Tensor | None = None
     local_seq_lens: Tensor | None = None
     state_slots: Tensor | None = None
+    whole_blocks: Tensor | None = None
+    whole_rows: Tensor | None = None
+    whole_table: Tensor | None = None
     plans: dict[str, Tensor] = field(default_factory=dict)
     num_reqs: int = 0
     num_actual_tokens: int = 0
@@ -238,7 +244,7 @@ class AttentionMetadata:
         if "torch._dynamo" not in sys.modules:
             return
         for name, tensor in self.tensors().items():
-            mark_once(tensor, *([0, 1, 2] if name == "tree_bias" else [0]))
+            mark_once(tensor, *_VARYING.get(name, (0,)))
 
     def check(self, block_size: int, num_blocks: int | None = None) -> None:
         """Test what only a device sync can tell; for tests and debugging.
@@ -294,7 +300,12 @@ _DTYPES = {
     "tree_bias": torch.float32,
     "cross_slot_mapping": torch.int64,
     "logits_indices": torch.int64,
+    "whole_blocks": torch.int64,
+    "whole_rows": torch.int64,
 }
+
+_VARYING = {"tree_bias": (0, 1, 2), "whole_table": (0, 1)}
+"""Dimensions that vary from step to step, where it is not the first one alone."""
 
 _ANY_INDEX = (
     "query_start_loc", "seq_lens", "block_table", "slot_mapping", "positions", "encoder_seq_lens", "cross_block_table",

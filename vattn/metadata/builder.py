@@ -42,6 +42,7 @@ from vattn.metadata.staging import Staging, StepBuffers
 from vattn.metadata.state_slots import num_state_slots, read_state_slots
 from vattn.metadata.step import Limits, Step
 from vattn.metadata.tensor_step import read_tensor_step
+from vattn.metadata.whole_keys import find_whole_keys, gathers_keys
 
 
 class AttentionMetadataBuilder:
@@ -161,6 +162,7 @@ class AttentionMetadataBuilder:
         with torch.inference_mode(False):
             self._allocate()
             self._plans = StepPlans(found, self._limits, self.device)
+        self._gathers_keys = any(getattr(layer, "gathers_keys", False) for layer in given)
         self._conflicts = BlockConflicts(self.num_blocks, found.reaches)
         self._builds = itertools.count()
         self._lineage = Lineage(CacheBindings(found.bound, cache_kind), self.num_blocks)
@@ -293,6 +295,13 @@ class AttentionMetadataBuilder:
             if not step.packed:
                 metadata.plans = self._plans.views(padded_tokens, padded_reqs)
             self._derived.describe(metadata, step, num_encoder_tokens_padded, num_logits_padded)
+            sizes = num_reqs_padded, num_tokens_padded
+            # Steps of given sizes are for graphs, and the numbers of these keys vary.
+            if self._gathers_keys and sizes == (None, None) and gathers_keys(step):
+                shard = self._limits.dcp_shard
+                assert shard is not None
+                keys = find_whole_keys(step, shard, self.block_size, padded_reqs, self.device)
+                metadata.whole_blocks, metadata.whole_rows, metadata.whole_table = keys
             if capture_key is not None:
                 refuse_contradiction(capture_key, metadata.capture_key())
         if parallel is not None:

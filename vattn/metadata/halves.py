@@ -19,6 +19,7 @@ _BY_REQUEST = (
     "local_seq_lens", "state_slots",
 )  # fmt: skip
 _BY_TOKEN = ("slot_mapping", "positions")
+_WHOLE_KEYS = ("whole_blocks", "whole_rows", "whole_table")
 _SHARED_PREFIX = ("prefix_lens", "prefix_start_loc", "suffix_lens", "suffix_block_table")
 
 
@@ -74,7 +75,9 @@ def half_of(step: Metadata, decodes: bool) -> Metadata | None:
     )
     own = HostLengths(host.query_lens[requests], host.seq_lens[requests], host.decode_threshold)
     changed: dict[str, Any] = {name: _part(getattr(step, name), requests) for name in _BY_REQUEST}
-    changed |= {name: _part(getattr(step, name), rows) for name in _BY_TOKEN} | dict.fromkeys(_SHARED_PREFIX)
+    changed |= {name: _part(getattr(step, name), rows) for name in _BY_TOKEN} | dict.fromkeys(
+        _SHARED_PREFIX + _WHOLE_KEYS
+    )
     without = "prefill" if decodes else "decode"
     changed |= {f"num_{without}s": 0, f"num_{without}_tokens": 0}
     part = replace(

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vattn.cache.layout import row_view
+from vattn.config.mla import MLAConfig
 from vattn.distributed.group import ContextParallel
 from vattn.errors import ConfigError, MetadataError, UnsupportedRequestError
 from vattn.layers.base.step import Args, LayerResult, with_own_result
@@ -169,4 +171,35 @@ def attend_parts(
         result.output,
         result.block_scale,
         layer.output_scale,
+    )
+
+
+def whole_arguments(
+    args: MLAAttentionArgs, metadata: AttentionMetadata, config: MLAConfig, encoded: str, parallel: ContextParallel
+) -> MLAAttentionArgs:
+    """Gather the latents of a step's requests, and return arguments for this rank's heads over them.
+
+    Args:
+        args: with this rank's queries and output, and the cache and weights of the layer.
+        config, encoded: of these heads over a cache of all tokens, and as the op takes it.
+    """
+    blocks, rows, table = metadata.whole_blocks, metadata.whole_rows, metadata.whole_table
+    assert blocks is not None and rows is not None and table is not None and args.kv_b_weight is not None
+    cache, heads = args.kv_cache, config.num_heads
+    stored = row_view(cache, config)
+    # Not every device indexes FP8 tensors, and not every collective sends them.
+    stored = stored.view(torch.uint8) if stored.dtype.itemsize == 1 else stored
+    sent = stored.index_select(0, blocks).flatten(0, 1)
+    ops = torch.ops._c10d_functional
+    gathered = ops.wait_tensor(ops.all_gather_into_tensor(sent, parallel.world_size, parallel.group_name))
+    whole = gathered.index_select(0, rows).unflatten(0, (-1, config.block_size))
+    whole = whole.flatten(1) if config.packed else whole
+    own = slice(parallel.rank * heads, (parallel.rank + 1) * heads)
+    return args._replace(
+        kv_cache=whole.view(cache.dtype) if whole.dtype != cache.dtype else whole,
+        block_table=table,
+        kv_b_weight=args.kv_b_weight[own],
+        local_seq_lens=None,
+        plan=[],
+        config=encoded,
     )

@@ -13,6 +13,7 @@ from vattn.cache.layout import mla_cache_dtype, mla_cache_shape, separate, shape
 from vattn.cache.memory import CacheMemory
 from vattn.cache.specs import KVCacheSpec, MLAAttentionSpec
 from vattn.config.attention import CacheConfig
+from vattn.config.dcp import without_dcp
 from vattn.config.mla import DECODE_THRESHOLD, MLAConfig
 from vattn.config.typed import typed_on_error
 from vattn.distributed.group import ContextParallel
@@ -111,6 +112,9 @@ class BoundLatents(OwnBuffers):
             check_context_parallel(self, num_heads, v_head_dim, {})
             self._request.update(partial_request(context_parallel))
         self._op_config = ""
+        self._own_heads: MLAConfig | None = None
+        """Of this rank's heads over a cache of all tokens, where steps with prompts run so."""
+        self._own_op_config = ""
         self._plan_key = ""
         self._weights_read: tuple[TensorState, ...] | None = None
         # Buffers made in inference mode could not be loaded outside of it.
@@ -319,10 +323,29 @@ class BoundLatents(OwnBuffers):
         note_format(storage, config)
         self.num_blocks = blocks
         self._op_config = config.encode()
+        self._own_heads = self._config_of_own_heads(config, storage.device)
+        self._own_op_config = "" if self._own_heads is None else self._own_heads.encode()
         self._plan_key = selector.choose(config, storage.device).plan_key(config)  # type: ignore[arg-type]
         self._buffers["workspace"] = workspace
         for name, buffer in self._own_buffers().items():
             self._buffers[name] = buffer.to(storage.device)
+
+    def _config_of_own_heads(self, config: MLAConfig, device: torch.device) -> MLAConfig | None:
+        parallel = self.context_parallel
+        if parallel is None or parallel.world_size == 1 or not parallel.group_name or self.use_sparse:
+            return None
+        heads, fmt = self.num_heads // parallel.world_size, self.quant_config.output_format
+        own: MLAConfig = without_dcp(config).replace(num_heads=heads, lse=False, output_format=fmt)
+        try:
+            selector.choose(own, device, self.prefix)
+        except UnsupportedRequestError:
+            return None
+        return own
+
+    @property
+    def gathers_keys(self) -> bool:
+        """Whether the ranks gather the latents of steps with prompts; builders prepare it."""
+        return self._own_heads is not None
 
     def _calculate_scale(self, update: MLACacheUpdateArgs) -> None:
         """Set the scale of the cache from the first step that has a real token, before anything of it is written."""

@@ -12,7 +12,7 @@ from vattn.backends.mla.registry import mla_backends
 from vattn.config.arguments import read_count
 from vattn.errors import ConfigError
 from vattn.layers.base.checks import check_bound, check_inputs, check_no_gradients
-from vattn.layers.base.dcp import all_heads, attend_parts, check_step_ranks, partial_arguments
+from vattn.layers.base.dcp import all_heads, attend_parts, check_step_ranks, partial_arguments, whole_arguments
 from vattn.layers.base.step import LayerResult, split_heads
 from vattn.layers.mla.arguments import latent_rows, listed_positions, plain_step
 from vattn.layers.mla.cache_binding import BoundLatents
@@ -155,7 +155,11 @@ class MLAAttention(BoundLatents):
                 kv_c_normed, k_pe, rotary.cos, rotary.sin, rotary.positions, cache, slots, rotary.norm_weight,
                 self.k_scale, rope, config,
             )  # fmt: skip
-        if parallel is not None:
+        if metadata.whole_blocks is not None and self._own_heads is not None:
+            assert parallel is not None
+            encoded = noted(self._own_op_config)
+            torch.ops.vattn.mla_attention(*whole_arguments(args, metadata, self._own_heads, encoded, parallel))
+        elif parallel is not None:
             attend_parts(torch.ops.vattn.mla_attention, args, q, result, self, self.v_head_dim)
         else:
             torch.ops.vattn.mla_attention(*args)
