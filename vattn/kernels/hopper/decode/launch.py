@@ -53,8 +53,12 @@ FEW_REQUESTS = 4
 MOST_CHUNKS = 3
 """Of a request whose rows the decode kernel attends in a step of two kernels."""
 
-LEAST_WHOLE_WAVE, MOST_WHOLE_TOKENS = 7 / 8, 1024
-"""Share of the card that requests which stay whole have to fill; tokens that their block tables may have room for."""
+LEAST_WHOLE_WAVE = 7 / 8
+"""Share of the card that requests which stay whole have to fill, by a schedule."""
+
+WHOLE_SHARE, MOST_WHOLE_TOKENS = 4 / 5, 1024
+"""Without a schedule: share of the card that requests fill whose block tables may have room for so many tokens. Those
+that fill less may have as much less: splitting them would save less time than a schedule and a reduction take."""
 
 HOPPER_MULTIPROCESSORS, MANY_WAVES = 132, 3.5
 """For which waves were timed; and of those so many that what the last one leaves idle is little."""
@@ -142,15 +146,16 @@ def _fills_waves(num_reqs: int, num_kv_heads: int) -> bool:
 def whole_tuning(args: AttentionArgs, config: AttentionConfig) -> Tuning | None:
     """Return the tuning of a step that `accepts` took if every request is to have CTAs of its own, else `None`.
 
-    One wave of CTAs that fills the card needs no splits, and so no schedule before its keys and no kernel after it.
+    One wave of CTAs that fills the card, or is short, needs no splits: no schedule before its keys, no kernel after.
     How evenly it does is not known here; block tables without room for long requests bound that.
     """
     num_reqs, room = args.seq_lens.shape[0], args.block_table.shape[1] * config.block_size
     plain = config.kv_cache_dtype not in QUANTISED_CACHES
     fits = config.num_kv_heads % 2 == 0 and columns_of(config.head_size) in SPECULATIVE_COLUMNS
-    if not fits or room > MOST_WHOLE_TOKENS or args.query.shape[0] != num_reqs:
+    if not fits or args.query.shape[0] != num_reqs:
         return None
-    if not LEAST_WHOLE_WAVE <= num_reqs * config.num_kv_heads / 2 / devices.multiprocessors(args.query.device) <= 1:
+    share = num_reqs * config.num_kv_heads / 2 / devices.multiprocessors(args.query.device)
+    if share > 1 or room > MOST_WHOLE_TOKENS * min(1, share / WHOLE_SHARE):
         return None
     stages = 512 // (columns_of(config.head_size) * KV_FORMATS[config.kv_cache_dtype].element_size) if plain else 4
     return Tuning(2, stages, 1, slots=4, overlap=True, max_registers=128, whole=True)
