@@ -344,10 +344,3 @@ def _along(name: str, node: Node, weights: Tensor, made: Any) -> Any:
     keep = isinstance(made, Tensor) or made[0].dim() == weights.dim()
     total = weights.sum(dim, keep)
     return tuple(total.expand(each.shape) for each in made) if isinstance(made, (tuple, list)) else total
-
-
-def only_scales(node: Node) -> bool:
-    """Return whether a node multiplies, divides, widens or moves what it reads."""
-    name = op_name(node.target)
-    narrows = name in CASTS and dtype_of(node) not in (torch.float32, torch.float64)
-    return name in _SCALING | MOVES | {"neg"} or (name in CASTS and not narrows)

@@ -154,15 +154,10 @@ class ScaleProver(Prover):
             wanted = self.way.factors(every, self.scale_of(env))
             for node, got in made.items():
                 if isinstance(got, Tensor) and got.is_floating_point():
-                    fits[node] = {
-                        name
-                        for name in fits.get(node, wanted)
-                        if (proof.same_scaled if name == "unrounded" else same_bits)(got.float(), wanted[name])
-                    }
-        good = {node for node in small if fits.get(node, set()) - {"unrounded"}} | maxima.keys()
-        for node in small:
-            known = all(source in good or source in self.constants for source in node.all_input_nodes)
-            if known and proof.only_scales(node):
+                    fits[node] = {name for name in fits.get(node, wanted) if _fits(name, got, wanted[name])}
+        good = {node for node, names in fits.items() if names - {"unrounded"}} | maxima.keys()
+        for node in small:  # the bytes of scales
+            if op_name(node.target) in proof.PLACING and good.issuperset(node.all_input_nodes):
                 good.add(node)
         for node in self.nodes:
             if node in small and _narrows(node) and "unrounded" not in fits.get(node.all_input_nodes[0], ()):
@@ -312,6 +307,12 @@ class ScaleProver(Prover):
 
 def _is_library(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in ("aten", "prims")
+
+
+def _fits(name: str, got: Tensor, wanted: Tensor) -> bool:
+    if name == "unrounded":
+        return proof.same_scaled(got.float(), wanted)
+    return same_bits(got.double(), wanted.double())
 
 
 def _narrows(node: Node) -> bool:
