@@ -11,6 +11,7 @@ import torch
 from forms import E4M3, rounded, static
 from harness import captured_bundle
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vattn.passes import region_division as division
 from vattn.passes.region import Match
@@ -161,3 +162,27 @@ def test_rounded_divisions_are_taken_over_or_refused(seen: Seen) -> None:
         assert matched(seen, by_a_number)[1].arithmetic == "approximate_multiply"
         with pytest.raises(division.Refusal, match="division_rounding"):
             matched(seen, per_token)
+
+
+def test_on_cuda_queries_are_quantised_as_generated_code_does() -> None:
+    graph = torch.fx.Graph()
+    query = graph.placeholder("query")
+    divided_by = [graph.call_function(torch.ops.aten.div.Tensor, (query, query)) for _ in range(2)]
+    own = graph.call_function(torch.ops.vattn.quant_fp8_static.default, (query, query))
+    with FakeTensorMode():
+        for node in (*graph.nodes,):
+            node.meta["val"] = torch.empty(3, device="cuda")
+        divided_by[1].meta["val"] = torch.empty(3, device="cuda", dtype=torch.float64)
+    plain, wide = ([node] for node in divided_by)
+    assert division.query_arithmetic("divide", plain, False, query) == "approximate_divide"
+    assert division.query_arithmetic("multiply", plain, False, query) == "approximate_multiply"
+    assert division.query_arithmetic("divide", wide, True, query) == "divide"
+    assert division.query_arithmetic("divide", [own], True, query) == "divide"
+    with pytest.raises(division.Refusal, match="its scale is a constant"):
+        division.query_arithmetic("divide", plain, True, query)
+    with pytest.raises(division.Refusal, match="some of its divisions are in float64"):
+        division.query_arithmetic("divide", divided_by, False, query)
+    with torch._inductor.config.patch({"eager_numerics.division_rounding": True}):
+        assert division.query_arithmetic("divide", plain, False, query) == "divide"
+        with pytest.raises(division.Refusal, match="division_rounding"):
+            division.query_arithmetic("multiply", plain, False, query)
