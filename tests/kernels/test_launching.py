@@ -109,7 +109,7 @@ rows = 20
 def step():
     key, value = torch.zeros(6, 8, 16, 256, dtype=torch.bfloat16).transpose(1, 2).split(128, -1)
     starts, lengths = torch.arange(rows + 1, dtype=torch.int32), torch.full((rows,), 30, dtype=torch.int32)
-    table, query = torch.zeros(rows, 4, dtype=torch.int32), torch.zeros(rows, 32, 128, dtype=torch.bfloat16)
+    table, query = torch.zeros(rows, 128, dtype=torch.int32), torch.zeros(rows, 32, 128, dtype=torch.bfloat16)
     scratch = torch.zeros(1 << 26, dtype=torch.uint8)
     shape = decode.plan_shape(config, rows, rows, query.device)
     none = [None] * 13
