@@ -24,9 +24,10 @@ from vattn.cache.specs import (
 from vattn.calibration.audit import Audit, audit
 from vattn.calibration.calibrate import Calibration, calibrate
 from vattn.calibration.quantise_linears import quantise_linears
-from vattn.compilation.compile import compile, compile_regions
+from vattn.compilation.compile import compile
 from vattn.compilation.cuda_graph import CUDAGraphRunner
 from vattn.compilation.export import export_step
+from vattn.compilation.regions import compile_regions
 from vattn.compilation.warmup import WarmupReport, warmup
 from vattn.config.attention import AttentionConfig, AttentionType, CacheConfig, boundary_layers
 from vattn.config.mla import MLAConfig

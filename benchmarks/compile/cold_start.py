@@ -76,7 +76,7 @@ def first_token(args: argparse.Namespace) -> None:
     else:
         model = llama.make_model(llama.SMALL if args.small else llama.LARGE, args.layers, device)
     phase("model")
-    packed = enable(model, memory="16MiB" if args.small else args.memory, merge_projections=args.merge)
+    packed = enable(model, memory="16MiB" if args.small else args.memory)
     phase("enable")
     generator = vattn.Generator(
         packed, max_seq_len=512 if args.small else 8192, max_num_reqs=args.requests, compile=args.compile
@@ -87,8 +87,15 @@ def first_token(args: argparse.Namespace) -> None:
         generator.step()
     phase("first token")
     total = time.time() - args.since
+    before = dict(compiled["kernels"])
     while not request.done:
         generator.step()
+    lengths = [16, 33, 500] if args.small else [16, 33, 500, 1400, 1600, 2048, 3900]
+    generator.generate([[1] * length for length in lengths], vattn.Sampling(8, stop_token_ids=()))
+    compiled["kernels after the first token"] = {
+        name: each - before.get(name, 0.0) for name, each in compiled["kernels"].items() if each != before.get(name)
+    }
+    print(generator.explain(), file=sys.stderr)
     runners = [runner for runner in (generator.mixed_graphs, generator.graphs) if runner is not None]
     graphs = {
         f"{cost.batch_size} x {cost.num_tokens}": cost.seconds for runner in runners for cost in runner.report.costs
@@ -129,7 +136,6 @@ def main() -> None:
     parser.add_argument("--memory", default="20GiB")
     parser.add_argument("--requests", type=int, default=64, help="which decides how many graphs are captured")
     parser.add_argument("--compile", choices=["layers", "model", "none"])
-    parser.add_argument("--merge", action="store_true", help="merge projections")
     parser.add_argument("--profile", type=Path, help="file to write a profile of both runs to")
     parser.add_argument("--small", action="store_true")
     parser.add_argument("--repeat", type=int, default=2, help="pairs of runs, each with compile caches of its own")

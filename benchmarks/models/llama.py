@@ -83,6 +83,7 @@ def weight_bytes(packed: PackedModel) -> int:
 def make_packed(model: Any, args: argparse.Namespace) -> PackedModel:
     """Put the model on vattn, quantised if asked to: scales from random tokens, which times do not depend on."""
     memory = "16MiB" if args.small else args.memory
+    linears = {} if args.default else {"merge_projections": args.merge, "vattn_linears": args.own}
     if args.fp8 is None:
         quantised = args.kv_cache_dtype != "auto"
         return enable(
@@ -90,8 +91,7 @@ def make_packed(model: Any, args: argparse.Namespace) -> PackedModel:
             cache_config=vattn.CacheConfig(cache_dtype=args.kv_cache_dtype),
             quant_config=vattn.QuantConfig(0.01, 0.01) if quantised else None,
             memory=memory,
-            merge_projections=args.merge,
-            vattn_linears=args.own,
+            **linears,
         )
     rng = random.Random(0)
     text = [rng.randrange(model.config.vocab_size) for _ in range(128)]
@@ -104,8 +104,7 @@ def make_packed(model: Any, args: argparse.Namespace) -> PackedModel:
         calibration=seen,
         query_format="fp8_e4m3",
         memory=memory,
-        merge_projections=args.merge,
-        vattn_linears=args.own,
+        **linears,
     )
 
 
@@ -165,6 +164,7 @@ def main() -> None:
     parser.add_argument("--memory", default="60GiB")
     parser.add_argument("--fp8", nargs="?", const="fp8_static", choices=list(LINEAR_FORMATS),
                         help="FP8 linear layers, queries and cache, with the passes")  # fmt: skip
+    parser.add_argument("--default", action="store_true", help="request nothing of what follows: the defaults")
     parser.add_argument("--merge", action="store_true", help="merge projections")
     parser.add_argument("--own", action="store_true", help="run products of few rows by kernels of vattn")
     parser.add_argument("--outer", action="store_true", help="compile the last norm and the rotary embedding too")
@@ -192,7 +192,7 @@ def run(args: argparse.Namespace) -> None:
     result: dict[str, Any] = {
         **machine(device), "shape": shape, "read_rate": rate,
         "kv_cache_dtype": "fp8" if args.fp8 else args.kv_cache_dtype, "linears": args.fp8 or "bfloat16",
-        "merged": args.merge, "outer": args.outer, "own_products": args.own,
+        "default": args.default, "merged": args.merge, "outer": args.outer, "own_products": args.own,
         "max_autotune": args.max_autotune, "pdl": args.pdl,
         "weight_bytes": weight_bytes(packed),
         "setup_seconds": time.perf_counter() - begin, "steps": [], "serve": [], "baseline": [],
@@ -201,7 +201,8 @@ def run(args: argparse.Namespace) -> None:
 
     inductor = {"max_autotune_gemm": args.max_autotune, "triton.enable_pdl": args.pdl}
     inductor = {name: True for name, wanted in inductor.items() if wanted}
-    if device == "cuda" or inductor or args.fp8:  # The passes: RoPE and the cache write are one kernel.
+    # The passes: RoPE and the cache write are one kernel.
+    if not args.default and (device == "cuda" or inductor or args.fp8):
         options["compile_options"] = {"options": vattn.options(inductor)}
 
     def show(kind: str, row: dict[str, Any]) -> None:
@@ -214,10 +215,11 @@ def run(args: argparse.Namespace) -> None:
         inner: Any = packed.model.model
         vattn.compile_regions([inner.norm, inner.rotary_emb], **options.get("compile_options", {}))
     how = args.compile or ("layers" if "compile_options" in options else None)
+    compiled_once = not args.default
     for batch in args.batches:
         begin = time.perf_counter()
         row = decode_steps(packed, batch, context, steps, {**options, "compile": how}, args.profile)
-        if how in (None, "layers"):  # the layers are compiled by now
+        if compiled_once and how in (None, "layers"):  # the layers are compiled by now
             how = "none"
             options.pop("compile_options", None)
             if args.fp8 or device == "cuda":

@@ -101,7 +101,7 @@ def test_a_quantised_model_saves_and_loads(fmt: str, tmp_path: Path) -> None:
     for number in range(2):
         folder = tmp_path / str(number)
         if number:
-            enable(model, merge_projections=True, num_blocks=17)
+            enable(model, num_blocks=17)
         model.save_pretrained(folder)
         model = load(folder)
         again = load_fp8_linears(model)
@@ -141,7 +141,7 @@ def test_transformers_fp8(blocks: bool, tmp_path: Path) -> None:
     report = load_fp8_linears(model)
     assert set(report.values()) == {"fp8_group128" if blocks else "fp8_static", "left: not FP8 in the checkpoint"}
     assert relative_l2(eager_logits(model, PROMPTS[1]), eager_logits(make_llama(), PROMPTS[1])) < 0.2
-    packed = enable(model, cache_config=FP8, num_blocks=17, merge_projections=True)
+    packed = enable(model, cache_config=FP8, num_blocks=17)
     assert scales_of(packed) == pytest.approx([0.01, 0.01, 0.02, 0.02])
     assert Runner(packed).step([(PROMPTS[1], 0)])[0].isfinite().all()
 
@@ -357,7 +357,7 @@ def test_files_that_fail_while_they_are_read(whole: Path, monkeypatch: pytest.Mo
 
 
 def test_layers_that_are_no_longer_plain(whole: Path) -> None:
-    """Merged, taken by `vattn_linears`, hooked, or with a forward of its own: nothing of it would be left."""
+    """Hooked, or with a forward of its own: nothing of it would be left."""
 
     def hooked(model: Any) -> None:
         model.model.layers[1].mlp.up_proj.register_forward_hook(lambda *a: None)
@@ -366,8 +366,6 @@ def test_layers_that_are_no_longer_plain(whole: Path) -> None:
         model.model.layers[1].mlp.up_proj.forward = lambda x: x
 
     for prepare, text in (
-        (lambda model: enable(model, num_blocks=8, merge_projections=True), "merged projections"),
-        (lambda model: enable(model, num_blocks=8, vattn_linears=True), "vattn_linears"),
         (hooked, "up_proj, which has hooks"),
         (offloaded, "up_proj, which has hooks or a forward"),
     ):

@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 from tests.integrations.hf_families import BASE, make_model  # noqa: E402
 from tests.integrations.test_transformers import PROMPTS, TOLERANCE, Runner, eager_logits  # noqa: E402
 from vattn.integrations.transformers import disable, enable  # noqa: E402
-from vattn.integrations.transformers.linears import MergedPart, VattnLinear  # noqa: E402
+from vattn.integrations.transformers.linears import MergedPart  # noqa: E402
 
 TEMPERATURE = {
     "num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "layer_types": ["full_attention"] * 4, "head_dim": 16,
@@ -115,9 +115,14 @@ def test_weights_of_other_tensor_classes_stay() -> None:
     model = make_model("llama")
     layers = [layer.self_attn for layer in model.model.layers]
     layers[0].k_proj.weight = nn.Parameter(layers[0].k_proj.weight.as_subclass(OtherTensor), requires_grad=False)
-    enable(model, merge_projections=True, vattn_linears=True)
+    with pytest.raises(ConfigError, match=r"merge_projections=True.*layers\.0\.self_attn .*class OtherTensor"):
+        enable(model, merge_projections=True)
+    with pytest.raises(ConfigError, match=r"vattn_linears=True.*layers\.0\.self_attn\.k_proj.*class OtherTensor"):
+        enable(model, vattn_linears=True)
+    packed = enable(model)
     kinds = [[type(linear) for linear in (layer.q_proj, layer.k_proj)] for layer in layers]
-    assert kinds == [[VattnLinear, nn.Linear], [MergedPart, MergedPart]]
+    assert kinds == [[nn.Linear, nn.Linear], [MergedPart, MergedPart]]
+    assert "layers.0.self_attn (q_proj, k_proj, v_proj) stay apart: weights of class OtherTensor" in packed.explain()
 
 
 class PeftModel(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -221,14 +222,14 @@ def test_what_fails_midway_is_rolled_back(monkeypatch: pytest.MonkeyPatch) -> No
     """Errors that are not ours, too."""
     model = make_model("llama")
 
-    def fail(model: Any) -> int:
+    def fail(linears: Any) -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr("vattn.integrations.transformers.linears.replace_linears", fail)
+    monkeypatch.setattr("vattn.integrations.transformers.linears.Linears._replace", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
         enable(model, merge_projections=True, vattn_linears=True)
     assert not any("vattn" in type(module).__module__ for module in model.modules())
-    enable(model, merge_projections=True)
+    enable(model, merge_projections=True, vattn_linears=False)
 
 
 def test_models_without_values_are_refused() -> None:
@@ -271,7 +272,7 @@ def test_merged_projections(name: str) -> None:
     model = make_model(name)
     expected = eager_logits(model, PROMPTS[1])
     before = {key: value.clone() for key, value in model.state_dict().items()}
-    runner = Runner(enable(model, merge_projections=True, num_blocks=17))
+    runner = Runner(enable(model, num_blocks=17))
     assert relative_l2(runner.step([(PROMPTS[1], 0)])[0], expected) < TOLERANCE
     own = {key: value for key, value in model.state_dict().items() if ".vattn." not in key}
     assert own.keys() == before.keys() and all(torch.equal(own[key], value) for key, value in before.items())
@@ -303,12 +304,37 @@ def test_merged_projections_share_one_graph_over_layers_and_lengths() -> None:
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
-def test_merged_weights_that_moved_are_refused() -> None:
-    model = make_model("llama")
-    packed = enable(model, merge_projections=True)
-    model.double()
-    with pytest.raises(ConfigError, match="moved or replaced"):
-        packed.allocate(num_blocks=8)
+@pytest.mark.parametrize("way", ["cast", "assigned", "data", "copied"])
+def test_merged_weights_that_moved_are_taken_in(way: str) -> None:
+    """Casting and back, new parameters, what peft does to merge an adapter, and a copy of the whole model."""
+    model, other = make_model("llama"), make_model("llama", seed=1)
+    packed = enable(model, num_blocks=17)
+    runner = Runner(packed)
+    if way == "cast":
+        model.load_state_dict(other.state_dict(), strict=False)
+        model.bfloat16().float()
+        other.bfloat16().float()
+    elif way == "copied":
+        packed = copy.deepcopy(packed)
+        runner.step([(PROMPTS[1], 0)])
+        packed.model.load_state_dict(other.state_dict(), strict=False)
+        packed.allocate(num_blocks=17)
+        runner = Runner(packed)
+    else:
+        for name, parameter in other.named_parameters():
+            module, _, own = name.rpartition(".")
+            part = model.get_submodule(module)
+            if way == "assigned":
+                setattr(part, own, torch.nn.Parameter(parameter.detach().clone()))
+            else:
+                getattr(part, own).data = parameter.detach().clone()
+    assert relative_l2(runner.step([(PROMPTS[1], 0)])[0], eager_logits(other, PROMPTS[1])) < TOLERANCE
+    storages = {
+        linear.weight.untyped_storage().data_ptr()
+        for linear in packed.model.model.layers[0].mlp.children()
+        if isinstance(linear, torch.nn.Linear)
+    }
+    assert len(storages) == 2
 
 
 REFUSED = {

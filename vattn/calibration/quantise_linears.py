@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatch
 from typing import Any
 
@@ -46,7 +47,7 @@ def quantise_linears(
     """Replace the linear layers of a model by `FP8Linear`s, in place: e4m3 weights and inputs.
 
     Layers that take one input (query, key and value; gate and up) get one scale for their weights where a format has
-    one for a whole weight, so that `enable(merge_projections=True)` can run them as one product.
+    one for a whole weight, so that `enable` can run them as one product.
 
     Args:
         model: on its device, in its dtype; a model of transformers, before or after `enable`, or any other.
@@ -64,8 +65,7 @@ def quantise_linears(
         By name of each linear layer, its format, or why it was left.
 
     Raises:
-        ConfigError: no linear layer, a pattern without a match, merged projections, `vattn_linears`, layers with hooks,
-            or a weight that two layers share.
+        ConfigError: no linear layer, a pattern without a match, layers with hooks, or a weight that two layers share.
         ShapeError: sizes that are no multiple of 16 (input features of blocks: 128).
         ScaleError: no or too many calibrations, weights that are not finite.
         DeviceError: a GPU without FP8.
@@ -78,14 +78,15 @@ def quantise_linears(
         {'0': 'fp8_per_token', '2': 'left: skip'}
     """
     fmt, root = linear_format(format), root_of(model)
-    undo = use_parts(root)
-    try:
-        made = _quantise(root, fmt, skip, calibration)
-    except BaseException:
-        take_back(undo)
-        raise
-    # FP8 layers stay parts; `disable` takes nothing back then.
-    root.__dict__.pop("_vattn_parts", None)
+    with plain_linears(root):
+        undo = use_parts(root)
+        try:
+            made = _quantise(root, fmt, skip, calibration)
+        except BaseException:
+            take_back(undo)
+            raise
+        # FP8 layers stay parts; `disable` takes nothing back then.
+        root.__dict__.pop("_vattn_parts", None)
     return made
 
 
@@ -96,7 +97,6 @@ def _quantise(
     calibration: Calibration | str | os.PathLike[str] | None,
 ) -> dict[str, str]:
     found = linears_of(root)
-    check_untouched(found)
     left = _left(root, found, (skip,) if isinstance(skip, str) else tuple(skip))
     chosen = {name: linear for name, linear in found.items() if name not in left}
     if not chosen:
@@ -123,16 +123,10 @@ def _quantise(
     return {name: left.get(name, fmt.name) for name in found}
 
 
-def check_untouched(found: dict[str, nn.Linear]) -> None:
-    """Raise ConfigError for linear layers that `enable` has merged or replaced."""
-    if any(hasattr(linear, "merged") for linear in found.values()):
-        raise ConfigError("merged projections", "separate projections", "quantise before enable() merges them")
-    if any(getattr(linear, "uses_vattn_linear", False) for linear in found.values()):
-        raise ConfigError(
-            "a model under enable(vattn_linears=True)",
-            "linear layers of the model's own",
-            "disable(model) first, and enable it again afterwards",
-        )
+def plain_linears(root: nn.Module) -> AbstractContextManager[None]:
+    """Undo inside the block what `enable` has made of a model's linear layers; it does it to what is there then."""
+    own: Any = root.__dict__.get("_vattn_linears")
+    return nullcontext() if own is None else own.undone()  # type: ignore[no-any-return]
 
 
 def has_own_forward(linear: nn.Linear) -> bool:

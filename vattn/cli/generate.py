@@ -22,7 +22,6 @@ from vattn.generation.prompt_lookup import PromptLookup
 from vattn.generation.request import Progress, Request
 from vattn.generation.setup import keeps_states
 from vattn.layers import QuantConfig
-from vattn.passes.entry import options as fusing_options
 from vattn.quantization.formats import kv_cache_dtypes
 
 Prompt = str | Chat
@@ -132,15 +131,12 @@ def make_generator(options: argparse.Namespace) -> Generator:
     memory = options.memory or _free_memory(options.device)
     packed.allocate(memory=memory, hybrid=options.hybrid, max_num_reqs=max_num_reqs)
     lookup = PromptLookup(num_drafts=options.drafts) if options.drafts else None
-    how = options.compile or ("layers" if torch.device(options.device).type == "cuda" else "none")
     return Generator(
         packed,
         tokenizer,
         max_num_reqs=options.max_num_reqs,
         speculation=lookup,
         compile=options.compile,
-        # Fuses what quantises the inputs of FP8 layers.
-        compile_options={"options": fusing_options()} if quantised and how != "none" else None,
     )
 
 

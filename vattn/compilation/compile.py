@@ -1,6 +1,6 @@
-"""`compile` and `compile_regions`: `torch.compile` for models that run packed tokens through paged attention.
+"""`compile`: `torch.compile` for models that run packed tokens through paged attention.
 
-Both mark the first dimension of every tensor argument, and of the step's metadata, as dynamic: one graph serves all
+It marks the first dimension of every tensor argument, and of the step's metadata, as dynamic: one graph serves all
 token counts and batch sizes from 2 up, and one more serves a single token. Errors of `vattn.errors` that occur while
 compiling are raised as such, from torch's own.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -88,17 +88,17 @@ def compile(target: Target, *, fullgraph: bool = True, **options: Any) -> Target
     check_switches(fullgraph=fullgraph)
     if not callable(target) or isinstance(target, type):
         raise ConfigError(f"compile with {type(target).__name__}", "a module or a function", "pass the model")
-    _check_options("vattn.compile", options)
+    check_options("vattn.compile", options)
     compiled: Any = torch.compile(target, fullgraph=fullgraph, **options)
     if isinstance(compiled, nn.Module):
         # A hook of the wrapper, outside of what is compiled.
         compiled.register_forward_pre_hook(lambda _, args, kwargs: _mark_call(args, kwargs), with_kwargs=True)
-        compiled.forward = _strict(_with_own_errors(compiled.forward), options)
+        compiled.forward = strict_first_call(_with_own_errors(compiled.forward), options)
         return compiled  # type: ignore[return-value]
-    return _strict(_marking(compiled), options)
+    return strict_first_call(marking(compiled), options)
 
 
-def _check_options(of: str, options: dict[str, Any]) -> None:
+def check_options(of: str, options: dict[str, Any]) -> None:
     """Refuse options that `torch.compile` would, with what vattn has for them."""
     mode, inner = options.get("mode"), options.get("options")
     if mode is not None and inner is not None:
@@ -120,7 +120,8 @@ def _check_options(of: str, options: dict[str, Any]) -> None:
         check_inductor_options(inner or ())
 
 
-def _marking(compiled: Any) -> Any:
+def marking(compiled: Any) -> Any:
+    """Wrap compiled code: each call marks what varies in it, and errors of `vattn.errors` come out of torch's."""
     run = _with_own_errors(compiled)
 
     @functools.wraps(compiled)
@@ -154,7 +155,7 @@ def _with_own_errors(compiled: Any) -> Any:
     return call
 
 
-def _strict(run: Any, options: dict[str, Any]) -> Any:
+def strict_first_call(run: Any, options: dict[str, Any]) -> Any:
     """Wrap compiled code whose options ask for strict passes: its first call fails if they have seen no attention.
 
     A `torch.compile` around the wrapper gets a graph break here: if it inlined the code, these options would be lost.
@@ -228,52 +229,3 @@ def _as_literals(arguments: str) -> str:
         return repr("".join(map(str, ast.literal_eval(match[1]))))
 
     return re.sub(rf"StringFormatVariable\((?:{string}), (\[.*?\]), {{}}\)", joined, text)
-
-
-def compile_regions(model: nn.Module | Iterable[nn.Module], *, fullgraph: bool = True, **options: Any) -> int:
-    """Compile the repeated layers of a model, in place, each kind once however many layers there are.
-
-    The rest of the model stays as it is. Compile time no longer grows with depth, and code between the layers may do
-    what a full graph cannot.
-
-    Args:
-        model: a model, whose `nn.ModuleList` entries that contain attention are compiled; or the layers themselves.
-        fullgraph: raise on a graph break inside a layer.
-        **options: of `torch.compile`.
-
-    Returns:
-        How many layers were compiled.
-
-    Raises:
-        ConfigError: no layer with attention in a model, or `mode` and `options` together.
-        UnknownOptionError: as `compile`.
-    """
-    _check_options("vattn.compile_regions", options)
-    layers = repeated_layers(model) if isinstance(model, nn.Module) else list(model)
-    if not layers:
-        raise ConfigError(
-            f"compile_regions found no nn.ModuleList of layers with attention in {type(model).__name__}",
-            "a model with such a list, or the layers themselves",
-            "pass the layers: vattn.compile_regions([layer0, layer1])",
-        )
-    # One callable for a class: a layer that is compiled for itself gets a backend object, and so a graph, of its own.
-    callables: dict[Callable[..., Any], Any] = {}
-    for layer in layers:
-        forward = type(layer).forward
-        if forward not in callables:
-            callables[forward] = _strict(_marking(torch.compile(forward, fullgraph=fullgraph, **options)), options)
-        layer.forward = functools.partial(callables[forward], layer)
-    return len(layers)
-
-
-def repeated_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a model that `compile_regions` compiles."""
-    return [
-        layer
-        for entries in model.modules()
-        if isinstance(entries, nn.ModuleList)
-        for layer in entries
-        if any(hasattr(part, "get_kv_cache_spec") for part in layer.modules())
-        # Modules with states run Python for each kind of rows.
-        and not any(hasattr(part, "bind_states") for part in layer.modules())
-    ]

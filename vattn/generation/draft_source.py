@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,7 +36,7 @@ class ServedModel:
     token_budget: int
     max_seq_len: int
     compile: str | None = None
-    compile_options: dict[str, Any] = field(default_factory=dict)
+    compile_options: dict[str, Any] | None = None
     graph_sizes: Sequence[int] = ()
     sharded: bool = False
 

@@ -12,11 +12,12 @@ from vattn.cache.allocation import KVCacheAllocation
 from vattn.cache.bindings import CacheBindings, cache_claim, take_cache
 from vattn.compilation.cuda_graph import CUDAGraphRunner
 from vattn.errors import CacheError, ConfigError
+from vattn.generation.compiled_model import CompiledModel
 from vattn.generation.draft_source import UNKNOWN, DraftSource, ServedModel
 from vattn.generation.model_steps import MIXED, ModelSteps, Ran, StepInputs, model_inputs
 from vattn.generation.request import Request
 from vattn.generation.scheduler import Batch
-from vattn.generation.setup import capture, capture_runner, compiled, make_builder, mixed_sizes
+from vattn.generation.setup import capture, capture_runner, make_builder, mixed_sizes
 from vattn.generation.transfers import on_device
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.builder import AttentionMetadataBuilder
@@ -105,7 +106,7 @@ class DraftSteps(DraftSource):
                 "enable(small, attn_backend='TRITON_ATTN')",
             )
         self._builder, self._device = builder, builder.device
-        forward = compiled(model, served.compile, builder.device, served.compile_options)
+        forward = CompiledModel(model, served.compile, builder.device, served.compile_options).forward
         mixed = mixed_sizes(None, served.token_budget, most, served.graph_sizes, builder)
         self._steps = ModelSteps(forward, builder, capture(forward, builder, (), 0, mixed, most))
         following = make_builder(model, cache, most, max(2, most), longest)

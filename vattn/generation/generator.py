@@ -16,6 +16,7 @@ from vattn.errors import ConfigError, MissingPackageError, RequestError, VattnEr
 from vattn.generation.adapter_steps import AdapterSteps
 from vattn.generation.cache_blocks import CacheBlocks, longest_that_fits
 from vattn.generation.chat import Chat, is_conversation
+from vattn.generation.compiled_model import CompiledModel
 from vattn.generation.default_sampling import default_sampling
 from vattn.generation.draft_source import DraftSource, ServedModel
 from vattn.generation.grammar import GrammarCompiler
@@ -33,7 +34,6 @@ from vattn.generation.setup import (
     check_speculation,
     check_states,
     check_tokenizer,
-    compiled,
     end_tokens,
     find_adapters,
     find_cache,
@@ -78,8 +78,9 @@ class Generator(StepLoop):
             prompt lookup, `DraftModel` by a smaller model. Requests with penalties, bad words of several tokens or
             logits processors get no drafts.
         compile: `"layers"` compiles each kind of layer once, `"model"` the whole model, `"none"` nothing; default
-            `"layers"` on CUDA and `"none"` elsewhere.
-        compile_options: for `torch.compile`, such as `vattn.options()` under `"options"`.
+            `"layers"` on CUDA, where they can be compiled, and `"none"` elsewhere.
+        compile_options: for `torch.compile`, such as `vattn.options()` under `"options"`. Default: the passes, early
+            launches on GPUs of compute capability 9.0 and newer, and the modules around the layers compiled too.
         graph_sizes: numbers of decoding requests to capture as CUDA graphs; default a ladder up to `max_num_reqs` on
             CUDA, none elsewhere; `()` for none. With `speculation`, each is captured for steps with drafts too.
         mixed_graph_sizes: numbers of tokens to capture for steps that hold prompts, each with up to `max_num_reqs`
@@ -179,14 +180,15 @@ class Generator(StepLoop):
         leader = join_ranks(model, group, group_timeout, options)
         with nullcontext() if leader is None else leader.together():
             mixed = mixed_sizes(mixed_graph_sizes, token_budget, max_num_reqs, sizes, builder)
-            forward = part_of_pipeline(compiled(model, compile, self.device, compile_options or {}), model, capacity)
+            self._compiled = CompiledModel(model, compile, self.device, compile_options)
+            forward = part_of_pipeline(self._compiled.forward, model, capacity)
             captured = sizes, num_drafts, mixed, max_num_reqs, cache.states is not None
             graphs = capture(forward, builder, *captured)
         self.graphs, self.draft_graphs, self.mixed_graphs = graphs
         source = None
         if speculation is not None:
             limits = max_num_reqs, token_budget, max_seq_len
-            served = ServedModel(model, blocks, *limits, compile, compile_options or {}, sizes, group is not None)
+            served = ServedModel(model, blocks, *limits, compile, compile_options, sizes, group is not None)
             source = speculation.start(served)
         take_cache(cache.kv_caches[0])
         parts = forward, builder, graphs
@@ -394,6 +396,14 @@ class Generator(StepLoop):
         if not isinstance(steps, RankSteps):
             raise ConfigError(f"{name}() of a generator on one device", "generators with group=", f"leave {name}() out")
         return steps
+
+    def explain(self) -> str:
+        """Return how the model runs, with a line for each reason that keeps a part of it from running faster."""
+        model: Any = self.model
+        own = [model.explain()] if callable(getattr(model, "explain", None)) else []
+        graphs = {"decodes": self.graphs, "drafts": self.draft_graphs, "prompts": self.mixed_graphs}
+        found = [f"{name}: {runner.report}" for name, runner in graphs.items() if runner is not None]
+        return "\n".join([*own, *self._compiled.explain(), *(found or ["no CUDA graphs"])])
 
     def statistics(self) -> Statistics:
         """Return counts and times since the generator was made, and the requests and blocks that it holds."""

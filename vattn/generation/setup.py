@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from vattn.cache.allocation import KVCacheAllocation
 from vattn.calibration.eval_mode import EvalMode
-from vattn.compilation.compile import compile, compile_regions, repeated_layers
 from vattn.compilation.cuda_graph import CUDAGraphRunner
 from vattn.config.arguments import integer, read_count
 from vattn.errors import ConfigError, UnsupportedRequestError, VattnError
@@ -233,28 +232,6 @@ def make_builder(
     """Return the builder of a cache's steps."""
     kind = GroupedMetadataBuilder if cache.groups else AttentionMetadataBuilder
     return kind(max_num_reqs, max_num_tokens, max_seq_len, cache.block_size, cache.device, layers=model)
-
-
-def compiled(model: nn.Module, how: str | None, device: torch.device, options: dict[str, Any]) -> Forward:
-    """Return the compiled model."""
-    if how is None:
-        how = "layers" if device.type == "cuda" and (repeated_layers(model) or not keeps_states(model)) else "none"
-    if how not in ("layers", "model", "none"):
-        raise ConfigError(f"compile={how!r}", "'layers', 'model' or 'none'", "choose one of them")
-    if how == "none" and options:
-        raise ConfigError("compile_options without compiling", "compile='layers' or 'model'", "set compile=")
-    unknown = options.keys() - {"fullgraph", "dynamic", "backend", "mode", "options", "disable"}
-    if unknown:
-        raise ConfigError(
-            f"compile_options with {min(unknown)!r}",
-            "arguments of torch.compile",
-            'compile_options={"options": vattn.options()} passes options of Inductor',
-        )
-    if how == "model":
-        return compile(model, **options)
-    if how == "layers":
-        compile_regions(model, **options)
-    return model
 
 
 def mixed_sizes(

@@ -19,6 +19,7 @@ from torch import nn
 from vattn.cache.allocation import check_skip_layers
 from vattn.calibration.calibrate import Calibration, as_calibration
 from vattn.calibration.fp8_saving import own_config
+from vattn.compilation.regions import restore_regions
 from vattn.config.arguments import check_switches
 from vattn.config.attention import CacheConfig
 from vattn.errors import ConfigError, ScaleError, UnsupportedRequestError
@@ -77,8 +78,8 @@ def enable(
     query_format: str = "none",
     attn_backend: str | None = None,
     batch_invariant: bool = False,
-    merge_projections: bool = False,
-    vattn_linears: bool = False,
+    merge_projections: bool | None = None,
+    vattn_linears: bool | None = None,
     rope_length: int | None = None,
     num_blocks: int | None = None,
     memory: int | str | None = None,
@@ -97,12 +98,12 @@ def enable(
         scales_per_head: take one scale per KV head from the calibration instead of one.
         query_format: with a calibration, as in `QuantConfig`; each layer's scale of the query is the calibration's.
         merge_projections: compute query, key and value by one product, and gate and up by one; their weights become
-            views of one storage, and the model must not be moved or cast afterwards. FP8 linears merge where their
-            format and the scale of their input are the same. Weights of other tensor classes, as of torchao, stay as
-            they are, here and for `vattn_linears`.
+            views of one storage. FP8 linears merge where their format and the scale of their input are the same.
+            Default: wherever the layers allow it; `True`: all of them, or an error.
         vattn_linears: run linear layers by `vattn::linear`, which has faster kernels for steps of few tokens on GPUs of
-            compute capability 9.0; elsewhere, and for larger steps, it runs torch's. FP8 linears of blocks stay.
-            Weights must not be computed in the step, as a parametrisation does: they are read before it begins.
+            compute capability 9.0; elsewhere, and for larger steps, it runs torch's. Weights must not be written in the
+            step: they are read before it begins. Default: on such GPUs, for 16-bit models, wherever the layers allow
+            it, but not with `batch_invariant`; `True`: for all linear layers, or an error.
         rope_length: the longest request, for models whose RoPE frequencies go by the length of the sequence
             (`longrope`, `dynamic`): all get the frequencies that the model has for a sequence of so many tokens.
         num_blocks, memory: allocate the paged cache too; see `vattn.allocate_kv_cache`. Neither: allocate it later.
@@ -119,8 +120,9 @@ def enable(
 
     Raises:
         ConfigError: no transformers model, one in training mode, or one that is enabled already; a switch that is
-            neither `True` nor `False`; a `rope_length` that a model has no use for; quantised outputs; an entry of
-            `kv_cache_dtype_skip_layers` that matches no layer; `max_num_reqs` without a cache to allocate.
+            neither `True` nor `False`; projections or linear layers that cannot do what `True` requests; a
+            `rope_length` that a model has no use for; quantised outputs; an entry of `kv_cache_dtype_skip_layers` that
+            matches no layer; `max_num_reqs` without a cache to allocate.
         UnsupportedRequestError: tokens meet outside of attention, a mask or an argument of attention that vattn does
             not know, layers without attention, frequencies of RoPE that go by lengths without a `rope_length`, heads
             that the ranks of a sharded model cannot share; the text says which.
@@ -143,10 +145,10 @@ def enable(
     check_switches(
         scales_per_head=scales_per_head,
         batch_invariant=batch_invariant,
-        merge_projections=merge_projections,
-        vattn_linears=vattn_linears,
         prove=prove,
     )
+    wanted = {"merge_projections": merge_projections, "vattn_linears": vattn_linears}
+    check_switches(**{name: value for name, value in wanted.items() if value is not None})
     if cache_config is not None and not isinstance(cache_config, CacheConfig):
         raise ConfigError(f"cache_config={cache_config!r}", "vattn.CacheConfig(...)", "CacheConfig(cache_dtype=...)")
     if cache_config is not None and cache_config.sliding_window is not None:
@@ -205,10 +207,10 @@ def enable(
         install(modules, layers)
         if states is not None:
             states.install()
-        if merge_projections:
-            linears.merge_projections(model)
-        if vattn_linears:
-            linears.replace_linears(model)
+        model.__dict__[linears.NAME] = own = linears.Linears(
+            model, seen.shared, merge_projections, vattn_linears, batch_invariant
+        )
+        own.apply()
         if num_blocks is not None or memory is not None:
             packed.allocate(num_blocks=num_blocks, memory=memory, max_num_reqs=max_num_reqs)
     except BaseException:
@@ -241,11 +243,13 @@ def disable(model: nn.Module) -> None:
                 "pass the whole model",
             )
         return
+    restore_regions(inner)
     restore_forwards(inner)
     restore_states(inner)
     remove_adapters(inner)
-    linears.separate_projections(inner)
-    linears.restore_linears(inner)
+    own = inner.__dict__.pop(linears.NAME, None)
+    if own is not None:
+        own.undo()
     take_back(inner.__dict__.pop("_vattn_parts", []))
     for module in list(inner.modules()):
         module._modules.pop(NAME, None)

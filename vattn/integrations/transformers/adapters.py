@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from vattn.config.arguments import read_count
 from vattn.errors import ConfigError, UnsupportedRequestError
-from vattn.integrations.transformers.linears import MergedFP8Part, MergedLinear, MergedPart, VattnLinear
+from vattn.integrations.transformers.linears import VattnLinear
+from vattn.integrations.transformers.merged_linear import MergedFP8Part, MergedLinear, MergedPart
 from vattn.integrations.transformers.observe import ordinary_tokens
 from vattn.integrations.transformers.packed_model import PackedModel
 from vattn.layers.fp8_linear import FP8Linear

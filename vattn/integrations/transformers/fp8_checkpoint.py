@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from vattn.calibration.calibrate import linears_of, root_of
 from vattn.calibration.fp8_saving import describe_linears
-from vattn.calibration.quantise_linears import check_blocks, check_device, check_untouched, has_own_forward, replace
+from vattn.calibration.quantise_linears import check_blocks, check_device, has_own_forward, plain_linears, replace
 from vattn.errors import ConfigError, ScaleError, UnsupportedRequestError
 from vattn.integrations.transformers.checkpoint import Checkpoint, folder_of
 from vattn.integrations.transformers.fp8_checkpoint_config import CACHED, input_format, not_supported
@@ -44,7 +44,7 @@ def load_fp8_linears(model: nn.Module, folder: str | os.PathLike[str] | None = N
     Raises:
         ConfigError: no local folder, no FP8 weights in it, files that cannot be read or hold a tensor twice, other
             shapes or biases than the model's, a configuration that cannot be read or leaves out a layer which is in
-            FP8, layers with hooks or a forward of their own, merged projections, `vattn_linears`.
+            FP8, layers with hooks or a forward of their own.
         MissingPackageError: safetensors is not installed, or compressed-tensors for a configuration of its own.
         UnsupportedRequestError: weights, inputs or outputs quantised in another way, rotations, sparse weights, FP8
             weights of other layers than linear ones, such as merged experts.
@@ -66,19 +66,19 @@ def load_fp8_linears(model: nn.Module, folder: str | os.PathLike[str] | None = N
             "a model from a local folder of safetensors, or the folder",
             "pass folder=",
         )
-    undo = use_parts(root)
-    try:
-        found = _load(root, Checkpoint(path))
-    except BaseException:
-        take_back(undo)
-        raise
-    root.__dict__.pop("_vattn_parts", None)
+    with plain_linears(root):
+        undo = use_parts(root)
+        try:
+            found = _load(root, Checkpoint(path))
+        except BaseException:
+            take_back(undo)
+            raise
+        root.__dict__.pop("_vattn_parts", None)
     return found
 
 
 def _load(root: nn.Module, checkpoint: Checkpoint) -> dict[str, str]:
     linears = linears_of(root)
-    check_untouched(linears)
     weights = [name for name in checkpoint if name.endswith(".weight") and checkpoint.dtype(name).startswith("F8_")]
     if not weights:
         raise ConfigError(

@@ -1,210 +1,196 @@
-"""Other ways to run the linear layers of a model: several projections by one product, and all by `vattn::linear`.
+"""How the linear layers of a model run: several projections by one product, and all by `vattn::linear`.
 
-The weights of merged projections (query, key and value; gate and up) are concatenated in one storage; the modules keep
-them as views, so that names, state dicts and loading stay as they are. The model's own code stays too: it calls one
-projection after the other with the same input, the first call computes all of them, and the others take their part.
+Both are on wherever they can be. What forbids them is kept, layer by layer, for `PackedModel.explain`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
-from vattn.calibration.quantise_linears import SHARED_INPUT
+from vattn.config.device import DeviceInfo
 from vattn.errors import ConfigError
+from vattn.integrations.transformers.merged_linear import (
+    MergedFP8Part,
+    MergedLinear,
+    MergedPart,
+    merge,
+    merged_linears,
+    separate,
+    vattn_linear,
+)
+from vattn.integrations.transformers.shared_inputs import SharedInputs, groups
 from vattn.layers.fp8_linear import BLOCK, FP8Linear
-from vattn.layers.lora import LoRAProduct
 from vattn.layers.weight_parts import PartLinear
-from vattn.quantization.formats import dtype_name
+
+NAME = "_vattn_linears"
+"""Where a model on vattn keeps its `Linears`."""
 
 
-class MergedLinear:
-    """One product for several linear layers with the same input.
+class Linears:
+    """How `enable` runs the linear layers of a model.
+
+    Args:
+        model: on vattn.
+        shared: how it calls its projections.
+        merge: merge projections: `None` for wherever it can be, `True` for all or an error.
+        own: run linear layers by `vattn::linear`, likewise.
+        batch_invariant: whether attention gives a request the same in steps of any size.
 
     Attributes:
-        weight, bias: of all parts, concatenated.
-        quantised: the layer that all FP8 parts make together, `None` for plain ones.
-        uses_vattn_linear: whether a plain product is `vattn::linear`.
-        lora: adds what adapters give; `None` without them.
+        num_merged, num_own: groups of projections, and layers, that run so.
+        apart, left: names of groups and of layers that do not, and why.
     """
 
-    def __init__(self, parts: list[nn.Linear]) -> None:
-        self.parts = parts
-        self.sizes = [part.out_features for part in parts]
-        self.weight = torch.cat([part.weight.detach() for part in parts])
-        self.bias: Tensor | None = None
-        if parts[0].bias is not None:
-            self.bias = torch.cat([part.bias.detach() for part in parts])
-        self.quantised: FP8Linear | None = None
-        if isinstance(parts[0], FP8Linear):
-            self.quantised = _together(parts, self.weight, self.bias)  # type: ignore[arg-type]
-        self.uses_vattn_linear = False
-        self.lora: LoRAProduct | None = None
-        self._input: Tensor | None = None
-        self._outputs: tuple[Tensor, ...] = ()
-        self._adopt()
+    def __init__(
+        self, model: nn.Module, shared: SharedInputs, merge: bool | None, own: bool | None, batch_invariant: bool
+    ) -> None:
+        self.model, self.shared, self.merge, self.own = model, shared, merge, own
+        self.batch_invariant = batch_invariant
+        self._forget()
 
-    def _adopt(self) -> None:
-        for part, weight in zip(self.parts, self.weight.split(self.sizes), strict=True):
-            part.weight = nn.Parameter(weight, requires_grad=False)
-        if self.bias is not None:
-            for part, bias in zip(self.parts, self.bias.split(self.sizes), strict=True):
-                part.bias = nn.Parameter(bias, requires_grad=False)
+    def _forget(self) -> None:
+        self.num_merged = self.num_own = 0
+        self.apart: dict[str, str] = {}
+        self.left: dict[str, str] = {}
+        self.own_off = ""
+        self._merged: list[MergedLinear] = []
 
-    def check(self) -> None:
-        """Refuse parts with weights or biases outside the common storage, as after `model.to(...)`.
+    def apply(self, strict: bool = True) -> None:
+        """Merge and replace.
+
+        Args:
+            strict: refuse what was requested and cannot be.
 
         Raises:
-            ConfigError: weights were moved or replaced.
+            ConfigError: a layer that forbids what was requested by `True`.
         """
-        pairs = [(part.weight, own) for part, own in zip(self.parts, self.weight.split(self.sizes), strict=True)]
-        if self.bias is not None:
-            pairs += [(part.bias, own) for part, own in zip(self.parts, self.bias.split(self.sizes), strict=True)]
-        if any(now.data_ptr() != own.data_ptr() for now, own in pairs):
+        if self.merge is not False:
+            self._merge()
+        if strict and self.merge and self.apart:
+            where, why = next(iter(self.apart.items()))
             raise ConfigError(
-                "weights of merged projections that were moved or replaced since",
-                "the storage that enable(merge_projections=True) made",
-                "disable(model), and enable it again after moving or replacing weights; load_state_dict is fine",
+                f"merge_projections=True for {type(self.model).__name__}, in which {where} stay apart: {why}",
+                "projections of one kind, which the model calls with one input",
+                "leave merge_projections out: it merges what it can",
+            )
+        if self.own is not False:
+            self._replace()
+        if strict and self.own and self.left:
+            where, why = next(iter(self.left.items()))
+            raise ConfigError(
+                f"vattn_linears=True for {type(self.model).__name__}, in which {where!r} cannot run so: {why}",
+                "linear layers with weights of torch's own, and no hooks",
+                "leave vattn_linears out: it replaces what it can",
             )
 
-    def part(self, index: int, x: Tensor) -> Tensor:
-        """Return the output of one projection."""
-        if x is not self._input:
-            if self.quantised is not None:
-                out = self.quantised(x)
-            else:
-                out = (vattn_linear if self.uses_vattn_linear else linear)(x, self.weight, self.bias)
-            if self.lora is not None:
-                out = self.lora.add(x, out)
-            self._outputs = out.split(self.sizes, dim=-1)
-            self._input = x
-        out = self._outputs[index]
-        if index == len(self.sizes) - 1:
-            # Nothing is kept from one call of the module to the next.
-            self._input, self._outputs = None, ()
-        return out
+    def undo(self) -> None:
+        """Give all linear layers their own forward back."""
+        for merged in merged_linears(self.model):
+            separate(merged.parts)
+        for module in self.model.modules():
+            if isinstance(module, (VattnLinear, VattnPartLinear)):
+                module.__class__ = type(module).__base__  # type: ignore[assignment]
+            elif isinstance(module, FP8Linear):
+                module.__dict__.pop("uses_vattn_linear", None)
+        self._forget()
 
+    @contextmanager
+    def undone(self) -> Iterator[None]:
+        """Undo it inside the block, for what replaces linear layers."""
+        if any(merged.lora is not None for merged in self._merged):
+            raise ConfigError("projections with adapters", "a model without", "remove the adapters first")
+        self.undo()
+        try:
+            yield
+        finally:
+            self.apply(strict=False)
 
-def vattn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Return `x @ weight.T + bias` of x `[..., K]` by `vattn::linear`."""
-    out = torch.ops.vattn.linear(x.reshape(-1, x.shape[-1]), weight, None, None, dtype_name(x.dtype))
-    if bias is not None:
-        out = out + bias
-    return out.view(*x.shape[:-1], weight.shape[0])
-
-
-def _together(parts: list[FP8Linear], weight: Tensor, bias: Tensor | None) -> FP8Linear:
-    scales = [part.weight_scale for part in parts]
-    if scales[0].dim() == 2:
-        scale = torch.cat(scales)
-    elif all(torch.equal(scale, scales[0]) for scale in scales) and scales[0].numel() == 1:
-        scale = scales[0]
-    else:
-        scale = torch.cat([scale.expand(part.out_features) for scale, part in zip(scales, parts, strict=True)])
-    return FP8Linear(weight, scale, parts[0].format.name, parts[0].input_scale, bias)
-
-
-class MergedPart(nn.Linear):
-    """One projection of a merged product: what an `nn.Linear` becomes, in place.
-
-    A class, since compiled code that found a forward of its own on each module would be compiled for each layer.
-    """
-
-    merged: MergedLinear
-    index: int
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return this projection's part of the product."""
-        return self.merged.part(self.index, x)
-
-
-class MergedFP8Part(FP8Linear):
-    """Same, of an `FP8Linear`."""
-
-    merged: MergedLinear
-    index: int
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return this projection's part of the product."""
-        return self.merged.part(self.index, x)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        raise ConfigError(
-            "a state dict for merged FP8 projections, which keep scales of their product",
-            "one for projections that are not merged",
-            "disable(model), load it, and enable the model again",
-        )
-
-
-MERGED = {nn.Linear: MergedPart, FP8Linear: MergedFP8Part}
-"""What linear layers become."""
-
-
-def merge_projections(model: nn.Module) -> int:
-    """Merge the projections of a model where they are plain or FP8 linears of one kind; return how many groups."""
-    count = 0
-    for module in model.modules():
-        for names in SHARED_INPUT:
-            parts = [getattr(module, name, None) for name in names]
-            if not _mergeable(parts):
+    def renew(self) -> None:
+        """Take in weights of merged projections that were moved or replaced since; separate those that differ now."""
+        for merged in self._merged:
+            if not merged.moved:
                 continue
-            merged = MergedLinear(parts)  # type: ignore[arg-type]
-            for index, part in enumerate(parts):
-                part.__class__ = MERGED[type(part)]  # type: ignore[union-attr,assignment,index]
-                part.merged, part.index = merged, index  # type: ignore[union-attr,assignment]
-            count += 1
-    return count
+            if _differ(merged.parts):
+                separate(merged.parts)
+                self._merged = merged_linears(self.model)
+                self.num_merged = len(self._merged)
+                self.apart["some projections"] = "their weights were replaced by others that differ in kind"
+            else:
+                merged.take_in()
 
+    def explain(self) -> list[str]:
+        """Return what runs how, a line for each reason against it."""
+        lines = [f"merge_projections: {self.num_merged} groups of projections are one product each"]
+        if self.merge is False:
+            lines = ["merge_projections: off, as requested"]
+        lines += [f"merge_projections: {each}" for each in _by_reason(self.apart, "stay apart")]
+        if self.own is False:
+            return [*lines, "vattn_linears: off, as requested"]
+        if self.own_off:
+            return [*lines, f"vattn_linears: off: {self.own_off}"]
+        lines.append(f"vattn_linears: {self.num_own} linear layers run by vattn::linear")
+        return lines + [f"vattn_linears: {each}" for each in _by_reason(self.left, "stay as they are")]
 
-def _mergeable(parts: list[Any]) -> bool:
-    first = parts[0]
-    return all(
-        type(part) in MERGED
-        and type(part) is type(first)
-        and _plain_weight(part)
-        and "forward" not in part.__dict__
-        and not part._forward_hooks
-        and not part._forward_pre_hooks
-        and part.in_features == first.in_features
-        and (part.bias is None) == (first.bias is None)
-        and (part.weight.dtype, part.weight.device) == (first.weight.dtype, first.weight.device)
-        for part in parts
-    ) and (not isinstance(first, FP8Linear) or _one_input(parts))
+    def _merge(self) -> None:
+        owners = _owners(self.model)
+        moved = False
+        for (name, names), parts in groups(self.model).items():
+            why = self.shared.apart.get((name, names)) or _why_apart(parts, owners)
+            if not why:
+                try:
+                    merge(parts)  # type: ignore[arg-type]
+                except torch.OutOfMemoryError:
+                    why = "too little memory for a copy of their weights"
+            if why:
+                self.apart[f"{name} ({', '.join(names)})"] = why
+            else:
+                moved |= bool(parts[0].weight.is_cuda)  # type: ignore[union-attr]
+                self.num_merged += 1
+        self._merged = merged_linears(self.model)
+        if moved:
+            # The weights as they were before leave holes that a cache cannot use.
+            torch.cuda.empty_cache()
 
+    def _replace(self) -> None:
+        if self.own is None:
+            self.own_off = self._no_kernels()
+            if self.own_off:
+                return
+        for name, module in self.model.named_modules():
+            if not isinstance(module, nn.Linear):
+                continue
+            why = _why_left(module)
+            if why:
+                self.left[name] = why
+                continue
+            self.num_own += 1
+            if isinstance(module, (MergedPart, MergedFP8Part)):
+                module.merged.uses_vattn_linear = True
+                if module.merged.quantised is not None:
+                    module.merged.quantised.uses_vattn_linear = True
+            elif isinstance(module, FP8Linear):
+                module.uses_vattn_linear = True
+            else:
+                module.__class__ = REPLACED[type(module)]  # type: ignore[assignment]
 
-def _plain_weight(linear: nn.Linear) -> bool:
-    """Return whether a weight is a tensor of torch itself: torchao's bring products of their own."""
-    return type(linear.weight) in (nn.Parameter, Tensor)
+    def _no_kernels(self) -> str:
+        """Return why no linear layer of the model has a kernel of its own, "" if some may."""
+        from vattn.kernels.hopper.availability import CAPABILITY
 
-
-def _one_input(parts: list[FP8Linear]) -> bool:
-    """Return whether FP8 parts quantise their input alike, have whole blocks, and outputs without other ranks'."""
-    scales = [part.input_scale for part in parts]
-    return (
-        all(part.format == parts[0].format and not part.needs_ranks for part in parts)
-        and (scales[0] is None or all(torch.equal(scale, scales[0]) for scale in scales))  # type: ignore[arg-type]
-        and (not parts[0].format.blocks or all(part.out_features % BLOCK == 0 for part in parts[:-1]))
-    )
-
-
-def check_merged(model: nn.Module) -> None:
-    """Refuse a model with merged weights that were moved or replaced; see `MergedLinear.check`."""
-    for merged in {id(part.merged): part.merged for part in _parts(model)}.values():
-        merged.check()
-
-
-def separate_projections(model: nn.Module) -> None:
-    """Give every merged projection its own forward back; weights stay views of one storage."""
-    for part in _parts(model):
-        del part.merged, part.index
-        part.__class__ = FP8Linear if isinstance(part, MergedFP8Part) else nn.Linear  # type: ignore[assignment]
-
-
-def _parts(model: nn.Module) -> list[MergedPart | MergedFP8Part]:
-    return [module for module in model.modules() if isinstance(module, (MergedPart, MergedFP8Part))]
+        weight = next(self.model.parameters())
+        info = DeviceInfo.of(weight.device)
+        if info.type != "cuda" or info.capability != CAPABILITY:
+            return f"its kernels are for GPUs of compute capability {CAPABILITY[0]}.{CAPABILITY[1]}, not {info}"
+        if self.batch_invariant:
+            return "batch_invariant=True, and its kernels round products of few rows differently"
+        if self.model.dtype == torch.float32:
+            return "its kernels are for 16-bit models"
+        return ""
 
 
 class VattnLinear(nn.Linear):
@@ -228,33 +214,77 @@ REPLACED = {nn.Linear: VattnLinear, PartLinear: VattnPartLinear}
 """What linear layers become, by `vattn::linear`."""
 
 
-def replace_linears(model: nn.Module) -> int:
-    """Replace the linear layers of a model, merged ones too; return how many. Those with hooks or own forwards stay."""
-    count = 0
-    for module in model.modules():
-        if isinstance(module, (MergedPart, MergedFP8Part)):
-            merged = module.merged
-            merged.uses_vattn_linear = True
-            if merged.quantised is not None:
-                merged.quantised.uses_vattn_linear = True
-        elif type(module) is FP8Linear:
-            module.uses_vattn_linear = True
-        elif (
-            type(module) in REPLACED
-            and _plain_weight(module)  # type: ignore[arg-type]
-            and not ("forward" in module.__dict__ or module._forward_hooks or module._forward_pre_hooks)
-        ):
-            module.__class__ = REPLACED[type(module)]  # type: ignore[assignment,index]
-        else:
-            continue
-        count += 1
-    return count
+def linears_of_enabled(model: Any) -> Linears | None:
+    """Return how the linear layers of a model on vattn run; `None` for another one."""
+    return model.__dict__.get(NAME)  # type: ignore[no-any-return]
 
 
-def restore_linears(model: nn.Module) -> None:
-    """Undo `replace_linears`; merged layers must have their own forward again."""
-    for module in model.modules():
-        if isinstance(module, (VattnLinear, VattnPartLinear)):
-            module.__class__ = type(module).__base__  # type: ignore[assignment]
-        elif isinstance(module, FP8Linear):
-            module.__dict__.pop("uses_vattn_linear", None)
+def _by_reason(found: dict[str, str], what: str) -> Iterator[str]:
+    """Yield a text for each reason, with the first name and the number of others."""
+    names: dict[str, list[str]] = {}
+    for name, why in found.items():
+        names.setdefault(why, []).append(name)
+    for why, each in names.items():
+        more = f" and {len(each) - 1} more" if len(each) > 1 else ""
+        yield f"{each[0]}{more} {what}: {why}"
+
+
+def _owners(model: nn.Module) -> dict[int, int]:
+    """Return how many names each parameter of a model has, by its `id`."""
+    counts: dict[int, int] = {}
+    for _, parameter in model.named_parameters(remove_duplicate=False):
+        counts[id(parameter)] = counts.get(id(parameter), 0) + 1
+    return counts
+
+
+def _why_left(linear: nn.Module) -> str:
+    """Return what keeps a linear layer from another forward, "" for nothing."""
+    if type(linear) not in (nn.Linear, PartLinear, FP8Linear, MergedPart, MergedFP8Part):
+        return f"{type(linear).__name__} computes in a way of its own"
+    if type(linear.weight) not in (nn.Parameter, Tensor):
+        # torchao's weights and DTensors bring products of their own.
+        return f"weights of class {type(linear.weight).__name__}"
+    if "forward" in linear.__dict__:
+        return "a forward of its own, as offloading gives it"
+    if linear._forward_hooks or linear._forward_pre_hooks:
+        return "hooks"
+    if isinstance(linear, FP8Linear) and linear.format.blocks:
+        return "FP8 weights in blocks, which it has no kernel for"
+    return ""
+
+
+def _why_apart(parts: list[Any], owners: dict[int, int]) -> str:
+    """Return what keeps projections from being one product, "" for nothing."""
+    first = parts[0]
+    for part in parts:
+        if not isinstance(part, nn.Linear) or isinstance(part, PartLinear):
+            return f"layers of class {type(part).__name__}"
+        why = "" if isinstance(part, FP8Linear) and part.format.blocks else _why_left(part)
+        if why:
+            return why
+    if any(owners[id(part.weight)] > 1 for part in parts):
+        return "weights that other layers share"
+    if _differ(parts):
+        return "layers that differ in kind, input size, bias, dtype or device"
+    if not isinstance(first, FP8Linear):
+        return ""
+    scales = [part.input_scale for part in parts]
+    if any(part.needs_ranks for part in parts):
+        return "outputs that need other ranks"
+    if any(part.format != first.format for part in parts):
+        return "FP8 layers of different formats"
+    if scales[0] is not None and not all(torch.equal(scale, scales[0]) for scale in scales):
+        return "FP8 layers with different scales of their input"
+    if first.format.blocks and any(part.out_features % BLOCK for part in parts[:-1]):
+        return f"FP8 layers in blocks of {BLOCK} rows that go over the border between them"
+    return ""
+
+
+def _differ(parts: list[Any]) -> bool:
+    """Return whether parts cannot be concatenated, or some have a bias."""
+
+    def kind(part: Any) -> Any:
+        weight = part.weight
+        return type(part), type(weight), weight.shape[1:], weight.dtype, weight.device, part.bias is None
+
+    return any(kind(part) != kind(parts[0]) for part in parts)

@@ -27,6 +27,7 @@ from vattn.integrations.transformers.replaced_forwards import (
     replaced_modules,
     restore_forwards,
 )
+from vattn.integrations.transformers.shared_inputs import SharedInputs
 from vattn.integrations.transformers.state_layers import StateModules, has_states
 from vattn.layers.fp8_linear import exact_inputs
 
@@ -140,10 +141,12 @@ class Observation:
     Attributes:
         calls: how the model calls attention, by name of the module, in the order of calls.
         first_position: what the model itself passes as the position of a request's first token.
+        shared: which projections it calls with one input.
     """
 
     calls: dict[str, AttentionCall]
     first_position: int
+    shared: SharedInputs
 
 
 @dataclass
@@ -179,7 +182,8 @@ def observe(model: Any, cache: Any, states: StateModules | None = None) -> Obser
     _check_signature(model)
     ids = ordinary_tokens(model, 5)
     apart = contextlib.nullcontext() if states is None else states.replaced_by(_same_for_all)
-    with _taking_notes(model) as notes, exact_inputs(model), apart:
+    shared = SharedInputs()
+    with _taking_notes(model) as notes, exact_inputs(model), apart, shared.watching(model):
 
         def run(ids: list[int], positions: list[int] | None) -> _Run:
             notes.calls = {}
@@ -218,7 +222,7 @@ def observe(model: Any, cache: Any, states: StateModules | None = None) -> Obser
             "models that take the positions of packed tokens from position_ids alone",
             "keep this model on transformers' own attention",
         )
-    return Observation({names[module]: call for module, call in calls.items()}, start)
+    return Observation({names[module]: call for module, call in calls.items()}, start, shared)
 
 
 def _same_for_all(module: nn.Module, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:

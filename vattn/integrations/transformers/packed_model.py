@@ -173,8 +173,10 @@ class PackedModel(nn.Module):
             )
         check_inputs(input_ids, positions, logits_indices, self.model)
         # Compiled code reads no lengths; a generator refuses longer requests before.
-        if self.rope_length is not None and not torch.compiler.is_compiling():
-            _check_lengths(self.rope_length)
+        if not torch.compiler.is_compiling():
+            self._renew_linears()
+            if self.rope_length is not None:
+                _check_lengths(self.rope_length)
         out = self.model(input_ids=input_ids[None], **self.model_options(positions, logits_indices))
         return out.logits[0]
 
@@ -194,6 +196,16 @@ class PackedModel(nn.Module):
         """Return what a generator runs of a pipeline on this rank, for steps of up to `capacity` tokens."""
         return StageModel(self, capacity)
 
+    def explain(self) -> str:
+        """Return how the linear layers run, with a line for each reason that keeps some from running faster."""
+        found = linears.linears_of_enabled(self.model)
+        return "\n".join([] if found is None else found.explain())
+
+    def _renew_linears(self) -> None:
+        found = linears.linears_of_enabled(self.model)
+        if found is not None:
+            found.renew()
+
     def allocate(
         self,
         *,
@@ -205,7 +217,7 @@ class PackedModel(nn.Module):
         max_num_reqs: int | None = None,
     ) -> KVCacheAllocation:
         """Allocate the paged cache in the model's dtype and keep it; arguments of `vattn.allocate_kv_cache`."""
-        linears.check_merged(self)
+        self._renew_linears()
         self.kv_cache = allocate_kv_cache(
             self,
             num_blocks=num_blocks,

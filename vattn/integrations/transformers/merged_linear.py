@@ -1,0 +1,179 @@
+"""One product for several linear layers with one input: query, key and value; gate and up.
+
+Their weights are concatenated in one storage; the modules keep them as views, so that names, state dicts and loading
+stay as they are. The model's own code stays too: it calls one projection after the other with the same input, the first
+call computes all of them, and the others take their part.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from vattn.errors import ConfigError
+from vattn.layers.fp8_linear import FP8Linear
+from vattn.layers.lora import LoRAProduct
+from vattn.quantization.formats import dtype_name
+
+
+class MergedLinear:
+    """One product for several linear layers with the same input.
+
+    Attributes:
+        parts: the layers, whose weights and biases are views of `weight` and `bias`.
+        weight, bias: of all parts, concatenated.
+        quantised: the layer that all FP8 parts make together, `None` for plain ones.
+        uses_vattn_linear: whether a plain product is `vattn::linear`.
+        lora: adds what adapters give; `None` without them.
+    """
+
+    def __init__(self, parts: list[nn.Linear]) -> None:
+        self.parts = parts
+        self.uses_vattn_linear = False
+        self.lora: LoRAProduct | None = None
+        self._input: Tensor | None = None
+        self._outputs: tuple[Tensor, ...] = ()
+        self.take_in()
+
+    def take_in(self) -> None:
+        """Put the weights and biases of the parts, which may be new, into one storage."""
+        parts = self.parts
+        self.sizes = [part.weight.shape[0] for part in parts]
+        self.weight = _in_one_storage(parts, "weight", self.sizes)
+        self.bias = None if parts[0].bias is None else _in_one_storage(parts, "bias", self.sizes)
+        self.quantised: FP8Linear | None = None
+        if isinstance(parts[0], FP8Linear):
+            self.quantised = _together(parts, self.weight, self.bias)  # type: ignore[arg-type]
+            if self.uses_vattn_linear:
+                self.quantised.uses_vattn_linear = True
+        self._addresses = self._now()
+
+    def _now(self) -> list[int | None]:
+        tensors = [tensor for part in self.parts for tensor in part._parameters.values()]
+        return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+    @property
+    def moved(self) -> bool:
+        """Whether weights or biases were moved or replaced, as by `model.to(...)`, so that they are no views."""
+        return self._now() != self._addresses
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> MergedLinear:
+        """Return a product of the copied parts, which takes in their weights later: they may not be copied yet."""
+        copied = memo[id(self)] = object.__new__(MergedLinear)
+        copied.__dict__.update(self.__dict__, parts=[], quantised=None, _input=None, _outputs=(), _addresses=[])
+        copied.parts = [copy.deepcopy(part, memo) for part in self.parts]
+        return copied
+
+    def run(self, x: Tensor) -> Tensor:
+        """Return the outputs of all parts."""
+        if self.quantised is not None:
+            out: Tensor = self.quantised(x)
+        else:
+            out = (vattn_linear if self.uses_vattn_linear else linear)(x, self.weight, self.bias)
+        return out if self.lora is None else self.lora.add(x, out)
+
+    def part(self, index: int, x: Tensor) -> Tensor:
+        """Return the output of one projection."""
+        if x is not self._input:
+            self._outputs = self.run(x).split(self.sizes, dim=-1)
+            self._input = x
+        out = self._outputs[index]
+        if index == len(self.sizes) - 1:
+            # Nothing is kept from one call of the module to the next.
+            self._input, self._outputs = None, ()
+        return out
+
+
+def _in_one_storage(parts: list[nn.Linear], name: str, sizes: list[int]) -> Tensor:
+    """Return the parts' weights or biases in one storage, of which they become views."""
+    own: list[Tensor] = [getattr(part, name) for part in parts]
+    first = own[0].detach()
+    ends = [first.data_ptr() + first[:1].numel() * first.itemsize * sum(sizes[:index]) for index in range(len(sizes))]
+    storages = {tensor.untyped_storage().data_ptr() for tensor in own}
+    if len(storages) == 1 and [tensor.data_ptr() for tensor in own] == ends and all(t.is_contiguous() for t in own):
+        # As the last `enable` left them.
+        return first.as_strided((sum(sizes), *first.shape[1:]), first.stride())
+    together = torch.cat([tensor.detach() for tensor in own])
+    for part, tensor, view in zip(parts, own, together.split(sizes), strict=True):
+        setattr(part, name, nn.Parameter(view, requires_grad=tensor.requires_grad))
+    return together
+
+
+def vattn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Return `x @ weight.T + bias` of x `[..., K]` by `vattn::linear`."""
+    out = torch.ops.vattn.linear(x.reshape(-1, x.shape[-1]), weight, None, None, dtype_name(x.dtype))
+    if bias is not None:
+        out = out + bias
+    return out.view(*x.shape[:-1], weight.shape[0])
+
+
+def _together(parts: list[FP8Linear], weight: Tensor, bias: Tensor | None) -> FP8Linear:
+    scales = [part.weight_scale for part in parts]
+    if scales[0].dim() == 2:
+        scale = torch.cat(scales)
+    elif all(torch.equal(scale, scales[0]) for scale in scales) and scales[0].numel() == 1:
+        scale = scales[0]
+    else:
+        scale = torch.cat([scale.expand(part.out_features) for scale, part in zip(scales, parts, strict=True)])
+    return FP8Linear(weight, scale, parts[0].format.name, parts[0].input_scale, bias)
+
+
+class MergedPart(nn.Linear):
+    """One projection of a merged product: what an `nn.Linear` becomes, in place.
+
+    A class, since compiled code that found a forward of its own on each module would be compiled for each layer.
+    """
+
+    merged: MergedLinear
+    index: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this projection's part of the product."""
+        return self.merged.part(self.index, x)
+
+
+class MergedFP8Part(FP8Linear):
+    """Same, of an `FP8Linear`."""
+
+    merged: MergedLinear
+    index: int
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return this projection's part of the product."""
+        return self.merged.part(self.index, x)
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        raise ConfigError(
+            "a state dict for merged FP8 projections, which keep scales of their product",
+            "one for projections that are not merged",
+            "disable(model), load it, and enable the model again; or enable(model, merge_projections=False)",
+        )
+
+
+MERGED = {nn.Linear: MergedPart, FP8Linear: MergedFP8Part}
+"""What linear layers become."""
+
+
+def merge(parts: list[nn.Linear]) -> None:
+    """Make the layers of a group parts of one product."""
+    merged = MergedLinear(parts)
+    for index, part in enumerate(parts):
+        part.__class__ = MERGED[type(part)]  # type: ignore[assignment]
+        part.merged, part.index = merged, index  # type: ignore[assignment]
+
+
+def separate(parts: list[nn.Linear]) -> None:
+    """Give the parts of a product their own forward back; weights stay views of one storage."""
+    for part in parts:
+        del part.merged, part.index
+        part.__class__ = FP8Linear if isinstance(part, MergedFP8Part) else nn.Linear  # type: ignore[assignment]
+
+
+def merged_linears(model: nn.Module) -> list[MergedLinear]:
+    """Return the merged products of a model."""
+    parts = [module for module in model.modules() if isinstance(module, (MergedPart, MergedFP8Part))]
+    return list({id(part.merged): part.merged for part in parts}.values())
