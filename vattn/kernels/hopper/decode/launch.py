@@ -187,7 +187,7 @@ def rows_at_a_time(config: AttentionConfig, num_tokens: int, num_reqs: int) -> i
     tokens = num_tokens // max(num_reqs, 1)
     if tokens * num_reqs != num_tokens:
         return 0
-    most = MAX_GROUP_SIZE // config.group_size if attends_drafts(config) else 1
+    most = MAX_GROUP_SIZE // config.group_size if tokens > 1 and attends_drafts(config) else 1
     return tokens if tokens <= max(most, 1) else 0
 
 
