@@ -106,6 +106,30 @@ def test_guesses_and_groups_in_graphs(name: str) -> None:
     assert steps[1] < steps[0] and generator.statistics().accepted_tokens > 0
 
 
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_drafts_of_a_model_in_graphs(hybrid: bool) -> None:
+    """The target as its own draft model is right but for near ties; one with noise is not, and changes no token."""
+    name, changes = ("gemma2", {"sliding_window": 20}) if hybrid else ("llama", {"head_dim": 64})
+    plain, packed = make_model(name, **changes).cuda(), enable(make_model(name, **changes).cuda())
+    packed.allocate(num_blocks=80, hybrid=hybrid, max_seq_len=256)
+    samplings = [vattn.Sampling(40, 0.7 * (row % 2), seed=row, stop_token_ids=()) for row in range(len(PROMPTS))]
+    options: dict[str, Any] = {"max_num_reqs": 4, "token_budget": 64, "max_seq_len": 128, "compile": "none"}
+    alone = outputs(vattn.Generator(packed, graph_sizes=(), **options).generate(PROMPTS, samplings))
+    for noise, least in ((0.0, 0.9), (0.02, 0.2)):
+        model = make_model(name, **changes).cuda()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(1 + noise * torch.randn_like(parameter))
+        generator = vattn.Generator(packed, speculation=vattn.DraftModel(enable(model), 3), **options)
+        done = generator.generate(PROMPTS, samplings)
+        # Draws that part are near a border of two tokens; greedy ones are near ties.
+        assert_near(done[::2], alone[::2], plain)
+        assert sum(request.output == want for request, want in zip(done, alone, strict=True)) >= 4
+        greedy = sum(request.accepted for request in done[::2]) / sum(request.drafted for request in done[::2])
+        assert greedy > least and generator.statistics().draft_seconds > 0
+        check_empty(generator)
+
+
 def test_a_model_that_cannot_be_captured_is_refused() -> None:
     packed = enable(make_model("gpt_oss").cuda(), num_blocks=64)
     options: dict[str, Any] = {"max_num_reqs": 4, "max_seq_len": 128, "compile": "none"}
@@ -119,7 +143,8 @@ def test_launching_a_step_waits_for_nothing() -> None:
     """Greedy, sampled and with guesses: the only wait of a step is the one for its tokens."""
     packed = enable(make_model("llama", head_dim=64).cuda(), num_blocks=64)
     samplings = [vattn.Sampling(30, stop_token_ids=()), vattn.Sampling(30, temperature=0.8, seed=3, stop_token_ids=())]
-    for speculation in (None, vattn.PromptLookup(shortest=1)):
+    draft = enable(make_model("llama", head_dim=64).cuda())
+    for speculation in (None, vattn.PromptLookup(shortest=1), vattn.DraftModel(draft, 3)):
         generator = vattn.Generator(packed, max_num_reqs=4, max_seq_len=128, compile="none", speculation=speculation)
         requests = [generator.add(PROMPTS[1], sampling) for sampling in samplings * 2]
         launch = generator._runner.launch

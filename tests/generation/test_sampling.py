@@ -71,12 +71,12 @@ def tokens_of(logits: torch.Tensor, samplings: list[vattn.Sampling]) -> torch.Te
     return chosen.tokens
 
 
-def test_draws_have_the_probabilities_of_transformers() -> None:
+def test_draws_have_the_probabilities_of_transformers(device: str) -> None:
     """Pearson's chi-square for each kind of settings, all of them in one batch; and it sees a wrong temperature."""
     # More tokens than lanes, and not a multiple of them.
     logits = torch.randn(1, 530, generator=torch.Generator().manual_seed(5)) * 4
     samplings = [vattn.Sampling(seed=seed, **kind) for kind in SETTINGS.values() for seed in range(DRAWS)]
-    drawn = tokens_of(logits, samplings).view(len(SETTINGS), DRAWS)
+    drawn = tokens_of(logits.to(device), samplings).view(len(SETTINGS), DRAWS).cpu()
     for (name, kind), row in zip(SETTINGS.items(), drawn, strict=True):
         counts, probabilities = row.bincount(minlength=logits.shape[1]), warped(logits, **kind)[0]
         assert not counts[probabilities == 0].any(), name

@@ -23,6 +23,7 @@ from tools.compile_kernels.launches import (
 from vattn.config.attention import AttentionConfig
 from vattn.config.dcp import DCPShard
 from vattn.config.rope import RopeConfig
+from vattn.kernels.triton import sample
 from vattn.kernels.triton.attention import (
     advance_step,
     dcp_rows,
@@ -186,6 +187,17 @@ def _small_kernels(target: str) -> Iterator[Launch]:
         out, lse = meta(64, 8, 128, dtype=dtype), meta(64, 8)
         merged = MergeArgs(out, lse, out, lse, out, lse)
         yield from record(f"{name} 128", target, partial(merge.merge_attn_states, merged))
+    for (name, dtype), all_of_them in itertools.product(MODEL_DTYPES.items(), (False, True)):
+        rows, numbers = meta(8, dtype=torch.int64), meta(8, dtype=torch.float64) if all_of_them else None
+        call = partial(
+            sample.sample, meta(16, 128256, dtype=dtype), rows, meta(8, 1), rows.bool() if all_of_them else None,
+            rows if all_of_them else None, numbers, numbers, rows, meta(16, dtype=torch.int64),
+            *meta(2, 16, dtype=torch.int64),
+        )  # fmt: skip
+        yield from record(f"{name} {all_of_them}", target, call)
+    for name, dtype in MODEL_DTYPES.items():
+        call = partial(sample.normalise, meta(8, 128256, dtype=dtype), meta(8, dtype=torch.int64))
+        yield from record(f"{name} 128256", target, call)
 
 
 def _external_rows(target: str) -> Iterator[Launch]:

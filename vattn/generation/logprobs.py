@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from vattn.generation.request import Request, TokenLogprobs
-from vattn.generation.transfers import on_device
+from vattn.generation.transfers import has_kernels, on_device
 
 _SLICE = 256
 """Rows of logits that are converted to fp32 at once."""
@@ -71,8 +71,11 @@ def compute_logprobs(
     most = max([*counts, *(request.sampling.prompt_logprobs or 0 for request, _, _ in prompts)])
     parts = []
     if rows:
-        index = on_device(rows, logits.device)
-        parts.append(_compute(logits.index_select(0, index), tokens.index_select(0, index), most))
+        own, chosen = logits[: len(requests)], tokens
+        if len(rows) < len(requests):
+            index = on_device(rows, logits.device)
+            own, chosen = logits.index_select(0, index), tokens.index_select(0, index)
+        parts.append(_compute(own, chosen, most))
     if prompts:
         targets = on_device([token for each in wanted for token in each], logits.device)
         begin = len(requests)
@@ -84,12 +87,20 @@ def compute_logprobs(
 
 
 def _compute(logits: Tensor, tokens: Tensor, count: int) -> Tensor:
-    scores = logits.float()
-    total = scores.logsumexp(dim=-1, keepdim=True)
-    own = scores.gather(1, tokens[:, None])
-    rank = (scores > own).sum(dim=-1, keepdim=True) + 1
-    best = scores.topk(count, dim=-1)
-    return torch.cat([part.double() for part in (own - total, rank, best.values - total, best.indices)], dim=1)
+    if has_kernels(logits):
+        from vattn.kernels.triton.sample import normalise
+
+        scores = logits
+        total, rank = normalise(logits, tokens)
+    else:
+        scores = logits.float()
+        total = scores.logsumexp(dim=-1, keepdim=True)
+        rank = (scores > scores.gather(1, tokens[:, None])).sum(dim=-1, keepdim=True) + 1
+    parts = [scores.gather(1, tokens[:, None]).float() - total, rank]
+    if count:
+        best = scores.topk(count, dim=-1)
+        parts += [best.values.float() - total, best.indices]
+    return torch.cat([part.double() for part in parts], dim=1)
 
 
 def _token(values: list[float], count: int) -> TokenLogprobs:

@@ -17,7 +17,7 @@ from vattn.generation.draws import draw, truncate, uniforms
 from vattn.generation.grammar import apply_bitmask
 from vattn.generation.logit_changes import TokenCounts, change_logits, run_processors
 from vattn.generation.request import Request
-from vattn.generation.transfers import floats_on_device, on_device, to_device
+from vattn.generation.transfers import floats_on_device, has_kernels, on_device, to_device
 
 
 class SamplerOutput(NamedTuple):
@@ -112,13 +112,45 @@ class Sampler:
             sampled: the rows that are not greedy, `None` if all are.
         """
         rows = logits[: len(requests)]
+        errors: dict[int, VattnError] = {}
+        if sampled is not None and sampled.seeds is not None and has_kernels(rows):
+            return self._sample_on_gpu(rows, sampled, positions, errors)
         # The largest value is NaN where any is.
         largest, tokens = rows.max(dim=-1)
         usable = largest.isfinite()
-        errors: dict[int, VattnError] = {}
         if sampled is not None:
             self._sample(rows, sampled, positions, tokens, usable, errors)
         return SamplerOutput(tokens, torch.stack((tokens, usable.long())), errors)
+
+    def _sample_on_gpu(
+        self, logits: Tensor, metadata: SamplingMetadata, positions: Sequence[int], errors: dict[int, VattnError]
+    ) -> SamplerOutput:
+        """Do what `choose` does by one kernel for the rows that are not greedy, without a copy of their logits."""
+        from vattn.kernels.triton.sample import sample
+
+        device, index = logits.device, metadata.index
+        places, scores, rows = on_device(positions, device), logits, index
+        result = torch.empty(2, logits.shape[0], dtype=torch.int64, device=device)
+        if len(metadata.rows) < logits.shape[0]:
+            largest, likeliest = logits.max(dim=-1)
+            torch.stack((likeliest, largest.isfinite().long()), out=result)
+        target = result
+        if metadata.changed:
+            scores = logits.index_select(0, index).float()
+            good = scores.max(dim=-1).values.isfinite()
+            scores = torch.where(good[:, None], scores, 0.0)
+            self._change(scores, metadata, [positions[row] for row in metadata.rows], errors)
+            rows, places = torch.arange(len(metadata.rows), device=device), places.index_select(0, index)
+            target = torch.empty(2, len(metadata.rows), dtype=torch.int64, device=device)
+        assert metadata.seeds is not None
+        sample(
+            scores, rows, metadata.temperature, metadata.drawn, metadata.top_k, metadata.top_p, metadata.min_p,
+            metadata.seeds, places, target[0], target[1],
+        )  # fmt: skip
+        if metadata.changed:
+            target[1] *= good
+            result.index_copy_(1, index, target)
+        return SamplerOutput(result[0], result, errors)
 
     def _sample(
         self,

@@ -8,6 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from vattn.config.device import has_triton
+
 
 def on_host(values: Sequence[int]) -> Tensor:
     """Return a list that is not empty as int64 on the host; several times faster than `torch.tensor`."""
@@ -36,3 +38,9 @@ def to_host(values: Tensor) -> Tensor:
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
     return host
+
+
+def has_kernels(logits: Tensor) -> bool:
+    """Return whether kernels read these logits where they are."""
+    known = logits.dtype in (torch.bfloat16, torch.float16, torch.float32)
+    return known and logits.is_cuda and logits.stride(1) == 1 and has_triton()
