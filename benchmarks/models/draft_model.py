@@ -9,6 +9,7 @@ many requests decode with each kind of sampling, and the sampler is timed alone 
 
 from __future__ import annotations
 
+import dataclasses
 import random
 import time
 from typing import Any
@@ -63,7 +64,7 @@ def decode(generator: vattn.Generator, count: int, context: int, sampling: vattn
     while all(len(request.output) + 12 < sampling.max_new_tokens for request in requests):
         generator.step()
     synchronise(device)
-    seconds, now = time.perf_counter() - begin, generator.statistics()
+    seconds, now = time.perf_counter() - begin, dataclasses.replace(generator.statistics())
     tokens, steps = sum(len(request.output) for request in requests) - before, now.steps - steps
     while generator.busy:
         generator.step()
