@@ -1,4 +1,4 @@
-"""`vattn::add_lora`: what adapters add to the output of linear layers, each row by its own adapter.
+"""`vattn::add_lora`: add the products of adapters to the output of linear layers, each row by its own adapter.
 
 torch's grouped products take sorted rows, which they neither gather nor scatter, and write a whole output of their own:
 four launches and two copies where two launches do.

@@ -259,7 +259,7 @@ def calibrate(
 ) -> Calibration:
     """Run a model on sample text and return what its attention layers reach. Changes nothing about it but its cache.
 
-    Every rank of a sharded model calls it with the same text, and gets the same: that of the whole model.
+    Every rank of a sharded model calls it with the same text, and gets the calibration of the whole model.
 
     Args:
         model: with a bound cache; takes `(input_ids [T], positions [T])`, such as what
@@ -303,7 +303,7 @@ def calibrate(
 
 
 def _share(model: nn.Module, seen: dict[str, dict[str, Tensor]], inputs: dict[str, Tensor]) -> None:
-    """Give every rank of a sharded model what all have seen, by all heads."""
+    """Give every rank the magnitudes of all ranks, for all heads."""
     group, stage = ranks_of(model), getattr(model, "stage", None)
     if stage is not None:
         from torch import distributed

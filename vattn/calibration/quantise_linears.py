@@ -124,7 +124,7 @@ def _quantise(
 
 
 def plain_linears(root: nn.Module) -> AbstractContextManager[None]:
-    """Undo inside the block what `enable` has made of a model's linear layers; it does it to what is there then."""
+    """Undo inside the block what `enable` did to linear layers, and do it again to the layers there after it."""
     own: Any = root.__dict__.get("_vattn_linears")
     return nullcontext() if own is None else own.undone()  # type: ignore[no-any-return]
 

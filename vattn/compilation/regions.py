@@ -78,7 +78,7 @@ class Region:
             except FusionError:  # Strict passes, which were requested.
                 raise
             except (torch._dynamo.exc.TorchDynamoException, VattnError) as error:
-                # A mistake in the call is one without the compiler too.
+                # A wrong call raises without the compiler too.
                 result = forward(*args, **kwargs)
                 self.refusal = f"{type(error).__name__}: {str(error).strip().splitlines()[0]:.200}"
                 logger.warning("%s runs uncompiled: %s", forward.__qualname__, self.refusal)
@@ -107,7 +107,7 @@ def _compile_each(
 
 
 def region_of(module: nn.Module) -> Region | None:
-    """Return what a module runs that `compile_regions` compiled, `None` for another one."""
+    """Return the compiled forward that a module runs, `None` if it is not compiled."""
     return getattr(module.__dict__.get("forward"), "region", None)
 
 
@@ -144,7 +144,7 @@ def repeated_layers(model: nn.Module) -> list[nn.Module]:
 
 
 def modules_around(model: nn.Module) -> list[nn.Module]:
-    """Return the modules that run next to the repeated layers of a model and have no modules and products inside."""
+    """Return the modules beside the repeated layers that contain no modules and compute no matrix product."""
     layers = {id(layer) for layer in repeated_layers(model)}
     return [
         module

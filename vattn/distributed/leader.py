@@ -58,7 +58,7 @@ class Leader:
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Wait at the end of a block until every rank has done it; a rank that fails in it ends it on all.
+        """Wait at the end of the block for all ranks; a rank that fails inside ends it on all ranks.
 
         Raises:
             RankError: another rank failed, or did not come to the end within the timeout.
@@ -70,7 +70,7 @@ class Leader:
             self._await_ready()
         except BaseException as error:
             failure = self.report(error)
-            # What this rank refuses it says itself.
+            # An error of vattn on this rank says what is wrong.
             if isinstance(error, VattnError) or not isinstance(error, Exception):
                 raise
             raise failure from error
@@ -99,7 +99,7 @@ class Leader:
                         self._store.compare_set(f"{self._key}/failed", "", late)
                         fix = "raise group_timeout, or look at that rank's output"
                         raise RankError(late, "all ranks in this time", fix)
-            # One that gave up waiting for this rank.
+            # A rank may have given up waiting for this one.
             self._raise_failure()
 
     def _raise_failure(self) -> None:

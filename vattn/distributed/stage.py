@@ -1,4 +1,4 @@
-"""`Stage`: one rank's layers of a model that several ranks hold one after another, and what goes between them."""
+"""`Stage`: one rank's layers of a model that several ranks hold one after another, and what they send to each other."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Stage:
         return distributed.isend(tensor.contiguous(), self._ranks[(self.rank + 1) % self.size], group=self.group)
 
     def receive(self, tensor: Tensor) -> Any:
-        """Begin to receive what the stage before sends, and return the work; the first one gets logits of the last."""
+        """Begin to receive from the stage before, the first stage from the last one, and return the work."""
         from torch import distributed
 
         return distributed.irecv(tensor, self._ranks[self.rank - 1], group=self.group)

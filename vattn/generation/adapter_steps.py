@@ -1,4 +1,4 @@
-"""Steps of a model with adapters: which rows use which, and graphs with and without the adapters' products."""
+"""Steps of a model with adapters: notes the adapter of each row, and chooses graphs with or without adapters."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class AdapterSteps(ModelSteps):
         captured: tuple[list[int], int, list[int], int, bool],
         rows: AdapterRows,
     ) -> AdapterSteps:
-        """Capture the graphs with adapters like those without, in their memory; `captured`: arguments of `capture`."""
+        """Capture graphs with adapters, in the memory of `graphs`; `captured` are the arguments of `capture`."""
         with rows.activated():
             more = capture(forward, builder, *captured, memory_of=graphs)
         return cls(forward, builder, graphs, more, rows)
 
     @torch.inference_mode()
     def run(self, step: StepInputs, before: Ran | None, begin: torch.cuda.Event | None = None) -> Outcome:
-        """Run a step; see `ModelSteps`. One that continues another has the same rows."""
+        """Run a step; see `ModelSteps`. A step that continues another has the same adapters."""
         if step.new_blocks is None:
             self._rows_of_adapters.write(step.adapters, step.counts)
             self.graphs = self._adapter_graphs if self._rows_of_adapters.active else self._graphs

@@ -30,7 +30,7 @@ class CacheBlocks:
         max_seq_len: longest request.
         reuse: whether whole blocks get a name by their content.
         model: decides the content; after a change that `look` sees, earlier blocks are not found any more.
-        snapshots: of the states of a model whose layers keep one for each request; blocks are reused up to one of them.
+        snapshots: for a model that keeps a state for each request; a request reuses blocks up to one of them.
 
     Attributes:
         pool: where blocks come from.
@@ -108,10 +108,10 @@ class CacheBlocks:
         self._note(request, 0)
 
     def _until_snapshot(self, request: Request, keys: list[str]) -> list[str]:
-        """Load the state at the end of the longest prefix that has one and all blocks; return the keys of its blocks.
+        """Load the snapshot of the longest prefix that has one and all its blocks; return the keys of these blocks.
 
-        The request gets snapshots of its own at the end of its last whole block, and where it leaves what others have
-        computed: the next request that leaves there finds a state.
+        The request will save its state at the end of its last whole block, and where its tokens begin to differ from
+        those in the cache: the next request that differs from there on finds a snapshot.
         """
         assert self.snapshots is not None
         names = [[self._name(key, group) for key in keys] for group in range(len(self._specs))]
@@ -134,7 +134,7 @@ class CacheBlocks:
         return min([count, *(cut - request.cached for cut in request.cuts if cut > request.cached)])
 
     def save_states(self, requests: Sequence[Request], ends: Sequence[int]) -> None:
-        """Keep the states of requests that a step left where they get a snapshot."""
+        """Save the state of each request that a step has brought to one of its cuts."""
         if self.snapshots is None:
             return
         for request, end in zip(requests, ends, strict=False):

@@ -29,8 +29,8 @@ class DraftModel(DraftSource):
     Raises:
         ConfigError: no model, or `num_drafts` out of range.
 
-    Both models compute the same tokens in blocks of the same ids, so that prefixes, preemptions and cancels are those
-    of one scheduler. The tokens are those without drafts, whatever the draft model is.
+    Both models compute the same tokens in blocks of the same ids, so one scheduler reuses and frees blocks for both.
+    The output is the same as without drafts, whatever the draft model is.
 
     Example:
         >>> import torch, transformers, vattn
@@ -59,7 +59,7 @@ class DraftModel(DraftSource):
             )
 
     def start(self, served: ServedModel) -> DraftSource:
-        """Return what drafts for a generator.
+        """Return the source that drafts for a generator.
 
         Raises:
             ConfigError: another vocabulary, device or block size, fewer blocks, states, groups of layers, or a target
@@ -92,7 +92,7 @@ class DraftModel(DraftSource):
         return DraftSteps(model, cache, self.num_drafts, served)
 
     def plan(self, request: Request, most: int) -> list[int]:
-        """Refuse: `start` returns what drafts."""
+        """Refuse: the source that `start` returns has the drafts."""
         raise ConfigError("a DraftModel without a generator", "Generator(model, speculation=...)", "pass it there")
 
 

@@ -22,7 +22,7 @@ class ServedModel:
     """What a draft source must know of the generator that it drafts for.
 
     Attributes:
-        model: whose tokens are drafted.
+        model: the target.
         blocks: the blocks of its requests.
         max_num_reqs, token_budget, max_seq_len: of the generator.
         compile, compile_options: of the generator.
@@ -54,7 +54,7 @@ class DraftSource:
     beside_prompts, launches = True, False
 
     def start(self, served: ServedModel) -> DraftSource:
-        """Return what drafts for one generator; refuse one that it cannot draft for."""
+        """Return the source for one generator; refuse a generator that it cannot draft for."""
         return self
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Steps of a draft model: what the target computes, and then the drafts, all in one CUDA graph."""
+"""Steps of a draft model: the tokens of the target's step, and then the drafts, all in one CUDA graph."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class DraftChain(nn.Module):
         return torch.stack(drafts, dim=1)
 
     def _choose(self, logits: Tensor) -> Tensor:
-        """Return the likeliest tokens, as no inference tensor."""
+        """Return the likeliest tokens, not as an inference tensor."""
         with torch.inference_mode(False):
             return logits.argmax(dim=-1)
 
@@ -81,8 +81,8 @@ class DraftChain(nn.Module):
 class DraftSteps(DraftSource):
     """Draft for one generator by a model with a cache of its own.
 
-    Whatever the target computes in a step, the draft model computes too, in blocks of the same ids. So a block that is
-    found by its content, or taken back, is so in both caches.
+    In each step the draft model computes the target's tokens too, in blocks of the same ids. So a block that is found
+    by its content, or freed, is so in both caches.
 
     Args:
         model: the draft model.
@@ -214,7 +214,7 @@ def _whole_group(cache: KVCacheAllocation) -> int | None:
 
 
 def _sample_inputs(metadata: AttentionMetadata) -> list[Tensor]:
-    """Return inputs of any content for the chain, to capture it with: no draft is stored."""
+    """Return inputs for the capture of the chain; no draft is stored."""
     requests = metadata.seq_lens.shape[0]
     ends = torch.zeros(requests, dtype=torch.int64, device=metadata.seq_lens.device)
     return [*model_inputs([0] * metadata.slot_mapping.shape[0], metadata), ends]

@@ -69,11 +69,11 @@ class Generator(StepLoop):
             model was trained for.
         stop_token_ids: end tokens; default: from the model's generation config, if it has one.
         max_queue: most requests that wait; `None` for any number.
-        reuse_prefixes: reuse cached blocks of equal content; default wherever requests keep no state besides their
-            blocks, or `state_snapshots` are given. After a change of the model (weights, adapters, hooks, attributes),
+        reuse_prefixes: reuse cached blocks of equal content; default: yes, unless the model keeps a state for each
+            request and `state_snapshots` is 0. After a change of the model (weights, adapters, hooks, attributes),
             blocks from before are not found; changes through `.data` are not noticed.
-        state_snapshots: for models that keep a state for each request, how many states are kept for other requests
-            with the same beginning; each takes as much memory as the state of a request, on top of the cache.
+        state_snapshots: for models that keep a state for each request: how many states to keep for requests that begin
+            alike. Each takes as much memory as the state of a request, on top of the cache.
         speculation: draft tokens and verify them together: fewer steps, the same tokens. `PromptLookup` drafts by
             prompt lookup, `DraftModel` by a smaller model. Requests with penalties, bad words of several tokens or
             logits processors get no drafts.
@@ -219,8 +219,8 @@ class Generator(StepLoop):
             sampling: default `default_sampling`.
             cache_salt: text, bytes or an integer. Requests share cached blocks with those of the same salt alone: give
                 it to keep tenants apart, and for all that makes equal ids mean something else, such as images.
-            adapter: the name of a loaded adapter of a model with `enable_adapters`; default the model alone. Blocks are
-                shared among requests of the same adapter alone.
+            adapter: the name of a loaded adapter, for a model with `enable_adapters`; default none. Only requests with
+                the same adapter share blocks.
 
         Raises:
             RequestError: empty, longer than `max_seq_len` together with its output, token ids outside of the

@@ -56,7 +56,7 @@ class PipelineSteps(RankSteps):
     """
 
     def compute(self, step: StepInputs, before: Ran | None, begin: torch.cuda.Event | None = None) -> Outcome:
-        """Run this stage's layers; see `ModelSteps.run`. The logits are real on rank 0 alone."""
+        """Run this stage's layers; see `ModelSteps.run`. Only rank 0 returns logits."""
         model: Any = self.forward
         stage, work = model.stage, []
         parts = self._parts(step, before)
@@ -82,7 +82,7 @@ class PipelineSteps(RankSteps):
         return self._in_order(received, parts), metadata, graphs
 
     def share_tokens(self, tokens: Tensor) -> None:
-        """Rank 0 alone embeds tokens."""
+        """Do nothing: only rank 0 embeds tokens."""
 
     def _in_order(self, logits: list[Tensor], parts: list[Part]) -> Tensor:
         if len(parts) == 1:
@@ -118,7 +118,7 @@ class Part:
 
 
 def cut(step: StepInputs, count: int) -> Iterator[Part]:
-    """Cut a step into microbatches of as many tokens each; a request that is cut is two chunks, one after the other."""
+    """Cut a step into microbatches of as many tokens each; a request that is cut becomes consecutive chunks."""
     offsets = [0, *accumulate(step.counts)]
     total = offsets[-1]
     rows = [end - 1 for end in offsets[1:]] if step.rows is None else list(step.rows)

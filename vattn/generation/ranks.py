@@ -161,8 +161,8 @@ def join_ranks(
 def _digest(model: nn.Module) -> str:
     """Return a digest of names, shapes and dtypes of all weights, and of the values of those that are on every rank.
 
-    Those are all but DTensors and parts of weights. No values of a model without these count: its weights may be
-    sharded by hand.
+    DTensors and parts of weights differ between ranks. A model without either may be sharded by hand, so no values of
+    it count.
     """
     kind, sharded, digest = distributed_tensor(), ranks_of(model) is not None, hashlib.sha256()
     parts = {name for name, module in model.named_modules() if part_of(module) is not None}

@@ -32,7 +32,7 @@ class Request:
         prompt: token ids.
         sampling: how its tokens are chosen.
         cache_salt: it shares blocks with requests of the same salt alone.
-        adapter: what its tokens are computed with besides the model; `None` for the model alone.
+        adapter: the adapter that its tokens use; `None` for none.
         output: ids generated so far.
         text: their text, if the generator has a tokenizer; it ends before a stop string.
         logprobs: of each token of `output`; `None` unless `Sampling(logprobs=...)` or `best_of` asks for them.
@@ -114,7 +114,7 @@ class Request:
         self.watcher: deque[Progress] | None = None
         # The changes of the model that were seen before it got its blocks.
         self.epoch = 0
-        # Lengths at which its state is kept for others; a step computes no further than the next one.
+        # Lengths at which its state is saved for other requests; no step goes past the next one.
         self.cuts: set[int] = set()
         self._keys: list[str] = []
 

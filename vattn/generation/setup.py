@@ -30,7 +30,7 @@ def check_kind(name: str, value: Any, kind: type) -> None:
 
 
 def check_speculation(value: Any) -> None:
-    """Refuse what is no source of drafts; `None` is none."""
+    """Refuse what is neither `None` nor a source of drafts."""
     if value is not None and not isinstance(value, DraftSource):
         raise ConfigError(
             f"speculation={value!r:.60}",
@@ -71,7 +71,7 @@ def find_cache(model: Any, cache: Any) -> KVCacheAllocation:
 
 
 def find_adapters(model: Any, group: Any, max_num_tokens: int) -> Adapters | None:
-    """Return the adapters of a model, with room for steps of some numbers of tokens; `None` without `enable_adapters`.
+    """Return the adapters of a model, with room for steps of `max_num_tokens`; `None` without `enable_adapters`.
 
     Raises:
         ConfigError: adapters of a model over ranks.
@@ -205,7 +205,7 @@ def end_tokens(model: Any, given: Iterable[int] | None) -> frozenset[int]:
 
 
 def reuses_prefixes(requested: bool | None, cache: KVCacheAllocation, state_snapshots: int, group: Any) -> bool:
-    """Return whether cached blocks are reused: by default wherever a request can go on from them.
+    """Return whether cached blocks are reused: by default wherever a request can continue after them.
 
     Raises:
         ConfigError: reuse without snapshots of states, or snapshots that nothing would use.
@@ -317,7 +317,7 @@ def capture(
 ) -> Graphs:
     """Return graphs for steps of some numbers of requests, and for steps with prompts of some numbers of tokens.
 
-    All lie in one pool of memory, that of `memory_of` where it is given: the logits of a step are read before the next
+    All use one pool of memory, that of `memory_of` if it is given: the logits of a step are read before the next
     one begins.
 
     Raises:

@@ -1,4 +1,4 @@
-"""`StateSnapshots`: states that requests had at the end of a block, found again by the content before them."""
+"""`StateSnapshots`: copies of requests' states at the ends of blocks, found by the tokens before them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from vattn.errors import CacheError
 
 
 class StateSnapshots:
-    """Keep copies of states, each under a name for all tokens before it; the least recently used makes room.
+    """Keep copies of states, each under a name for all tokens before it; the least recently used is evicted.
 
     Copies run on the current stream, between the steps that were launched before and after.
 
@@ -53,7 +53,7 @@ class StateSnapshots:
         return len(self._places)
 
     def save(self, name: str, slot: int) -> None:
-        """Copy the state in a slot; one that is there already stays."""
+        """Copy the state of a slot, unless there is a copy of this name."""
         if name not in self._places:
             self._places[name] = self._free.pop() if self._free else self._places.popitem(last=False)[1]
             for tensor, kept in self._tensors:
@@ -67,7 +67,7 @@ class StateSnapshots:
             tensor[slot].copy_(kept[self._places[name]])
 
     def forget(self, names: Iterable[str]) -> None:
-        """Drop what was computed from wrong content."""
+        """Drop the copies of these names, if there are any."""
         for name in names:
             if name in self._places:
                 self._free.append(self._places.pop(name))

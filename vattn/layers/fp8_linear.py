@@ -189,7 +189,7 @@ class FP8Linear(nn.Linear):
         return cls(encode_weight(linear.weight, scale), scale, format, input_scale, linear.bias)
 
     def hold(self, part: WeightPart | None) -> FP8Linear:
-        """Say which part of its weight this layer has, and return it; outputs are combined with the other ranks'."""
+        """Note which part of its weight the layer has, and return it; outputs are combined with other ranks'."""
         if part is not None:
             self.part = part
             self.register_state_dict_pre_hook(refuse_state_dict)

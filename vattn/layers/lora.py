@@ -1,4 +1,4 @@
-"""Adapters beside linear layers: each token of a step gets what the adapter of its request adds.
+"""LoRA adapters of linear layers: each row of a step gets the product of its request's adapter.
 
 Weights of all adapters of a product lie in tensors of fixed sizes, and so does the list of a step's rows: adapters come
 and go, and steps change, without a recompilation or a new capture.
@@ -28,8 +28,8 @@ class Adapter:
     Attributes:
         name: as it was loaded.
         slot: its place in the tensors of weights.
-        identity: tells apart what it computes from what others do, and from earlier adapters of this name.
-        requests: that use it and may not have ended.
+        identity: part of the content keys of its requests; earlier adapters of this name have others.
+        requests: those that use it; some may have ended.
     """
 
     def __init__(self, name: str, slot: int) -> None:
@@ -38,10 +38,10 @@ class Adapter:
 
 
 class AdapterRows:
-    """Which adapter each row of a step gets, in tensors that keep their addresses.
+    """The adapter of each row of a step, in tensors that keep their addresses.
 
     Attributes:
-        active: whether a row of the step has one; without, products add nothing, and compiled code has no op for it.
+        active: whether any row of the step has an adapter; if not, products add nothing and compiled code has no op.
         rows, tiles: see `vattn.ops.lora_arguments.LoRAArgs`.
         max_num_tokens: rows that there is room for.
     """
@@ -61,7 +61,7 @@ class AdapterRows:
 
     @contextmanager
     def activated(self) -> Iterator[None]:
-        """Have products compute adapters inside of the block, for no row, to compile and capture them."""
+        """Make products run the op inside the block, over no rows, to compile and capture it."""
         self._lists.zero_()
         self.active = True
         try:
@@ -90,7 +90,7 @@ class AdapterRows:
 
 
 class LoRAProduct:
-    """What adapters add to one product: of a linear layer, or of several with the same input.
+    """The adapters of one product: of a linear layer, or of several that are merged.
 
     Args:
         rows: of the steps.
@@ -119,7 +119,7 @@ class LoRAProduct:
             self.scales = torch.zeros(count, len(sizes), device=device)
 
     def add(self, x: Tensor, output: Tensor) -> Tensor:
-        """Add what the adapters of its rows give for an input `[..., K]` to the output `[..., N]`, and return it."""
+        """Add the products of the rows' adapters, of an input `[..., K]`, to the output `[..., N]`, and return it."""
         if self.rows.active:
             torch.ops.vattn.add_lora(
                 x.reshape(-1, self.in_features), output.view(-1, self.out_features), self.a, self.b, self.scales,
@@ -147,7 +147,7 @@ class Adapters:
 
     Args:
         rows: of the steps.
-        products: what each linear layer belongs to, by its name, and its index there.
+        products: of each linear layer, by its name: its product, and its index among the layers of this product.
 
     Attributes:
         loaded: each adapter by its name.

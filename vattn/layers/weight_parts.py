@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 Undo = list[Callable[[], None]]
-"""What takes each change back, in the order of the changes."""
+"""Functions that undo each change, in the order of the changes."""
 
 _WRAPPERS = ("torch.distributed.tensor", "transformers.distributed", "transformers.integrations.tensor_parallel")
 """Modules that hold the hooks and forwards which `use_parts` replaces; other hooks and forwards are kept."""
@@ -165,7 +165,7 @@ def use_parts(model: nn.Module) -> Undo:
     if not found:
         return undo
     first: Any = found[0][0].weight
-    # All ranks or none: one that differs would wait alone in a collective.
+    # All ranks or none: a rank that differs would wait in a collective that no other one calls.
     missing = torch.tensor([part is None for _, part in found], dtype=torch.int32, device=first.device)
     missing = largest_of_ranks(missing, first.device_mesh.get_group())
     tied = _tied(model)
@@ -223,7 +223,7 @@ def _observe(module: nn.Linear) -> WeightPart | None:
         return None
     part = replace(part, gathers=dim == 0 and got.shape[-1] != size)
     want = part.finish(linear(x, own), bias)
-    # Other kernels may round otherwise; another way to combine parts is no rounding.
+    # Other kernels may round differently; another way to combine parts differs by more.
     near = got.shape == want.shape and bool((got - want).abs().max() <= 2.0**-6 * want.abs().max())
     return part if near else None
 
@@ -241,7 +241,7 @@ def _take_part(module: nn.Linear, part: WeightPart, values: dict[str, Tensor], k
         module, part: the layer, and which part of its weight it gets.
         values: the part, and the bias if it is sharded too.
         kept: ids of DTensors that come back as they are.
-        undo: gets what takes the change back.
+        undo: gets the functions that undo the change.
     """
     for name, value in values.items():
         whole: Any = module._parameters[name]
@@ -271,7 +271,7 @@ def _take_part(module: nn.Linear, part: WeightPart, values: dict[str, Tensor], k
 
 
 def _giver_back(module: nn.Module, name: str, whole: Any, keep: bool) -> Callable[[], None]:
-    """Return what makes a parameter a DTensor again: the same one, or, lest both be kept, one of the present part."""
+    """Return a function that restores the DTensor: the same one, or, to save memory, a new one around the part."""
     mesh, placements, shape, stride, grad = (
         whole.device_mesh, whole.placements, whole.shape, whole.stride(), whole.requires_grad
     )  # fmt: skip

@@ -128,8 +128,8 @@ class AttentionMetadata:
             table and slots count these only (slots of other ranks' tokens are -1), everything else the whole request.
         state_slots: int32 `[B]`, where layers that keep a state for each request have it; 0 for padded requests.
         whole_blocks, whole_rows, whole_table: int64 `[N]`, int64 `[M]` and int32 `[B, W]`, in steps with prompts of
-            latent attention under context parallelism: the blocks that each rank sends, which rows of all that are sent
-            make whole blocks, and the table of those.
+            latent attention under context parallelism: the blocks that each rank sends, the gathered rows in
+            the order of tokens, and their block table.
         plans: schedules by `Backend.plan_key`, filled once a step; a layer without one plans for itself. Beside the
             schedule of a backend that plans on the host, under `host_plan_key`, int64 on the CPU.
         num_reqs, num_actual_tokens: real requests and tokens, without the builder's padding.
@@ -305,7 +305,7 @@ _DTYPES = {
 }
 
 _VARYING = {"tree_bias": (0, 1, 2), "whole_table": (0, 1)}
-"""Dimensions that vary from step to step, where it is not the first one alone."""
+"""Dimensions that vary from step to step, where it is not just the first one."""
 
 _ANY_INDEX = (
     "query_start_loc", "seq_lens", "block_table", "slot_mapping", "positions", "encoder_seq_lens", "cross_block_table",

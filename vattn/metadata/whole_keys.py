@@ -1,7 +1,7 @@
-"""Steps of prompts over a sharded cache: which rows of all ranks' caches make the whole keys of the step's requests.
+"""Steps of prompts over a sharded cache: how the keys of all ranks are gathered for the step's requests.
 
-A latent is small beside a row of queries and outputs of all heads. So ranks gather latents for prompts, and each of
-them attends its own heads alone.
+A latent is small compared with the queries and outputs of all heads. So ranks gather latents for prompts, and each one
+attends its own heads only.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from vattn.config.dcp import DCPShard
 from vattn.metadata.step import Step, most_held
 
 KEYS_PER_ROW = 64
-"""Keys of a step for each of its rows up to which latents are gathered: about where they have as many bytes as queries
-and outputs of 128 heads."""
+"""Latents are gathered for up to so many keys per row of the step: these have about as many bytes as the queries and
+outputs of 128 heads."""
 
 
 class WholeKeys(NamedTuple):

@@ -1,4 +1,4 @@
-"""Arguments of the op of adapters, and their check.
+"""Arguments of `vattn::add_lora`, and their check.
 
 Letters: T rows, K input features, N output features of all parts together, P parts, R ranks, A adapters.
 """
@@ -18,7 +18,7 @@ TILE_ROWS = 32
 
 
 class LoRAArgs(NamedTuple):
-    """The arguments of `vattn::add_lora`, which adds to each listed row what its adapter gives.
+    """The arguments of `vattn::add_lora`, which adds to each listed row the product of its adapter.
 
     `output[t, n] += scales[a, p] * lora_b[a, n] . (lora_a[a, p * R : (p + 1) * R] @ input[t])`, for the adapter a of
     row t and the part p of feature n.
@@ -27,7 +27,7 @@ class LoRAArgs(NamedTuple):
     input: Tensor
     """`[T, K]`, float16, bfloat16 or float32; rows may lie apart."""
     output: Tensor
-    """`[T, N]` in the dtype of the input, contiguous; what the linear layers gave."""
+    """`[T, N]` in the dtype of the input, contiguous: the output of the linear layers."""
     lora_a: Tensor
     """`[A, P * R, K]` in the dtype of the input, contiguous."""
     lora_b: Tensor

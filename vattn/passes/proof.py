@@ -1,8 +1,8 @@
 """Shows that a region which agreed with a quantiser in every run agrees with it elsewhere too.
 
-Runs hold every value of a 16-bit model dtype, but not in each place, nor under each scale. So each code must come of
-its own value, and its group's maximum, by a formula that runs have met with every value; what is rounded must equal
-what the quantiser rounds; and values that depend on a scale may only be scaled, limited and selected.
+Runs hold every value of a 16-bit model dtype, but not in each place, nor under each scale. So each code must be
+computed from its own value, and its group's maximum, by a formula that runs have met with every value; what is rounded
+must equal what the quantiser rounds; and values that depend on a scale may only be scaled, limited and selected.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ UNUSED = {
     "lora_dropout", "fan_in_fan_out", "layers_to_transform", "layers_pattern", "rank_pattern", "megatron_core",
     "eva_config", "qalora_group_size", "runtime_config", "ensure_weight_tying", "bias",
 }  # fmt: skip
-"""Entries that tell how it was trained, or what its weights tell too. All others must be off."""
+"""Entries about training, or that repeat what the weights show. All others must be off."""
 
 REASONS = {
     "modules_to_save": "whole modules besides its matrices",
@@ -53,7 +53,7 @@ UNCHANGED_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 class LoRALinear(nn.Linear):
-    """What an `nn.Linear` with adapters becomes, in place."""
+    """An `nn.Linear` with adapters; layers get this class in place."""
 
     lora: LoRAProduct
 
@@ -63,7 +63,7 @@ class LoRALinear(nn.Linear):
 
 
 class LoRAVattnLinear(VattnLinear):
-    """Same, of a `VattnLinear`."""
+    """A `VattnLinear` with adapters."""
 
     lora: LoRAProduct
 
@@ -73,7 +73,7 @@ class LoRAVattnLinear(VattnLinear):
 
 
 class LoRAFP8Linear(FP8Linear):
-    """Same, of an `FP8Linear`; adapters take its input before it is quantised."""
+    """An `FP8Linear` with adapters, which take its input before it is quantised."""
 
     lora: LoRAProduct
 
@@ -83,7 +83,7 @@ class LoRAFP8Linear(FP8Linear):
 
 
 WITH_LORA = {nn.Linear: LoRALinear, VattnLinear: LoRAVattnLinear, FP8Linear: LoRAFP8Linear}
-"""What linear layers become; merged ones keep their class, and their common product gets the adapters."""
+"""The class of each kind of linear layer with adapters; merged ones keep theirs, as their product has the adapters."""
 
 
 class LoRAAdapters(Adapters):
@@ -100,7 +100,7 @@ class LoRAAdapters(Adapters):
             name: what requests call it.
             folder: with `adapter_config.json` and `adapter_model.safetensors`, as PEFT saves them. Weights are cast to
                 the model's dtype.
-            check_base: refuse an adapter that names another base than the model's name.
+            check_base: refuse an adapter that names another model as its base.
 
         Raises:
             ConfigError: a name in use, no slot left, no such folder, an adapter of another base, ranks beyond
@@ -198,10 +198,10 @@ def enable_adapters(
     Args:
         model: what `enable` returned.
         max_adapters: how many can be loaded at once.
-        max_rank: of an adapter. Memory is allocated for `max_adapters` of this rank, and products take the time of it.
+        max_rank: largest rank of an adapter. Memory and time are those of this rank, whatever ranks are loaded.
         target_modules: the last names of the linear layers that can have adapters, such as `["q_proj", "v_proj"]`;
-            default all in repeated layers. One kernel computes what merged projections share: see
-            `enable(merge_projections=True)`.
+            default all in repeated layers. Merged projections share one product: see
+            `enable(merge_projections=...)`.
         max_num_tokens: of a step; a generator makes room for its own steps.
 
     Returns:
@@ -309,8 +309,8 @@ def _targets(model: nn.Module, names: Iterable[str] | None) -> dict[str, nn.Line
 def _check_rows(model: PackedModel, targets: Mapping[str, nn.Linear]) -> None:
     """Refuse layers that do not run once on all tokens of a step, in their order.
 
-    Three tokens run, each a request of its own, so that no other one decides what a layer gets for it; then the same in
-    reverse, and then another first one. Layers must get their inputs in reverse, and another first one.
+    The model runs three requests of one token each, the same in reverse, and then with another first token. The rows of
+    a layer's input must be reversed too, and only the first one may change.
     """
     cache = model.kv_cache
     groups = 1 if cache is None else max(1, len(cache.groups))

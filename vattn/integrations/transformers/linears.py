@@ -39,10 +39,10 @@ class Linears:
         shared: how it calls its projections.
         merge: merge projections: `None` for wherever it can be, `True` for all or an error.
         own: run linear layers by `vattn::linear`, likewise.
-        batch_invariant: whether attention gives a request the same in steps of any size.
+        batch_invariant: whether results of a request must not depend on the other requests of a step.
 
     Attributes:
-        num_merged, num_own: groups of projections, and layers, that run so.
+        num_merged, num_own: how many groups are merged, and how many layers run by `vattn::linear`.
         apart, left: names of groups and of layers that do not, and why.
     """
 
@@ -101,7 +101,7 @@ class Linears:
 
     @contextmanager
     def undone(self) -> Iterator[None]:
-        """Undo it inside the block, for what replaces linear layers."""
+        """Undo it inside the block, where linear layers may be replaced."""
         if any(merged.lora is not None for merged in self._merged):
             raise ConfigError("projections with adapters", "a model without", "remove the adapters first")
         self.undo()
@@ -153,7 +153,7 @@ class Linears:
                 self.num_merged += 1
         self._merged = merged_linears(self.model)
         if moved:
-            # The weights as they were before leave holes that a cache cannot use.
+            # The separate weights were freed, and a cache needs their memory in one piece.
             torch.cuda.empty_cache()
 
     def _replace(self) -> None:
@@ -194,7 +194,7 @@ class Linears:
 
 
 class VattnLinear(nn.Linear):
-    """What an `nn.Linear` becomes, in place."""
+    """An `nn.Linear` by `vattn::linear`; layers get this class in place."""
 
     uses_vattn_linear = True
 
@@ -204,14 +204,14 @@ class VattnLinear(nn.Linear):
 
 
 class VattnPartLinear(PartLinear):
-    """What a `PartLinear` becomes, in place."""
+    """A `PartLinear` by `vattn::linear`."""
 
     uses_vattn_linear = True
     multiply = staticmethod(vattn_linear)
 
 
 REPLACED = {nn.Linear: VattnLinear, PartLinear: VattnPartLinear}
-"""What linear layers become, by `vattn::linear`."""
+"""The class of each kind of linear layer by `vattn::linear`."""
 
 
 def linears_of_enabled(model: Any) -> Linears | None:

@@ -26,9 +26,9 @@ class MergedLinear:
     Attributes:
         parts: the layers, whose weights and biases are views of `weight` and `bias`.
         weight, bias: of all parts, concatenated.
-        quantised: the layer that all FP8 parts make together, `None` for plain ones.
+        quantised: one FP8 layer with the weights of all parts, `None` for plain parts.
         uses_vattn_linear: whether a plain product is `vattn::linear`.
-        lora: adds what adapters give; `None` without them.
+        lora: the adapters of the product; `None` without them.
     """
 
     def __init__(self, parts: list[nn.Linear]) -> None:
@@ -123,9 +123,9 @@ def _together(parts: list[FP8Linear], weight: Tensor, bias: Tensor | None) -> FP
 
 
 class MergedPart(nn.Linear):
-    """One projection of a merged product: what an `nn.Linear` becomes, in place.
+    """One projection of a merged product: an `nn.Linear` gets this class in place.
 
-    A class, since compiled code that found a forward of its own on each module would be compiled for each layer.
+    With a forward on each module instead, torch would compile each layer anew.
     """
 
     merged: MergedLinear
@@ -155,7 +155,7 @@ class MergedFP8Part(FP8Linear):
 
 
 MERGED = {nn.Linear: MergedPart, FP8Linear: MergedFP8Part}
-"""What linear layers become."""
+"""The class of each kind of linear layer in a merged product."""
 
 
 def merge(parts: list[nn.Linear]) -> None:

@@ -35,7 +35,7 @@ def num_own_layers(model: Any) -> int:
 
 
 def use_stage(model: Any) -> Undo:
-    """Give a stage a forward of vattn's; every rank calls it. Whole models stay as they are.
+    """Replace the forward of a stage; every rank calls it. Whole models stay as they are.
 
     Raises:
         UnsupportedRequestError: stages without a layer.

@@ -1,4 +1,4 @@
-"""Which projections of a model get one input, one after the other: those may be one product."""
+"""Finds projections that a model calls one after the other with one input: they may be one product."""
 
 from __future__ import annotations
 

@@ -31,8 +31,8 @@ from vattn.kernels.triton.attention.launch import rows_to_write
 from vattn.ops.arguments import AttentionArgs
 
 MOST_SPLIT_TILES, MOST_SPLIT_DRAFTS = 1, 1.5
-"""Row tiles a multiprocessor below which their keys may be split, and where the decode kernel takes few rows at a time:
-up to `FEW_ROWS` of a request."""
+"""Keys may be split below so many row tiles per multiprocessor; the second number is for steps in which the decode
+kernel takes up to `FEW_ROWS` rows of a request at a time."""
 
 FEW_ROWS = 3
 

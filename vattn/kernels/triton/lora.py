@@ -1,4 +1,4 @@
-"""What adapters add to linear layers: the product with A of a tile of rows, then that with B, each by its adapter.
+"""LoRA kernels: one multiplies a tile of rows by A, the next multiplies the result by B; each tile has one adapter.
 
 A step of few rows takes the time to read the adapters once. The first kernel splits K, so that few tiles give all
 multiprocessors work, and the second one adds the parts up. On sm_90 both are launched early: they load their weights

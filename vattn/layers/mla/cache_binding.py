@@ -113,7 +113,7 @@ class BoundLatents(OwnBuffers):
             self._request.update(partial_request(context_parallel))
         self._op_config = ""
         self._own_heads: MLAConfig | None = None
-        """Of this rank's heads over a cache of all tokens, where steps with prompts run so."""
+        """For this rank's heads over all tokens; `None` where steps with prompts gather no latents."""
         self._own_op_config = ""
         self._plan_key = ""
         self._weights_read: tuple[TensorState, ...] | None = None

@@ -6,7 +6,7 @@ from vattn.ops.lora_arguments import TILE_ROWS, LoRAArgs
 
 
 def add_lora(args: LoRAArgs) -> None:
-    """Add what adapters give to their rows; rows and adapters out of range are skipped."""
+    """Add the products of adapters to their rows; rows and adapters out of range are skipped."""
     (num_rows, _), ranks = args.input.shape, args.lora_b.shape[2]
     for adapter, first, count in args.tiles.tolist():
         if count <= 0 or first < 0 or not 0 <= adapter < args.lora_a.shape[0]:

@@ -134,7 +134,7 @@ class ScaleProver(Prover):
         return [node for node in self.nodes if node in made and node not in others and node not in maxima]
 
     def _check_scales(self, maxima: dict[Node, Tensor], small: list[Node]) -> None:
-        """Refuse scales that are wrong for some maximum, or whose node tells places apart.
+        """Refuse scales that are wrong for some maximum, or that depend on the place.
 
         Raises:
             Refusal: values are scaled by other numbers than scales, or more than that is not the same for all groups.

@@ -54,11 +54,11 @@ MOST_CHUNKS = 3
 """Of a request whose rows the decode kernel attends in a step of two kernels."""
 
 LEAST_WHOLE_WAVE = 7 / 8
-"""Share of the card that requests which stay whole have to fill, by a schedule."""
+"""With a schedule, requests stay whole if they fill at least this share of the card."""
 
 WHOLE_SHARE, MOST_WHOLE_TOKENS = 4 / 5, 1024
-"""Without a schedule: share of the card that requests fill whose block tables may have room for so many tokens. Those
-that fill less may have as much less: splitting them would save less time than a schedule and a reduction take."""
+"""Without a schedule, requests stay whole if they fill this share of the card and their block tables have room for so
+many tokens, or proportionally less of both: splitting them saves less time than a schedule and a reduction take."""
 
 HOPPER_MULTIPROCESSORS, MANY_WAVES = 132, 3.5
 """For which waves were timed; and of those so many that what the last one leaves idle is little."""
@@ -183,7 +183,7 @@ def refusals(config: AttentionConfig, device: DeviceInfo) -> list[str]:
 
 
 def rows_at_a_time(config: AttentionConfig, num_tokens: int, num_reqs: int) -> int:
-    """Return how many rows of a request a step of these shapes attends at a time, 0 if it does not go the fast way."""
+    """Return how many rows of a request a step of these shapes attends at a time, 0 if the decode kernel takes none."""
     tokens = num_tokens // max(num_reqs, 1)
     if tokens * num_reqs != num_tokens:
         return 0

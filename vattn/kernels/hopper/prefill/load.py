@@ -75,7 +75,7 @@ def load_queries(
     query, memory, first_row, rows, head, stride, head_stride, GROUP_INDEX: gl.constexpr, PACK: gl.constexpr,
     SIZE: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """Load a warpgroup's queries, PACK heads of each of its tokens of a tile of `rows`; behind these the last again."""
+    """Load a warpgroup's queries, PACK heads of each token; after the tile's `rows` tokens the last one is repeated."""
     EACH: gl.constexpr = 128 // query.dtype.element_ty.primitive_bitwidth
     THREADS: gl.constexpr = D // EACH
     layout: gl.constexpr = gl.BlockedLayout([1, EACH], [32 // THREADS, THREADS], [4, 1], [1, 0])
@@ -88,7 +88,7 @@ def load_queries(
         values = gl.load(pointers, mask=(row[:, None] >= 0) & (column < SIZE)[None, :], other=0.0)
     else:
         values = gl.load(pointers)
-    # Products of the tile before have read what was there.
+    # The products of the previous tile must have read the memory first.
     block_barrier()
     memory.store(values)
     fence_async_shared()

@@ -27,25 +27,25 @@ from vattn.kernels.triton.common.launching import launch as launch_again
 from vattn.ops.arguments import AttentionArgs
 
 MAX_GROUP_SIZE = GROUP_ROWS.value
-"""Query heads per KV head."""
+"""Most query heads per KV head."""
 
 MOST_DRAFTS = 16
-"""Rows of a request, on average, that are drafts as a rule."""
+"""Steps with up to so many rows per request are drafts as a rule."""
 
 LEAST_KEYS = 256
-"""Of a part."""
+"""Fewest keys of a part."""
 
 MERGED_KEYS = 192
-"""That a warpgroup attends in the time that its partial results take to be written and read again, for a whole tile."""
+"""Keys that a warpgroup attends in the time in which partial results of a whole tile are written and read again."""
 
 MOST_WHOLE_TOKENS = 512
-"""That block tables may have room for, up to which row tiles stay whole: no kernel follows then."""
+"""Row tiles stay whole where block tables have room for no more tokens: no second kernel follows then."""
 
 MANY_PARTS = 32
-"""Of a row tile, from which programs of the reduction share a head."""
+"""Parts of a row tile from which on several programs of the reduction share a head."""
 
 PROGRAMS = 16
-"""Of the reduction on a multiprocessor."""
+"""Programs of the reduction on a multiprocessor."""
 
 
 def choose_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int) -> TileConfig:

@@ -21,7 +21,7 @@ ITEM_COST = tl.constexpr(1)
 """Key tiles that opening and closing an item costs."""
 
 CANDIDATES = tl.constexpr(8)
-"""Lengths of parts that are compared: the first and the last ones split nothing, `WAVES` others fill so many waves."""
+"""How many lengths of parts are compared: numbers 1 to `WAVES` each add a wave of items, the others split nothing."""
 
 
 @triton.jit

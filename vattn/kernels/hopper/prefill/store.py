@@ -174,7 +174,7 @@ def store_part(
 
 @gluon.jit
 def is_stored(row, rows, PACK: gl.constexpr, FILLED: gl.constexpr):
-    """Return which rows of a warpgroup are of its `rows` tokens and of a head."""
+    """Return which rows of a warpgroup hold a head of one of its `rows` tokens."""
     inside = tokens_of(row, PACK) < rows
     if FILLED < PACK:
         inside = inside & (row % PACK < FILLED)

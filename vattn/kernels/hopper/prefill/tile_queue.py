@@ -12,7 +12,7 @@ RECORD = gl.constexpr(8)
 """Words of a row of the schedule: request, first row, rows, position of the first, seq_len, first and end key tile."""
 
 HEAD_BITS = gl.constexpr(12)
-"""Of a message's last word, above which the place of a partial result is kept, plus one."""
+"""Low bits of a message's last word, which hold the head; the others hold the place of a partial result, plus one."""
 
 
 @gluon.jit
