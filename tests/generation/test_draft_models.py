@@ -192,5 +192,9 @@ def test_wrong_draft_models(packed: PackedModel) -> None:
         vattn.DraftModel("small")
     with pytest.raises(errors.ConfigError, match="num_drafts"):
         vattn.DraftModel(other, 0)
+    with pytest.raises(errors.ConfigError, match="num_drafts=65"):
+        vattn.DraftModel(other, 65)
+    with pytest.raises(errors.ConfigError, match=r"LlamaForCausalLM, a model of transformers.*enable\(small\)"):
+        make_generator(packed, speculation=vattn.DraftModel(make_model("llama")))
     with pytest.raises(errors.ConfigError, match=r"DraftModel\(small"):
         make_generator(packed, speculation=other)

@@ -108,6 +108,7 @@ WRONG = {
     "system": (["--prompt", "x", "--system", "Be brief."], "--chat"),
     "log-probabilities": (["--prompt", "x", "--logprobs", "2"], "--json"),
     "two grammars": (["--prompt", "x", "--regex", "a", "--ebnf", __file__], "one of json_schema"),
+    "a model without chats": (["--chat"], "no chat template"),
     "chat as rows": (["--chat", "--json"], "nothing to generate"),
 }
 
@@ -134,6 +135,7 @@ LINES = [
     '["a"]',
     "3",
     '{"text": "x"}',
+    '{"prompt": "x", "top_p": 3}',
     '{"prompt": 3}',
     '{"prompt": "x", "temprature": 1}',
     '{"prompt": "x", "stop_strings": "END"}',

@@ -90,6 +90,8 @@ def test_conversations_that_fail_alone(wide: PackedModel) -> None:
         assert unread.state == "failed" and f"the option '{name}', which the chat template does not read" in str(
             unread.error
         )
+    empty = generator.chat([{"role": "user"}], SAMPLING)
+    assert empty.state == "failed" and "a message of role 'user' without content" in str(empty.error)
     for wrong in ("hello", [{"content": "x"}], [[]], 3):
         with pytest.raises(errors.ConfigError, match=r"Chat\("):
             generator.chat(wrong, SAMPLING)  # type: ignore[arg-type]

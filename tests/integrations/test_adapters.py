@@ -167,6 +167,8 @@ def test_requests_are_refused_alone(saved: tuple[Path, dict[str, Any]]) -> None:
     assert done[0].state == "failed" and "'typo'" in str(done[0].error) and done[1].state == "finished"
     with pytest.raises(errors.RequestError, match="'small', 'large'"):
         generator.add(PROMPT, adapter="typo")
+    with pytest.raises(errors.ConfigError, match="adapter=\\['small'\\]"):
+        generator.add(PROMPT, adapter=["small"])  # type: ignore[arg-type]
     request = generator.add(PROMPT, SAMPLING, adapter="small")
     with pytest.raises(errors.RequestError, match="1 requests"):
         adapters.remove("small")

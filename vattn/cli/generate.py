@@ -52,7 +52,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rope-length", type=int, help="longest request, for models whose RoPE goes by lengths (longrope, dynamic)"
     )
-    parser.add_argument("--memory", default=None, help="bytes of the cache, such as 2GiB; default 40%% of what is free")
+    parser.add_argument(
+        "--memory",
+        default=None,
+        help="bytes of the cache, such as 2GiB; default 40%% of the free GPU memory, or 256MiB",
+    )
     parser.add_argument("--max-num-reqs", type=int, default=32)
     parser.add_argument("--drafts", type=int, default=0, help="guess up to this many tokens a step by prompt lookup")
     parser.add_argument("--hybrid", action="store_true", help="a cache with groups: windows give their blocks back")
@@ -69,6 +73,10 @@ def main(options: argparse.Namespace) -> int:
     generator = make_generator(options)
     # Wrong options are refused before a long run, not by the request that has them.
     default = sampling_of(generator.default_sampling, given)
+    if options.chat and not _chat("", None).has_template(generator.tokenizer):
+        raise ConfigError(
+            f"--chat with --model {options.model}, which has no chat template", "chat models", "leave out --chat"
+        )
     if options.chat and not jobs:
         return _converse(generator, default, options)
     samplings = [_sampling(default, changes, where) for _, changes, where in jobs]
@@ -195,6 +203,8 @@ def _job(line: str, where: str, ask: Callable[[str], Prompt]) -> tuple[Prompt, d
             raise TypeError(f"a line that holds {type(job).__name__}, no object")
         if is_conversation(job.get("messages")) and "prompt" not in job:
             return Chat(job.pop("messages")), job, where
+        if "prompt" not in job:
+            raise TypeError("neither prompt nor messages")
         prompt = job.pop("prompt")
         if not isinstance(prompt, str):
             raise TypeError("prompt is no text")
@@ -211,6 +221,8 @@ def _sampling(default: Any, changes: Mapping[str, Any], where: str) -> Any:
 
 
 def _wrong_line(where: str, error: Exception) -> ConfigError:
+    if isinstance(error, VattnError):
+        return ConfigError(f"{where}: {error.got}", error.allowed, error.fix)
     what = f"{where}: {type(error).__name__}: {error}"
     return ConfigError(what, '{"prompt": "...", ...} with options of vattn.Sampling', "correct the line")
 

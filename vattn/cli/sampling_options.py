@@ -83,7 +83,10 @@ def sampling_of(default: Sampling, changes: Mapping[str, Any]) -> Sampling:
 
 def _bias(text: str) -> tuple[int, float]:
     token, _, value = text.partition("=")
-    return int(token), float(value)
+    try:
+        return int(token), float(value)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r}. Allowed: ID=VALUE, such as 42=-1.5") from error
 
 
 def _read(path: Path | None) -> str | None:

@@ -29,7 +29,11 @@ class Chat:
 
     def __init__(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> None:
         if not is_conversation(messages):
-            raise ConfigError(f"Chat({messages!r:.60})", "a list of messages", '[{"role": "user", "content": "..."}]')
+            raise ConfigError(
+                f"Chat({messages!r:.60})",
+                "a list of messages, each with a role",
+                '[{"role": "user", "content": "..."}]',
+            )
         self.messages, self.options = [dict(message) for message in messages], options
 
     def __repr__(self) -> str:
@@ -56,6 +60,10 @@ class Chat:
                 "give the generator such a tokenizer=, or pass vattn.Chat(messages, chat_template=...)",
             )
         for message in self.messages:
+            if "content" not in message and "tool_calls" not in message:
+                raise RequestError(
+                    f"a message of role {message['role']!r} without content", "role and content", "add the content"
+                )
             content = message.get("content")
             parts = content if isinstance(content, (list, tuple)) else ()
             kinds = [part.get("type") for part in parts if isinstance(part, Mapping) and part.get("type") != "text"]

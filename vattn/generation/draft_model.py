@@ -15,6 +15,9 @@ from vattn.generation.draft_steps import DraftSteps
 from vattn.generation.request import Request
 from vattn.generation.setup import check_vocabulary, find_cache, keeps_states, longest_request
 
+MOST_DRAFTS = 64
+"""Each is a step of the draft model in one graph."""
+
 
 @dataclass(frozen=True, eq=False)
 class DraftModel(DraftSource):
@@ -24,7 +27,7 @@ class DraftModel(DraftSource):
         model: what `vattn.integrations.transformers.enable` returned for it, or any model that a generator takes. One
             without a cache gets one of as many blocks as the target's; a cache of its own has the target's block size
             and at least as many blocks. It belongs to the newest generator.
-        num_drafts: most tokens that are drafted for a request; a step verifies them together.
+        num_drafts: most tokens that are drafted for a request, 1 to 64; a step verifies them together.
 
     Raises:
         ConfigError: no model, or `num_drafts` out of range.
@@ -50,7 +53,8 @@ class DraftModel(DraftSource):
     num_drafts: int = 4
 
     def __post_init__(self) -> None:
-        read_count("num_drafts", self.num_drafts, 1, "change num_drafts of DraftModel")
+        if read_count("num_drafts", self.num_drafts, 1, "change num_drafts of DraftModel") > MOST_DRAFTS:
+            raise ConfigError(f"num_drafts={self.num_drafts}", f"1 to {MOST_DRAFTS}", "few drafts in a row are right")
         if not isinstance(self.model, nn.Module):
             raise ConfigError(
                 f"DraftModel({self.model!r:.60})",
@@ -76,6 +80,12 @@ class DraftModel(DraftSource):
                 "a draft model that has layers of the target",
                 "another model",
                 "load it by a from_pretrained of its own",
+            )
+        if getattr(model, "kv_cache", None) is None and hasattr(model, "generate") and hasattr(model, "config"):
+            raise ConfigError(
+                f"DraftModel of {type(model).__name__}, a model of transformers that is not on vattn",
+                "what enable(model) returned",
+                "DraftModel(enable(small))",
             )
         check_vocabulary(served.model, model)
         if keeps_states(model):

@@ -265,6 +265,8 @@ class Generator(StepLoop):
                 "adapter=None",
                 "enable_adapters(model) before Generator(model)",
             )
+        if not isinstance(name, str):
+            raise ConfigError(f"adapter={name!r:.80}", "the name of a loaded adapter, or None", "pass one name")
         return self._adapters.get(name)
 
     def _check_ready(self) -> None:
