@@ -48,13 +48,13 @@ def test_default_options() -> None:
         assert note == f"early launches: off: for GPUs of compute capability 9.0 and newer, not {device}"
 
 
-def test_passes_that_are_on_already_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_passes_that_are_on_already_stay() -> None:
     with vattn.enable(strict=True):
         assert default_options(gpu(9, 0)) == ({"options": {"triton.enable_pdl": True}}, [])
     from torch._inductor import config
 
-    monkeypatch.setattr(config, SLOT, 3)
-    options, notes = default_options(gpu(9, 0))
+    with config.patch({SLOT: 3}):
+        options, notes = default_options(gpu(9, 0))
     assert set(options["options"]) == {"triton.enable_pdl"} and "passes: off: Inductor's" in notes[0]
 
 

@@ -103,10 +103,7 @@ class CompiledModel:
 
 def default_options(device: DeviceInfo) -> tuple[dict[str, Any], list[str]]:
     """Return options of `torch.compile` for a device, and a line for each that it does not get."""
-    from torch._inductor import config
-
-    from vattn.passes.entry import SLOT, options
-    from vattn.passes.pipeline import FusionPass
+    from vattn.passes import entry
 
     notes, inductor = [], dict[str, Any]()
     if device.type != "cuda" or torch.version.hip is not None or device.capability < OVERLAPPING:
@@ -114,10 +111,10 @@ def default_options(device: DeviceInfo) -> tuple[dict[str, Any], list[str]]:
         notes.append(f"early launches: off: for GPUs of compute capability {needed} and newer, not {device}")
     else:
         inductor["triton.enable_pdl"] = True
-    if isinstance(getattr(config, SLOT), FusionPass):
+    if entry.enabled():
         # `vattn.enable()` has chosen.
         return {"options": inductor} if inductor else {}, notes
     try:
-        return {"options": options(inductor)}, notes
+        return {"options": entry.options(inductor)}, notes
     except ConfigError as error:
         return {"options": inductor} if inductor else {}, [*notes, f"passes: off: {error}"]

@@ -100,6 +100,15 @@ def enable(
     return restore
 
 
+def enabled() -> bool:
+    """Return whether `enable()` has put the passes into Inductor's configuration."""
+    from torch._inductor import config
+
+    from vattn.passes.pipeline import FusionPass
+
+    return isinstance(getattr(config, SLOT), FusionPass)
+
+
 def disable() -> None:
     """Undo every `enable()` of this thread: Inductor's slot holds what it held before the first one.
 
