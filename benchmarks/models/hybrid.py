@@ -5,7 +5,7 @@
 The model has the proportions of Qwen3-Next (three layers of gated delta rule to one of attention, experts, heads of
 256) with fewer layers and experts, in bf16 with random weights. Both sides run transformers' own state layers, with
 the kernels that are installed. Milliseconds of a step are those that more tokens add to a call. "same" is the share of
-tokens that are those of transformers: in 16 bits two logits may be close.
+tokens that equal transformers' tokens: in 16 bits two logits may be close.
 """
 
 from __future__ import annotations

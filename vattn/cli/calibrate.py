@@ -38,7 +38,7 @@ def main(options: argparse.Namespace) -> int:
     check_output("--out", out, replaced=True)
     model, tokenizer = load_model(folder, options.device, options.dtype)
     ids = tokenizer.encode(read_text(options.text, options.max_bytes))
-    # Without the token to be foretold, which a calibration has no use for.
+    # Without the token to predict, which a calibration does not use.
     texts = [text[:-1] for text in split_text(ids, f"text {options.text}", options.length)]
     from vattn.integrations.transformers import enable
 

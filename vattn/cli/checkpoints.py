@@ -94,7 +94,7 @@ def load_model(model: str | Path, device: str, dtype: str | None) -> tuple[Any, 
     try:
         loaded = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=kind, local_files_only=True)
     except Exception as error:
-        # Torn files, weights of other shapes, packages that are missing: each has a class of its own.
+        # Torn files, weights of other shapes and missing packages each raise another class.
         raise ConfigError(f"--model {folder}: {error}", "a causal language model", "check the checkpoint") from error
     return loaded.eval().requires_grad_(False).to(device), _tokenizer(transformers, folder, loaded.config.vocab_size)
 

@@ -175,7 +175,7 @@ def _check(options: argparse.Namespace) -> None:
 
 
 def _jobs(options: argparse.Namespace) -> list[tuple[Prompt, dict[str, Any], str]]:
-    """Return prompts, each with the options of its line and where it stands."""
+    """Return prompts, each with the options of its line and where it was given."""
     ask: Callable[[str], Prompt] = (lambda text: _chat(text, options.system)) if options.chat else str
     jobs: list[tuple[Prompt, dict[str, Any], str]] = [(ask(prompt), {}, "--prompt") for prompt in options.prompt]
     if options.file is not None:
@@ -228,7 +228,7 @@ def _wrong_line(where: str, error: Exception) -> ConfigError:
 
 
 def _converse(generator: Generator, sampling: Any, options: argparse.Namespace) -> int:
-    """Answer lines of the standard input until it ends; what was said before is found in the cache."""
+    """Answer lines of the standard input until it ends; the cache holds the earlier turns."""
     messages = [{"role": "system", "content": options.system}] if options.system is not None else []
     print("An empty line ends the conversation, Ctrl-C an answer.", file=sys.stderr)
     while text := _line():

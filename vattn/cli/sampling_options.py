@@ -16,7 +16,7 @@ _NAMES = frozenset(field.name for field in fields(Sampling))
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """Describe the options; the destination of each is a field of `Sampling`, but for those of grammars."""
+    """Describe the options; the destination of each is a field of `Sampling`, except for grammars."""
     group = parser.add_argument_group(
         "sampling", "what is not given here is as the generation config of the model says, and greedy without one"
     )

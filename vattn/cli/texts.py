@@ -20,7 +20,7 @@ def read_text(path: Path, most: int) -> str:
 
 
 def split_text(ids: list[int], what: str, most: int) -> list[list[int]]:
-    """Cut the ids of a text, which errors call by `what`, into requests of `most` tokens and one to be foretold.
+    """Cut the ids of a text into requests of `most` tokens and one more to predict; `what` names the text in errors.
 
     Each begins with the last token of the one before.
 

@@ -26,7 +26,7 @@ def compile_regions(model: nn.Module | Iterable[nn.Module], *, fullgraph: bool =
     what a full graph cannot. Layers that are compiled with equal options already stay so.
 
     Args:
-        model: a model, whose `nn.ModuleList` entries that contain attention are compiled; or the layers themselves.
+        model: a model, of which the `nn.ModuleList` entries with attention are compiled; or the layers themselves.
         fullgraph: raise on a graph break inside a layer.
         **options: of `torch.compile`.
 

@@ -14,7 +14,7 @@ from vattn.metadata.builder import AttentionMetadataBuilder
 
 
 class AdapterSteps(ModelSteps):
-    """Run a model on steps whose requests use adapters.
+    """Run the steps of a model with adapters.
 
     Args:
         forward, builder: see `ModelSteps`.

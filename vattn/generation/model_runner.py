@@ -46,7 +46,7 @@ class Launched(Ran):
     waited: float = 0.0
 
     def read(self) -> tuple[list[int], list[int]]:
-        """Wait for the step, note its drafts in the batch, and return its tokens, and 1 for those of usable logits."""
+        """Wait for the step, note its drafts in the batch, and return its tokens, and 1 for each with usable logits."""
         if self.done is not None:
             begin = time.perf_counter()
             self.done.synchronize()
@@ -177,7 +177,7 @@ def _ids(batch: Batch, counts: list[int], continues: bool) -> tuple[list[int], l
 
     Args:
         counts: tokens of each request.
-        continues: whether tokens are on the device: those of the step before, or else the drafts.
+        continues: whether the device has the tokens of the step before, or the drafts.
     """
     ids: list[int] = []
     sources: list[int] = []

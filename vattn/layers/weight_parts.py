@@ -48,7 +48,7 @@ class WeightPart:
     gathers: bool = False
 
     def of(self, weight: Tensor, unit: int = 1) -> Tensor:
-        """Return this part of a whole tensor whose entries stand for `unit` features each."""
+        """Return this part of a whole tensor, in which each entry stands for `unit` features."""
         return weight.narrow(self.dim, self.start // unit, self.size // unit)
 
     def finish(self, out: Tensor, bias: Tensor | None) -> Tensor:
@@ -93,7 +93,7 @@ def heads_of_rank(whole: int, own: int, group: ProcessGroup | None) -> slice | N
 
 
 def gather_heads(values: Tensor, whole: int, group: ProcessGroup) -> Tensor:
-    """Return the values `[whole]` of all heads, from those of each rank's heads `[N]`; ranks may share heads."""
+    """Return the values `[whole]` of all heads, from the values `[N]` of each rank's heads; ranks may share heads."""
     from torch import distributed
 
     if values.shape[0] == whole:
@@ -104,7 +104,7 @@ def gather_heads(values: Tensor, whole: int, group: ProcessGroup) -> Tensor:
 
 
 class PartLinear(nn.Linear):
-    """A linear layer with a part of its weight whose output needs the other ranks.
+    """A linear layer with a part of its weight, and an output that needs the other ranks.
 
     Attributes:
         part: which part it is.
@@ -114,7 +114,7 @@ class PartLinear(nn.Linear):
     multiply: Callable[[Tensor, Tensor, None], Tensor] = staticmethod(linear)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the product, combined with those of other ranks, and the bias added to it."""
+        """Return the product, combined with the products of other ranks, plus the bias."""
         return self.part.finish(self.multiply(x, self.weight, None), self.bias)
 
 

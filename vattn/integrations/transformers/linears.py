@@ -179,7 +179,7 @@ class Linears:
                 module.__class__ = REPLACED[type(module)]  # type: ignore[assignment]
 
     def _no_kernels(self) -> str:
-        """Return why no linear layer of the model has a kernel of its own, "" if some may."""
+        """Return why `vattn::linear` has no kernel for this model, "" if it may have one."""
         from vattn.kernels.hopper.availability import CAPABILITY
 
         weight = next(self.model.parameters())

@@ -24,7 +24,7 @@ class MergedLinear:
     """One product for several linear layers with the same input.
 
     Attributes:
-        parts: the layers, whose weights and biases are views of `weight` and `bias`.
+        parts: the layers; their weights and biases are views of `weight` and `bias`.
         weight, bias: of all parts, concatenated.
         quantised: one FP8 layer with the weights of all parts, `None` for plain parts.
         uses_vattn_linear: whether a plain product is `vattn::linear`.

@@ -73,7 +73,7 @@ def is_speculative(config: AttentionConfig, num_tokens: int, num_reqs: int) -> b
 
 
 def choose_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int) -> TileConfig:
-    """Return the prefill kernel's row tiles of a step whose keys are not split.
+    """Return the prefill kernel's row tiles of a step without split keys.
 
     Drafts are bound by memory, which delivers the keys of all heads of a request faster than the keys of two.
     """

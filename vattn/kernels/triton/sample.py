@@ -1,8 +1,8 @@
-"""Draw a token from each of many rows of logits, in one launch: no sort, no copy of the logits, no probabilities. And
-what log-probabilities need of such rows.
+"""Draw a token from each of many rows of logits in one launch, without sorts or copies of the logits; and compute for
+such rows what log-probabilities need.
 
 One program takes one row. The least logit that `top_k` and `top_p` keep is found by bisecting the bits of logits, two
-bits in a pass, so that 16-bit logits take eight passes over a row, which the L2 cache holds by then.
+bits in a pass, so that 16-bit logits take eight passes over a row, which is in the L2 cache after the first.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _FIRST: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9 - (1 << 64))
 _SECOND: tl.constexpr = tl.constexpr(0x94D049BB133111EB - (1 << 64))
 
 SAME_BITS = {torch.bfloat16: 16, torch.float16: 13, torch.float32: 0}
-"""By dtype: the lowest bits of fp32 that all of its values have alike."""
+"""By dtype: how many of the lowest bits of fp32 are the same in all of its values."""
 
 
 @triton.jit
@@ -39,7 +39,7 @@ def _least(
     """Return the largest key such that the tokens from it up are at least as many as the target.
 
     Args:
-        low, high: int64, keys between which it is; that of `low` is known to do, that of `high` not to.
+        low, high: int64, keys between which it is; `low` is known to satisfy this, `high` not to.
         target: fp64, a number of tokens, or with `MASS` the sum of their weights.
         floor: key of the least token that counts.
     """

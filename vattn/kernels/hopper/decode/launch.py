@@ -57,8 +57,8 @@ LEAST_WHOLE_WAVE = 7 / 8
 """With a schedule, requests stay whole if they fill at least this share of the card."""
 
 WHOLE_SHARE, MOST_WHOLE_TOKENS = 4 / 5, 1024
-"""Without a schedule, requests stay whole if they fill this share of the card and their block tables have room for so
-many tokens, or proportionally less of both: splitting them saves less time than a schedule and a reduction take."""
+"""Without a schedule, requests stay whole where their block tables have room for at most so many tokens, and for
+proportionally fewer below this share of the card: splitting saves less time than a schedule and a reduction take."""
 
 HOPPER_MULTIPROCESSORS, MANY_WAVES = 132, 3.5
 """For which waves were timed; and of those so many that what the last one leaves idle is little."""

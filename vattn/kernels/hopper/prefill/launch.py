@@ -72,7 +72,7 @@ class TileConfig:
     Attributes:
         groups: consumer warpgroups of a CTA, 64 rows each.
         pack: 1, or the query heads of a KV head, which are rows of one tile then. Rounded up to a divisor of 64 some
-            rows of each token stay unused; else a few of each warpgroup, whose queries take longer to load.
+            rows of each token stay unused; else a few of each warpgroup, and queries take longer to load.
         converters: warps that convert an FP8 cache, 0 for as many as were best.
         keys: tokens of a key tile, 0 for as many as `key_tile` says.
         residents: CTAs that share a multiprocessor: more than one for one warpgroup and heads of 64 alone; where a

@@ -1,8 +1,8 @@
 """Steps of few row tiles on Hopper: the prefill kernel attends parts of their keys, a second kernel merges these.
 
-Prompts, chunks and drafts whose row tiles leave multiprocessors without work come here, and decodes of more query heads
-a KV head than the decode kernel takes. How many parts a row tile has is decided on the device from all lengths, so that
-a step of short contexts, or of enough of them, has whole tiles.
+Prompts, chunks and drafts come here if their row tiles leave multiprocessors without work, and decodes with more query
+heads per KV head than the decode kernel takes. How many parts a row tile has is decided on the device from all lengths,
+so that a step of short contexts, or of enough of them, has whole tiles.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_GROUP_SIZE = GROUP_ROWS.value
 """Most query heads per KV head."""
 
 MOST_DRAFTS = 16
-"""Steps with up to so many rows per request are drafts as a rule."""
+"""Most rows per request, on average, of a step that is taken for drafts."""
 
 LEAST_KEYS = 256
 """Fewest keys of a part."""
@@ -51,7 +51,7 @@ PROGRAMS = 16
 def choose_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int) -> TileConfig:
     """Return the row tiles of a step: heads packed where that reads fewer keys, one warpgroup where it suffices.
 
-    A warpgroup without rows of its own costs little; more rows than on average are a prompt as a rule.
+    An idle warpgroup costs little. A request with more rows than the average is usually a prompt.
     """
     rows, padded = -(-num_tokens // num_reqs), prefill_launch.padded_pack(config)
     if num_tokens <= MOST_DRAFTS * num_reqs and rows * padded <= GROUP_ROWS.value:

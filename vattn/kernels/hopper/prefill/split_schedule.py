@@ -1,4 +1,4 @@
-"""Device code of the schedule of row tiles whose keys several CTAs share: few rows over long contexts.
+"""Device code that schedules row tiles with keys shared by several CTAs: few rows over long contexts.
 
 The schedule is int32 `[1 + max_items + 3 * max_tiles + 1, 8]` or longer:
 
