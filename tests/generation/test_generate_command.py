@@ -293,3 +293,11 @@ def test_calibrated_scales_are_found_beside_the_checkpoint(capsys: Any, tmp_path
     assert run(capsys, "--model", str(folder), "--prompt", "def ", "--kv-cache-dtype", "fp8")[0] == 0
     for wrong in (["--length", "0"], ["--text", "nowhere"], ["--out", str(tmp_path / "no" / "folder.json")]):
         assert main([*arguments, *wrong]) == 2
+
+
+def test_what_a_conversation_would_ignore_is_refused(capsys: Any, tmp_path: Path, chat_model: Path) -> None:
+    path = tmp_path / "chats.jsonl"
+    path.write_text(json.dumps({"messages": [{"role": "user", "content": "x"}]}))
+    model = ("--model", str(chat_model), "--chat")
+    assert "--system" in run(capsys, *model, "--system", "Be brief.", "--file", str(path))[2]
+    assert "one output" in run(capsys, *model, "--n", "2", "--temperature", "1")[2]

@@ -69,6 +69,7 @@ def test_layers_and_what_is_around_them_are_compiled(as_on_a_gpu: None) -> None:
     CompiledModel(packed, None, CUDA, None)
     assert regions == [region_of(module) for module in model.modules()] and len({*regions}) == 4
     generator = make_generator(packed, compile="none")
+    assert "compile: off: as requested; what was compiled before stays compiled" in str(generator.explain())
     assert [request.output for request in generator.generate(PROMPTS, SAMPLING)] == expected
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 3
     disable(model)

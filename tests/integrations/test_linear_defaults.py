@@ -201,3 +201,17 @@ def test_own_products_elsewhere_and_of_some_layers(monkeypatch: pytest.MonkeyPat
     assert "vattn_linears: 6 linear layers run by vattn::linear" in lines
     assert any("up_proj stay as they are: hooks" in line for line in lines)
     assert any("q_proj and 7 more stay as they are: FP8 weights in blocks" in line for line in lines)
+
+
+def test_a_projection_that_is_called_again_sees_changed_weights() -> None:
+    model = make_model("llama")
+    packed = enable(model, num_blocks=8)
+    query = model.model.layers[0].self_attn.q_proj
+    x = torch.randn(3, query.in_features)
+    with torch.no_grad():
+        first = query(x)
+        query.weight.mul_(2.0)
+        torch.testing.assert_close(query(x), 2 * first)
+        x.mul_(3.0)
+        torch.testing.assert_close(query(x), 6 * first)
+    disable(packed)

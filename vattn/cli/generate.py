@@ -78,6 +78,8 @@ def main(options: argparse.Namespace) -> int:
             f"--chat with --model {options.model}, which has no chat template", "chat models", "leave out --chat"
         )
     if options.chat and not jobs:
+        if default.candidates > 1:
+            raise ConfigError(f"a conversation with {default.candidates} outputs", "one output", "leave --n out")
         return _converse(generator, default, options)
     samplings = [_sampling(default, changes, where) for _, changes, where in jobs]
     requests: list[Request | VattnError] = []
@@ -185,7 +187,7 @@ def _jobs(options: argparse.Namespace) -> list[tuple[Prompt, dict[str, Any], str
             raise ConfigError(f"--file {options.file}: {error}", "a file of UTF-8 text", "check the path") from error
         for number, line in enumerate(lines, 1):
             if line.strip():
-                jobs.append(_job(line, f"{options.file}:{number}", ask))
+                jobs.append(_job(line, f"{options.file}:{number}", ask, options.system))
     if not jobs and (not options.chat or options.json or options.file is not None):
         raise ConfigError("nothing to generate", "--prompt TEXT or --file prompts.jsonl", "give at least one prompt")
     return jobs
@@ -196,11 +198,13 @@ def _chat(text: str, system: str | None) -> Chat:
     return Chat([*first, {"role": "user", "content": text}])
 
 
-def _job(line: str, where: str, ask: Callable[[str], Prompt]) -> tuple[Prompt, dict[str, Any], str]:
+def _job(line: str, where: str, ask: Callable[[str], Prompt], system: str | None) -> tuple[Prompt, dict[str, Any], str]:
     try:
         job = json.loads(line)
         if not isinstance(job, dict):
             raise TypeError(f"a line that holds {type(job).__name__}, no object")
+        if "messages" in job and system is not None:
+            raise TypeError("messages with --system, which would be ignored")
         if is_conversation(job.get("messages")) and "prompt" not in job:
             return Chat(job.pop("messages")), job, where
         if "prompt" not in job:

@@ -81,7 +81,8 @@ class CompiledModel:
     def explain(self) -> list[str]:
         """Return what is compiled, and a line for each reason why something is not."""
         if self.off:
-            return [f"compile: off: {self.off}"]
+            compiled = any(region_of(module) is not None for module in self.model.modules())
+            return [f"compile: off: {self.off}" + ("; what was compiled before stays compiled" if compiled else "")]
         if self.how == "model":
             return ["compile: the whole model", *self.notes]
         modules = [*repeated_layers(self.model), *modules_around(self.model)]

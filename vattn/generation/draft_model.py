@@ -94,11 +94,11 @@ class DraftModel(DraftSource):
                 "models whose layers all attend, since states cannot go back before a wrong draft",
                 "take another draft model",
             )
+        longest_request(model, served.max_seq_len, served.max_seq_len)
         if getattr(model, "kv_cache", None) is None:
             _allocate(model, target)
         cache = find_cache(model, None)
         _check_cache(cache, target)
-        longest_request(model, served.max_seq_len, served.max_seq_len)
         return DraftSteps(model, cache, self.num_drafts, served)
 
     def plan(self, request: Request, most: int) -> list[int]:

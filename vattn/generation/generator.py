@@ -164,7 +164,6 @@ class Generator(StepLoop):
         blocks = CacheBlocks(cache, max_num_reqs, max_seq_len, reuse, model, snapshots)
         capacity = max(2, token_budget + 1, max_num_reqs * (1 + num_drafts))
         builder = make_builder(model, cache, max_num_reqs, capacity, max_seq_len)
-        self._adapters: Adapters | None = find_adapters(model, group, capacity)
         options = {
             "num_blocks": cache.num_blocks,
             "block_size": cache.block_size,
@@ -182,6 +181,8 @@ class Generator(StepLoop):
             mixed = mixed_sizes(mixed_graph_sizes, token_budget, max_num_reqs, sizes, builder)
             self._compiled = CompiledModel(model, compile, self.device, compile_options)
             forward = part_of_pipeline(self._compiled.forward, model, capacity)
+            # Replaces what the generator before reads: after all that may refuse this one.
+            self._adapters: Adapters | None = find_adapters(model, group, capacity)
             captured = sizes, num_drafts, mixed, max_num_reqs, cache.states is not None
             graphs = capture(forward, builder, *captured)
         self.graphs, self.draft_graphs, self.mixed_graphs = graphs
@@ -190,11 +191,11 @@ class Generator(StepLoop):
             limits = max_num_reqs, token_budget, max_seq_len
             served = ServedModel(model, blocks, *limits, compile, compile_options, sizes, group is not None)
             source = speculation.start(served)
-        take_cache(cache.kv_caches[0])
         parts = forward, builder, graphs
         steps = ModelSteps(*parts) if leader is None else steps_of_ranks(model)(*parts, leader)
         if self._adapters is not None:
             steps = AdapterSteps.capture(*parts, captured, self._adapters.rows)
+        take_cache(cache.kv_caches[0])
         scheduler = Scheduler(blocks, max_num_reqs, token_budget, max_seq_len, max_queue, source)
         super().__init__(model, tokenizer, scheduler, ModelRunner(steps, blocks, source))
         self._statistics.num_blocks = cache.num_blocks - cache.reserved_blocks

@@ -141,8 +141,11 @@ def op_name(op: Any) -> str:
     return op._schema.name.split("::")[1] if isinstance(op, torch._ops.OpOverload) else ""
 
 
+_LEFT_OUT = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output}
+
+
 def can_run(node: Node) -> bool:
-    """Return whether a node calls an op that a region may hold: functional, deterministic and no GEMM."""
+    """Return whether a node calls an op that a region may hold: functional, deterministic, no GEMM, no value read."""
     if node.op != "call_function":
         return False
     op = node.target
@@ -150,7 +153,7 @@ def can_run(node: Node) -> bool:
         return op is operator.getitem or is_size(node)
     if op.namespace not in _RUNNABLE_NAMESPACES or op._schema.is_mutable:
         return False
-    return op_name(op) not in _GEMMS and torch.Tag.nondeterministic_seeded not in op.tags
+    return op_name(op) not in _GEMMS and _LEFT_OUT.isdisjoint(op.tags)
 
 
 @dataclass(frozen=True)

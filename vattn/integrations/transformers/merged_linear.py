@@ -78,7 +78,7 @@ class MergedLinear:
 
     def part(self, index: int, x: Tensor) -> Tensor:
         """Return the output of one projection."""
-        if x is not self._input:
+        if index == 0 or x is not self._input:
             self._outputs = self.run(x).split(self.sizes, dim=-1)
             self._input = x
         out = self._outputs[index]

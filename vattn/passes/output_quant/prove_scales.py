@@ -287,7 +287,7 @@ class ScaleProver(Prover):
         after = [node for node in self.needed if node in reached]
         before = proof.dependants(self.needed, [self.region.output]) - {end} - reached
         for node in after:
-            if not before.isdisjoint(node.all_input_nodes):
+            if any(source in before and not is_size(source) for source in node.all_input_nodes):
                 raise Refusal("what is packed does not depend on scaled values alone", node, near=True)
         like = self.sample.values[end]
         origin: Origin = proof.origins(after, {end: proof.start(like)}, self.sample.values)[self.quantised]
