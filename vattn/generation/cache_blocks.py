@@ -108,7 +108,7 @@ class CacheBlocks:
         self._note(request, 0)
 
     def _until_snapshot(self, request: Request, keys: list[str]) -> list[str]:
-        """Load the snapshot of the longest prefix that has one and all its blocks; return the keys of these blocks.
+        """Return the keys of the blocks of the longest prefix that has a snapshot and all its blocks.
 
         The request will save its state at the end of its last whole block, and where its tokens begin to differ from
         those in the cache: the next request that differs from there on finds a snapshot.
@@ -124,10 +124,17 @@ class CacheBlocks:
             ),
             0,
         )
-        if count:
-            self.snapshots.load(names[0][count - 1], request.row + 1)
         request.cuts = {end * self.block_size for end in (shared, len(keys)) if end > count}
         return keys[:count]
+
+    def load_state(self, request: Request) -> None:
+        """Give an opened request the state after the tokens that it has found."""
+        if self.snapshots is not None and request.cached:
+            self.snapshots.load(self._snapshot_name(request, request.cached), request.row + 1)
+
+    def _snapshot_name(self, request: Request, end: int) -> str:
+        count = end // self.block_size
+        return self._name(request.keys(count, self.block_size)[count - 1], 0)
 
     def until_cut(self, request: Request, count: int) -> int:
         """Return how many of a request's next `count` tokens one step computes: no further than its next snapshot."""
@@ -139,8 +146,7 @@ class CacheBlocks:
             return
         for request, end in zip(requests, ends, strict=False):
             if end in request.cuts and request.epoch == self._epoch:
-                key = request.keys(end // self.block_size, self.block_size)[end // self.block_size - 1]
-                self.snapshots.save(self._name(key, 0), request.row + 1)
+                self.snapshots.save(self._snapshot_name(request, end), request.row + 1)
 
     def grow(self, request: Request, count: int) -> None:
         """Make room for `count` more tokens after `request.cached`.

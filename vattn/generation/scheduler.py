@@ -322,6 +322,7 @@ class Scheduler:
         except OutOfBlocksError:
             self.blocks.close(request)
             return 0
+        self.blocks.load_state(request)
         self.waiting.popleft()
         request.state = RUNNING
         if not request.output:
