@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 import vattn
 from tests.support import relative_l2
 from vattn import errors
+from vattn.generation import generator as generation
 from vattn.integrations.transformers import LoRAAdapters, disable, enable, enable_adapters
 from vattn.layers.fp8_linear import exact_inputs
 
@@ -253,6 +255,86 @@ def test_models_that_are_refused() -> None:
     with pytest.raises(errors.UnsupportedRequestError, match=r"layers.1.mlp.gate_proj.inner"):
         enable_adapters(routed)
     enable_adapters(routed, target_modules=["q_proj", "down_proj"])
+
+
+def run(packed: Any, ids: list[int] = PROMPT) -> torch.Tensor:
+    """Return logits of a prompt, in blocks of the cache."""
+    builder = vattn.AttentionMetadataBuilder(1, 64, max_seq_len=64, layers=packed)
+    step = builder.build([len(ids)], [len(ids)], [[20, 21, 22, 23]])
+    with torch.no_grad(), vattn.forward_context(step):
+        return packed(torch.tensor(ids), step.positions)
+
+
+def test_rows_of_a_generator_are_those_of_its_steps_alone(
+    saved: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other steps between them have no adapter, or that of `set_rows`; a new generator captures graphs without any."""
+    packed, adapters = with_adapters(saved[0])
+    plain = run(packed)
+    adapters.set_rows(["small"], [len(PROMPT)])
+    small = run(packed)
+    generator = vattn.Generator(packed, max_num_reqs=2)
+    # Other prompts: a block that is reused could have been overwritten here.
+    prompts = [PROMPT[:5], PROMPT[3:9]]
+    want = [request.output for request in generator.generate(prompts, SAMPLING, adapter=["large", None])]
+    assert torch.equal(run(packed), plain)
+    adapters.set_rows(["small"], [len(PROMPT)])
+    requests = [generator.add(p, SAMPLING, adapter=a) for p, a in zip(prompts, ("large", None), strict=True)]
+    while generator.busy:
+        generator.step()
+        assert torch.equal(run(packed), small)
+    assert [request.output for request in requests] == want
+    adapters.rows.reserve(adapters.rows.max_num_tokens + 1)
+    assert torch.equal(run(packed), small)
+    captured = []
+    capture = generation.capture
+    noted = lambda *args: captured.append(adapters.rows.active) or capture(*args)  # noqa: E731
+    monkeypatch.setattr(generation, "capture", noted)
+    vattn.Generator(packed, max_num_reqs=2)
+    assert captured == [False]
+
+
+def test_linear_layers_with_adapters_stay(saved: tuple[Path, dict[str, Any]]) -> None:
+    """They are neither quantised, separated nor copied; a refusal changes nothing."""
+    for options in ({"merge_projections": False}, {"merge_projections": True}):
+        packed, adapters = with_adapters(saved[0], **options)
+        adapters.set_rows(["large"], [len(PROMPT)])
+        want = run(packed)
+        with pytest.raises(errors.ConfigError, match="enable_adapters afterwards"):
+            vattn.quantise_linears(packed, "fp8_per_token")
+        for copied in (packed, packed.model):
+            with pytest.raises(errors.ConfigError, match="copy of a model with adapters"):
+                copy.deepcopy(copied)
+        assert torch.equal(run(packed), want)
+    value = packed.model.model.layers[0].self_attn.v_proj
+    before = value.weight
+    value.weight = torch.nn.Parameter(before.detach().bfloat16())
+    for _ in range(2):
+        with pytest.raises(errors.ConfigError, match="of another kind"):
+            run(packed)
+    value.weight = before
+    assert torch.equal(run(packed), want)
+
+
+def test_enable_adapters_takes_the_cache() -> None:
+    """Its runs write to blocks of an earlier generator, which refuses its next step."""
+    packed = enable(base(), num_blocks=16)
+    generator = vattn.Generator(packed, max_num_reqs=2)
+    generator.add(PROMPT, SAMPLING)
+    generator.step()
+    enable_adapters(packed)
+    with pytest.raises(errors.CacheError, match="taken by another"):
+        generator.step()
+
+
+def test_a_request_that_was_not_queued_uses_no_adapter(saved: tuple[Path, dict[str, Any]]) -> None:
+    packed, adapters = with_adapters(saved[0])
+    generator = vattn.Generator(packed, max_num_reqs=2, max_queue=1)
+    generator.add(PROMPT, SAMPLING)
+    with pytest.raises(errors.QueueFullError) as refused:
+        generator.add(PROMPT, SAMPLING, adapter="small")
+    adapters.remove("small")
+    del refused
 
 
 class Reversed(torch.nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class AdapterSteps(ModelSteps):
     ) -> None:
         super().__init__(forward, builder, graphs)
         self._graphs, self._adapter_graphs, self._rows_of_adapters = graphs, adapter_graphs, rows
+        self._last: tuple[Sequence[int], Sequence[int]] = (), ()
 
     @classmethod
     def capture(
@@ -52,6 +53,7 @@ class AdapterSteps(ModelSteps):
     def run(self, step: StepInputs, before: Ran | None, begin: torch.cuda.Event | None = None) -> Outcome:
         """Run a step; see `ModelSteps`. A step that continues another has the same adapters."""
         if step.new_blocks is None:
-            self._rows_of_adapters.write(step.adapters, step.counts)
+            self._last = step.adapters, step.counts
+        with self._rows_of_adapters.step(*self._last):
             self.graphs = self._adapter_graphs if self._rows_of_adapters.active else self._graphs
-        return super().run(step, before, begin)
+            return super().run(step, before, begin)

@@ -73,6 +73,8 @@ def find_cache(model: Any, cache: Any) -> KVCacheAllocation:
 def find_adapters(model: Any, group: Any, max_num_tokens: int) -> Adapters | None:
     """Return the adapters of a model, with room for steps of `max_num_tokens`; `None` without `enable_adapters`.
 
+    No row has an adapter afterwards, so that graphs without adapters can be captured.
+
     Raises:
         ConfigError: adapters of a model over ranks.
     """
@@ -83,6 +85,7 @@ def find_adapters(model: Any, group: Any, max_num_tokens: int) -> Adapters | Non
         raise ConfigError("adapters of a model over ranks", "models on one device", "leave enable_adapters out")
     if adapters.rows.max_num_tokens < max_num_tokens:
         adapters.rows.reserve(max_num_tokens)
+    adapters.rows.write((), ())
     return adapters
 
 

@@ -50,7 +50,13 @@ class StepLoop:
     def _queue(self, choices: tuple[Request, ...]) -> None:
         """Queue the requests of a prompt, all or none."""
         with self._lock:
-            self.scheduler.add(*choices)
+            try:
+                self.scheduler.add(*choices)
+            except VattnError:
+                for request in choices:
+                    if request.adapter is not None:
+                        request.adapter.requests.discard(request)
+                raise
 
     def _open_text(self, request: Request) -> None:
         """Let a request's text begin anew."""

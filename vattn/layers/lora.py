@@ -48,6 +48,7 @@ class AdapterRows:
 
     def __init__(self, max_adapters: int, max_num_tokens: int, device: torch.device) -> None:
         self.max_adapters, self.device, self.active = max_adapters, device, False
+        self._step: tuple[list[int], list[int]] = [], []
         self.reserve(max_num_tokens)
 
     def reserve(self, max_num_tokens: int) -> None:
@@ -58,21 +59,36 @@ class AdapterRows:
             self._lists = torch.zeros(max_num_tokens + 3 * self._num_tiles, dtype=torch.int32, device=self.device)
         self.rows = self._lists[:max_num_tokens]
         self.tiles = self._lists[max_num_tokens:].view(-1, 3)
+        self._listed: object = None
+        fits = sum(self._step[1]) <= max_num_tokens
+        self.write(*(self._step if fits else ((), ())))
 
     @contextmanager
     def activated(self) -> Iterator[None]:
         """Make products run the op inside the block, over no rows, to compile and capture it."""
         self._lists.zero_()
+        self._listed = None
         self.active = True
         try:
             yield
         finally:
-            self.active = False
+            self.write(*self._step)
+
+    @contextmanager
+    def step(self, slots: Sequence[int], counts: Sequence[int]) -> Iterator[None]:
+        """Note a step as `write` does, for what runs inside the block; the rows of before come back after it."""
+        before = self._step
+        self.write(slots, counts)
+        try:
+            yield
+        finally:
+            self.write(*before)
 
     def write(self, slots: Sequence[int], counts: Sequence[int]) -> None:
         """Note a step: the slot of each request, -1 for none, and how many rows it has."""
+        self._step = list(slots), list(counts)
         self.active = max(slots, default=-1) >= 0
-        if not self.active:
+        if not self.active or self._step == self._listed:
             return
         owners = torch.tensor(slots).repeat_interleave(torch.tensor(counts))
         order = owners.argsort(stable=True).int()
@@ -87,6 +103,7 @@ class AdapterRows:
         begin = self.max_num_tokens
         host[begin : begin + 3 * len(tiles)] = torch.tensor(tiles, dtype=torch.int32).flatten()
         self._lists.copy_(host, non_blocking=True)
+        self._listed = self._step
 
 
 class LoRAProduct:
@@ -117,6 +134,13 @@ class LoRAProduct:
             self.a = torch.zeros(count, len(sizes) * max_rank, in_features, dtype=dtype, device=device)
             self.b = torch.zeros(count, self.out_features, max_rank, dtype=dtype, device=device)
             self.scales = torch.zeros(count, len(sizes), device=device)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise ConfigError(
+            "a copy of a model with adapters",
+            "copies of models without",
+            "copy the model before enable_adapters, or after disable(model)",
+        )
 
     def add(self, x: Tensor, output: Tensor) -> Tensor:
         """Add the products of the rows' adapters, of an input `[..., K]`, to the output `[..., N]`, and return it."""
@@ -189,7 +213,9 @@ class Adapters:
         del self.loaded[name]
 
     def set_rows(self, names: Sequence[str | None], query_lens: Sequence[int]) -> None:
-        """Say which adapter each request of the next steps uses; a generator does so itself.
+        """Say which adapter each request of the next steps uses, until the next call or the next new generator.
+
+        A generator does so itself, for its own steps alone.
 
         Args:
             names: of each request's adapter, `None` for the model alone.

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vattn.cache.bindings import take_cache
 from vattn.config.arguments import read_count
 from vattn.errors import ConfigError, UnsupportedRequestError
 from vattn.integrations.transformers.linears import VattnLinear
@@ -195,6 +196,8 @@ def enable_adapters(
 ) -> LoRAAdapters:
     """Let the requests of a model on vattn use LoRA adapters, several in one batch. Call it before `vattn.Generator`.
 
+    It runs the model, in blocks of its cache: a generator that has the cache already refuses further steps.
+
     Args:
         model: what `enable` returned.
         max_adapters: how many can be loaded at once.
@@ -320,6 +323,8 @@ def _check_rows(model: PackedModel, targets: Mapping[str, nn.Linear]) -> None:
         first = own.reserved_blocks
     else:
         first = cache.reserved_blocks
+        # The runs write to blocks that requests of an earlier generator may hold.
+        take_cache(cache.kv_caches[0])
     kind = GroupedMetadataBuilder if cache is not None and cache.groups else AttentionMetadataBuilder
     builder = kind(3, 3, 4, layers=model, device=next(model.parameters()).device)
     tables: Any = [[[first + 3 * group + row] for row in range(3)] for group in range(groups)]

@@ -25,6 +25,7 @@ from vattn.integrations.transformers.merged_linear import (
 )
 from vattn.integrations.transformers.shared_inputs import SharedInputs, groups
 from vattn.layers.fp8_linear import BLOCK, FP8Linear
+from vattn.layers.lora import LoRAProduct
 from vattn.layers.weight_parts import PartLinear
 
 NAME = "_vattn_linears"
@@ -102,8 +103,14 @@ class Linears:
     @contextmanager
     def undone(self) -> Iterator[None]:
         """Undo it inside the block, where linear layers may be replaced."""
-        if any(merged.lora is not None for merged in self._merged):
-            raise ConfigError("projections with adapters", "a model without", "remove the adapters first")
+        if any(isinstance(part.__dict__.get("lora"), LoRAProduct) for part in self.model.modules()) or any(
+            merged.lora is not None for merged in merged_linears(self.model)
+        ):
+            raise ConfigError(
+                "other linear layers for a model with adapters",
+                "models without",
+                "disable(model), change them, enable it, and call enable_adapters afterwards",
+            )
         self.undo()
         try:
             yield
@@ -111,11 +118,21 @@ class Linears:
             self.apply(strict=False)
 
     def renew(self) -> None:
-        """Take in weights of merged projections that were moved or replaced since; separate those that differ now."""
+        """Take in weights of merged projections that were moved or replaced since; separate those that differ now.
+
+        Raises:
+            ConfigError: projections with adapters that differ now.
+        """
         for merged in self._merged:
             if not merged.moved:
                 continue
             if _differ(merged.parts):
+                if merged.lora is not None:
+                    raise ConfigError(
+                        "merged projections with adapters, of which some have weights of another kind since",
+                        "weights of one kind",
+                        "disable(model), enable it with the new weights, and call enable_adapters again",
+                    )
                 separate(merged.parts)
                 self._merged = merged_linears(self.model)
                 self.num_merged = len(self._merged)

@@ -65,6 +65,7 @@ class MergedLinear:
         """Return a product of the copied parts, which takes in their weights later: they may not be copied yet."""
         copied = memo[id(self)] = object.__new__(MergedLinear)
         copied.__dict__.update(self.__dict__, parts=[], quantised=None, _input=None, _outputs=(), _addresses=[])
+        copied.lora = copy.deepcopy(self.lora, memo)
         copied.parts = [copy.deepcopy(part, memo) for part in self.parts]
         return copied
 
