@@ -29,7 +29,7 @@ PYTEST := $(PARALLEL) $(RUN) -m pytest $(if $(PARALLEL),-n $(JOBS) --dist workst
 
 help:
 	@echo 'make demo      a small compiled model answers prompts on the paged cache'
-	@echo 'make test      the test suite (about 8 minutes on 2 cores)'
+	@echo 'make test      the test suite (about 6 minutes on 2 cores)'
 	@echo 'make slow      the tests that take longer, and the whole fuzz'
 	@echo 'make gpu-test  the tests that need a CUDA GPU'
 	@echo 'make lint      ruff and mypy'
