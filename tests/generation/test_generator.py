@@ -59,7 +59,8 @@ def test_prefixes_are_found_again(packed: PackedModel, expected: list[list[int]]
 @pytest.mark.parametrize("hybrid", [False, True])
 def test_blocks_of_other_weights_are_not_found(hybrid: bool) -> None:
     """Weights that are written between runs, as a trainer does, leave keys of the old ones in the cache."""
-    model = make_model("gemma2" if hybrid else "llama")
+    # Tied embeddings of random weights repeat the last token, whatever the weights are.
+    model = make_model("gemma2" if hybrid else "llama", tie_word_embeddings=False)
     packed = enable(model)
     packed.allocate(num_blocks=64, hybrid=hybrid)
     generator = make_generator(packed)
