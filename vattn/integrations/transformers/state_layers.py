@@ -197,7 +197,14 @@ class StateModules:
         layers: Any = recorder.layers
         for module, index in recorder.found.items():
             name = _cache_name(module)
-            alone = not _continues(module, name, *recorder.rows[module])
+            try:
+                alone = not _continues(module, name, *recorder.rows[module])
+            except Exception as error:
+                raise UnsupportedRequestError(
+                    f"{type(model).__name__}: {type(module).__name__} fails on one state: {error!r:.80}",
+                    "one module with one state for each layer",
+                    "keep this model on transformers' own attention",
+                ) from error
             self.states[names[module]] = ModelStates(layers[index], name, alone)
         self.num_attending = len(recorder.attending)
         if len(set(recorder.found.values())) != len(recorder.found):
