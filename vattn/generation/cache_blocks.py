@@ -138,6 +138,8 @@ class CacheBlocks:
 
     def until_cut(self, request: Request, count: int) -> int:
         """Return how many of a request's next `count` tokens one step computes: no further than its next snapshot."""
+        if not request.cuts:
+            return count
         return min([count, *(cut - request.cached for cut in request.cuts if cut > request.cached)])
 
     def save_states(self, requests: Sequence[Request], ends: Sequence[int]) -> None:
