@@ -349,7 +349,7 @@ def create_app(model: Path, limits: Limits) -> FastAPI:
         salt = http.headers.get("authorization", "")
         for prompt in prompts:
             # If one is refused, the guard cancels those before it.
-            answer.requests.append(engine.submit(prompt, settings, salt, answer.watch))
+            answer.requests.append(engine.submit(vattn.Submission(prompt, settings, salt), answer.watch))
             http.scope["requests"].append(answer.requests[-1])
         if body.stream:
             return StreamingResponse(answer.events(limits.seconds), media_type="text/event-stream")

@@ -32,7 +32,17 @@ from vattn.compilation.warmup import WarmupReport, warmup
 from vattn.config.attention import AttentionConfig, AttentionType, CacheConfig, boundary_layers
 from vattn.config.mla import MLAConfig
 from vattn.config.rope import RopeConfig
-from vattn.generation import AsyncGenerator, Chat, DraftModel, Generator, Grammar, PromptLookup, Request, Sampling
+from vattn.generation import (
+    AsyncGenerator,
+    Chat,
+    DraftModel,
+    Generator,
+    Grammar,
+    PromptLookup,
+    Request,
+    Sampling,
+    Submission,
+)
 from vattn.kv_transfer import (
     FileConnector,
     HostMemoryConnector,
@@ -135,6 +145,7 @@ __all__ = [
     "SinkFullAttentionSpec",
     "SlidingWindowSpec",
     "StaticSinkAttention",
+    "Submission",
     "TQFullAttentionSpec",
     "TokenTree",
     "TransferRequest",

@@ -105,7 +105,7 @@ def test_requests_of_other_threads(running: Any, expected: list[list[int]]) -> N
         if part.request.done:
             ended.set()
 
-    generator.submit(PROMPTS[1], GREEDY, "", watch)
+    generator.submit(vattn.Submission(PROMPTS[1], GREEDY), watch)
     assert ended.wait(30) and found == expected[1]
 
 
@@ -113,7 +113,7 @@ def test_closed_and_wrong(packed: PackedModel) -> None:
     with pytest.raises(errors.ConfigError, match=r"a vattn\.Generator"):
         vattn.AsyncGenerator(packed)  # type: ignore[arg-type]
     generator = vattn.AsyncGenerator(make_generator(packed))
-    request = generator.submit(PROMPTS[0], vattn.Sampling(80, stop_token_ids=()), "", lambda part: None)
+    request = generator.submit(vattn.Submission(PROMPTS[0], vattn.Sampling(80, stop_token_ids=())), lambda part: None)
     generator.close()
     generator.close()
     assert request.state == "cancelled"

@@ -17,7 +17,8 @@ pytest.importorskip("transformers")
 
 from tests.generation.generator_support import PROMPTS, check_empty, chosen, make_generator
 from tests.integrations.hf_families import make_model
-from vattn.generation.setup import MIXED_LADDER, Graphs, mixed_pair, mixed_sizes
+from vattn.generation.capture import MIXED_LADDER, mixed_pair, mixed_sizes
+from vattn.generation.model_steps import Graphs
 from vattn.integrations.transformers import PackedModel, enable
 
 SAMPLINGS = [vattn.Sampling(count, stop_token_ids=()) for count in (7, 20, 11, 15, 9, 18)]

@@ -9,7 +9,7 @@ import torch
 
 import vattn
 from vattn import errors
-from vattn.generation.prompt_lookup import LookupIndex
+from vattn.generation.lookup_index import LookupIndex
 
 pytest.importorskip("transformers")
 
@@ -109,10 +109,11 @@ def test_no_drafts_without_room() -> None:
 
 
 def test_lookups() -> None:
-    def drafts(tokens: list[int], count: int, **settings: int) -> list[int]:
-        index = LookupIndex(vattn.PromptLookup(**settings), tokens[:3])
+    def drafts(tokens: list[int], count: int, shortest: int = 2) -> list[int]:
+        lengths = range(4, shortest - 1, -1)
+        index = LookupIndex(lengths, tokens[:3])
         index.extend(tokens[3:])
-        assert index.drafts(count) == LookupIndex(vattn.PromptLookup(**settings), tokens).drafts(count)
+        assert index.drafts(count) == LookupIndex(lengths, tokens).drafts(count)
         return index.drafts(count)
 
     assert drafts([1, 2, 3, 4, 1, 2], 2) == [3, 4]
@@ -136,7 +137,7 @@ def test_random_lookups_against_a_search() -> None:
                     copy.append(copy[ends[-1] + step])
                 want = copy[len(tokens) :]
                 break
-        assert LookupIndex(vattn.PromptLookup(longest=3), tokens).drafts(4) == want
+        assert LookupIndex((3, 2), tokens).drafts(4) == want
 
 
 @pytest.mark.parametrize("changes", [{"num_drafts": 0}, {"num_drafts": 2.0}, {"longest": 1}, {"shortest": 0}])

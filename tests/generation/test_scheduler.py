@@ -14,9 +14,10 @@ from torch import nn
 import vattn
 from tests.generation.generator_support import check_empty
 from vattn import errors
+from vattn.generation.batch import DecodeRun
 from vattn.generation.cache_blocks import CacheBlocks
 from vattn.generation.request import CANCELLED, FINISHED, Request, TokenLogprobs
-from vattn.generation.scheduler import DecodeRun, Scheduler
+from vattn.generation.scheduler import Scheduler
 from vattn.metadata.forward_context import current_step
 
 BLOCK, WINDOW = 4, 6

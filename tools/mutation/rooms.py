@@ -28,7 +28,7 @@ class Room:
 
 ROOMS = {
     "scheduler": Room(
-        ("vattn/generation/scheduler.py", "vattn/generation/cache_blocks.py", "vattn/generation/request.py"),
+        tuple(f"vattn/generation/{name}.py" for name in ("scheduler", "batch", "cache_blocks", "request")),
         ("tests/generation/test_scheduler.py", "tests/generation/test_generator.py", "tests/generation/test_choices.py")
         + tuple(
             f"tests/generation/test_generator_{name}.py"

@@ -11,6 +11,7 @@ from vattn.generation.prompt_lookup import PromptLookup
 from vattn.generation.request import Progress, Request
 from vattn.generation.sampling import Sampling
 from vattn.generation.statistics import Statistics
+from vattn.generation.submission import Submission
 
 __all__ = [
     "AsyncGenerator",
@@ -24,5 +25,6 @@ __all__ = [
     "Request",
     "Sampling",
     "Statistics",
+    "Submission",
     "model_inputs",
 ]

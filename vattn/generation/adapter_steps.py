@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from vattn.generation.capture import GraphSizes, capture
 from vattn.generation.model_steps import Graphs, ModelSteps, Outcome, Ran, StepInputs
-from vattn.generation.setup import capture
 from vattn.layers.lora import AdapterRows
 from vattn.metadata.builder import AttentionMetadataBuilder
 
@@ -41,12 +41,12 @@ class AdapterSteps(ModelSteps):
         forward: Callable[..., Tensor],
         builder: AttentionMetadataBuilder,
         graphs: Graphs,
-        captured: tuple[list[int], int, list[int], int, bool],
+        sizes: GraphSizes,
         rows: AdapterRows,
     ) -> AdapterSteps:
-        """Capture graphs with adapters, in the memory of `graphs`; `captured` are the arguments of `capture`."""
+        """Capture graphs with adapters, in the memory of `graphs`."""
         with rows.activated():
-            more = capture(forward, builder, *captured, memory_of=graphs)
+            more = capture(forward, builder, sizes, memory_of=graphs)
         return cls(forward, builder, graphs, more, rows)
 
     @torch.inference_mode()

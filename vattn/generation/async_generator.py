@@ -12,6 +12,7 @@ from vattn.generation.generator import Generator
 from vattn.generation.prompts import Prompt
 from vattn.generation.request import Progress, Request
 from vattn.generation.sampling import Sampling
+from vattn.generation.submission import Submission
 from vattn.kv_transfer.connector import Salt
 
 logger = logging.getLogger(__name__)
@@ -65,18 +66,11 @@ class AsyncGenerator:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def submit(
-        self,
-        prompt: Prompt,
-        sampling: Sampling | None,
-        cache_salt: Salt,
-        watch: Callable[[Progress], None],
-        adapter: str | None = None,
-    ) -> Request:
+    def submit(self, submission: Submission, watch: Callable[[Progress], None]) -> Request:
         """Queue a prompt, and have each progress of its request, and of its other choices, passed to a function.
 
         Args:
-            prompt, sampling, cache_salt, adapter: see `Generator.add`.
+            submission: the prompt with its settings.
             watch: is called in the thread of the steps and must return soon. The last call of a request finds it ended;
                 one that is cancelled gets no call.
 
@@ -85,7 +79,7 @@ class AsyncGenerator:
             RequestError: this is closed.
         """
         # Steps go on while a tokenizer or a grammar takes its time.
-        choices = self.generator._read(prompt, sampling, cache_salt, adapter)
+        choices = self.generator._read(submission)
         with self._changed:
             if self._closed:
                 raise RequestError("a prompt for an AsyncGenerator that is closed", "one that runs", "make a new one")
@@ -110,7 +104,7 @@ class AsyncGenerator:
         self._thread.join()
         self.cancel(list(self._unfinished))
 
-    async def stream(
+    def stream(
         self,
         prompt: Prompt,
         sampling: Sampling | None = None,
@@ -123,6 +117,9 @@ class AsyncGenerator:
         Raises:
             VattnError: see `Generator.add`; it has not begun then.
         """
+        return self._progress(Submission(prompt, sampling, cache_salt, adapter))
+
+    async def _progress(self, submission: Submission) -> AsyncIterator[Progress]:
         loop, parts = asyncio.get_running_loop(), asyncio.Queue[tuple[Progress, bool]]()
 
         def watch(part: Progress) -> None:
@@ -131,7 +128,7 @@ class AsyncGenerator:
         held, gone = list[Request](), threading.Event()
 
         def add() -> Request:
-            held.append(self.submit(prompt, sampling, cache_salt, watch, adapter))
+            held.append(self.submit(submission, watch))
             if gone.is_set():
                 self.cancel(held)
             return held[0]
@@ -160,7 +157,7 @@ class AsyncGenerator:
         Raises:
             VattnError: see `Generator.add`. What goes wrong later is the request's `error`.
         """
-        async for part in self.stream(prompt, sampling, cache_salt=cache_salt, adapter=adapter):
+        async for part in self._progress(Submission(prompt, sampling, cache_salt, adapter)):
             request = part.request
         return request.choices[0]
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
 
-if TYPE_CHECKING:
-    from vattn.generation.cache_blocks import CacheBlocks
-    from vattn.generation.model_steps import Ran
-    from vattn.generation.request import Request
-    from vattn.generation.scheduler import Batch
+from vattn.generation.batch import Batch
+from vattn.generation.cache_blocks import CacheBlocks
+from vattn.generation.model_steps import Ran
+from vattn.generation.request import Request
 
 
 @dataclass(frozen=True)

@@ -12,12 +12,13 @@ from vattn.cache.allocation import KVCacheAllocation
 from vattn.cache.bindings import CacheBindings, cache_claim, take_cache
 from vattn.compilation.cuda_graph import CUDAGraphRunner
 from vattn.errors import CacheError, ConfigError
+from vattn.generation.batch import Batch
+from vattn.generation.capture import GraphSizes, capture, capture_runner, mixed_sizes
 from vattn.generation.compiled_model import CompiledModel
 from vattn.generation.draft_source import UNKNOWN, DraftSource, ServedModel
 from vattn.generation.model_steps import MIXED, ModelSteps, Ran, StepInputs, model_inputs
 from vattn.generation.request import Request
-from vattn.generation.scheduler import Batch
-from vattn.generation.setup import capture, capture_runner, make_builder, mixed_sizes
+from vattn.generation.setup import make_builder
 from vattn.generation.transfers import on_device
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.builder import AttentionMetadataBuilder
@@ -108,7 +109,9 @@ class DraftSteps(DraftSource):
         self._builder, self._device = builder, builder.device
         forward = CompiledModel(model, served.compile, builder.device, served.compile_options).forward
         mixed = mixed_sizes(None, served.token_budget, most, served.graph_sizes, builder)
-        self._steps = ModelSteps(forward, builder, capture(forward, builder, (), 0, mixed, most))
+        self._steps = ModelSteps(
+            forward, builder, capture(forward, builder, GraphSizes(mixed=mixed, max_num_reqs=most))
+        )
         following = make_builder(model, cache, most, max(2, most), longest)
         chain = DraftChain(forward, num_drafts, following)  # type: ignore[arg-type]
         self._chain = chain

@@ -4,50 +4,42 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
 from vattn.cache.allocation import KVCacheAllocation
-from vattn.cache.bindings import take_cache
-from vattn.config.arguments import check_switches, read_count
-from vattn.errors import ConfigError, MissingPackageError, RequestError, VattnError
-from vattn.generation.adapter_steps import AdapterSteps
+from vattn.config.arguments import check_switches
+from vattn.errors import ConfigError, MissingPackageError, VattnError
 from vattn.generation.cache_blocks import CacheBlocks, longest_that_fits
+from vattn.generation.capture import graph_ladder
 from vattn.generation.chat import Chat, is_conversation
-from vattn.generation.compiled_model import CompiledModel
 from vattn.generation.default_sampling import default_sampling
 from vattn.generation.draft_source import DraftSource, ServedModel
-from vattn.generation.grammar import GrammarCompiler
 from vattn.generation.model_runner import ModelRunner
-from vattn.generation.model_steps import ModelSteps
-from vattn.generation.pipeline import part_of_pipeline, sizes_of_stage, steps_of_ranks
-from vattn.generation.prompts import Prompt, Submission, check_sampling, read_bad_words, read_prompt, read_prompts
-from vattn.generation.ranks import RankSteps, join_ranks
-from vattn.generation.request import FAILED, Progress, Request
+from vattn.generation.pipeline import sizes_of_stage
+from vattn.generation.prepare import prepare
+from vattn.generation.prompts import Prompt
+from vattn.generation.ranks import RankSteps
+from vattn.generation.request import Progress, Request
 from vattn.generation.sampling import Sampling
 from vattn.generation.scheduler import Scheduler
 from vattn.generation.setup import (
-    capture,
+    check_counts,
     check_kind,
     check_speculation,
     check_states,
     check_tokenizer,
     end_tokens,
-    find_adapters,
     find_cache,
-    graph_ladder,
     longest_request,
-    make_builder,
-    mixed_sizes,
     reuses_prefixes,
 )
 from vattn.generation.state_snapshots import StateSnapshots
 from vattn.generation.statistics import Statistics
 from vattn.generation.step_loop import StepLoop
-from vattn.kv_transfer.connector import Salt, salt_digest
-from vattn.layers.lora import Adapter, Adapters
+from vattn.generation.submission import Submission, SubmissionReader, read_submissions
+from vattn.kv_transfer.connector import Salt
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -140,13 +132,9 @@ class Generator(StepLoop):
         group: ProcessGroup | None = None,
         group_timeout: float = 300.0,
     ) -> None:
-        counts = {"max_num_reqs": max_num_reqs, "token_budget": token_budget, "max_queue": max_queue}
-        for name, count in counts.items():
-            if name != "max_queue" or count is not None:
-                read_count(name, count, 1, f"change {name}")
+        check_counts(max_num_reqs, token_budget, max_queue, state_snapshots)
         if reuse_prefixes is not None:
             check_switches(reuse_prefixes=reuse_prefixes)
-        read_count("state_snapshots", state_snapshots, 0, "pass how many states to keep for other requests")
         check_speculation(speculation)
         check_kind("compile_options", compile_options, dict)
         check_tokenizer(tokenizer)
@@ -157,49 +145,19 @@ class Generator(StepLoop):
         check_states(cache, max_num_reqs, speculation, mixed_graph_sizes, compile)
         mixed_graph_sizes = sizes_of_stage(model, mixed_graph_sizes, compile)
         sizes = graph_ladder(graph_sizes, max_num_reqs, self.device)
-        num_drafts = speculation.num_drafts if speculation is not None else 0
         max_seq_len = longest_request(model, max_seq_len, longest_that_fits(cache, token_budget))
         reuse = reuses_prefixes(reuse_prefixes, cache, state_snapshots, group)
         snapshots = StateSnapshots(cache.states, state_snapshots) if cache.states and state_snapshots else None
         blocks = CacheBlocks(cache, max_num_reqs, max_seq_len, reuse, model, snapshots)
-        capacity = max(2, token_budget + 1, max_num_reqs * (1 + num_drafts))
-        builder = make_builder(model, cache, max_num_reqs, capacity, max_seq_len)
-        options = {
-            "num_blocks": cache.num_blocks,
-            "block_size": cache.block_size,
-            "groups of the cache": len(cache.groups),
-            "max_num_reqs": max_num_reqs,
-            "token_budget": token_budget,
-            "max_seq_len": max_seq_len,
-            "drafts of speculation": num_drafts,
-            "graph_sizes": sizes,
-            "mixed_graph_sizes": mixed_graph_sizes,
-            "compile": compile,
-        }
-        leader = join_ranks(model, group, group_timeout, options)
-        with nullcontext() if leader is None else leader.together():
-            mixed = mixed_sizes(mixed_graph_sizes, token_budget, max_num_reqs, sizes, builder)
-            self._compiled = CompiledModel(model, compile, self.device, compile_options)
-            forward = part_of_pipeline(self._compiled.forward, model, capacity)
-            # Replaces what the generator before reads: after all that may refuse this one.
-            self._adapters: Adapters | None = find_adapters(model, group, capacity)
-            captured = sizes, num_drafts, mixed, max_num_reqs, cache.states is not None
-            graphs = capture(forward, builder, *captured)
-        self.graphs, self.draft_graphs, self.mixed_graphs = graphs
-        source = None
-        if speculation is not None:
-            limits = max_num_reqs, token_budget, max_seq_len
-            served = ServedModel(model, blocks, *limits, compile, compile_options, sizes, group is not None)
-            source = speculation.start(served)
-        parts = forward, builder, graphs
-        steps = ModelSteps(*parts) if leader is None else steps_of_ranks(model)(*parts, leader)
-        if self._adapters is not None:
-            steps = AdapterSteps.capture(*parts, captured, self._adapters.rows)
-        take_cache(cache.kv_caches[0])
-        scheduler = Scheduler(blocks, max_num_reqs, token_budget, max_seq_len, max_queue, source)
-        super().__init__(model, tokenizer, scheduler, ModelRunner(steps, blocks, source))
+        limits = max_num_reqs, token_budget, max_seq_len
+        served = ServedModel(model, blocks, *limits, compile, compile_options, sizes, group is not None)
+        ready = prepare(served, speculation, mixed_graph_sizes, group, group_timeout)
+        self.graphs, self.draft_graphs, self.mixed_graphs = ready.graphs
+        self._compiled = ready.compiled
+        self._reader = SubmissionReader(model, tokenizer, cache.block_size, ready.adapters)
+        scheduler = Scheduler(blocks, *limits, max_queue, ready.source)
+        super().__init__(model, tokenizer, scheduler, ModelRunner(ready.steps, blocks, ready.source))
         self._statistics.num_blocks = cache.num_blocks - cache.reserved_blocks
-        self._grammar_compiler: GrammarCompiler | None = None
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError("a copy of a generator", "one generator for a cache", "make a new one with Generator(model)")
@@ -231,56 +189,22 @@ class Generator(StepLoop):
             MissingPackageError: a grammar without xgrammar.
             ConfigError: the model, or a part of it, is in training mode; a salt of another type.
         """
-        choices = self._read(prompt, sampling, cache_salt, adapter)
+        choices = self._read(Submission(prompt, sampling, cache_salt, adapter))
         self._queue(choices)
         return choices[0]
 
-    def _read(
-        self, prompt: Prompt, sampling: Sampling | None, cache_salt: Salt, adapter: str | None = None
-    ) -> tuple[Request, ...]:
-        """Return the requests of a prompt, which are not queued yet."""
+    def _read(self, submission: Submission) -> tuple[Request, ...]:
+        """Return the requests of a submission, which are not queued yet."""
         self._check_ready()
-        salt_digest(self._blocks.block_size, cache_salt, "cache_salt")
-        vocab_size = getattr(self.model, "vocab_size", None)
-        sampling = self.default_sampling if sampling is None else sampling
-        check_sampling(sampling, self.tokenizer, vocab_size)
-        ids = read_prompt(prompt, self.tokenizer, vocab_size)
-        ends = self.stop_token_ids if sampling.stop_token_ids is None else frozenset(sampling.stop_token_ids)
-        words = read_bad_words(sampling, self.tokenizer, vocab_size)
-        chosen = None if adapter is None else self._adapter(adapter)
-        choices = tuple(
-            Request(ids, sampling, ends, cache_salt, words, index, chosen) for index in range(sampling.candidates)
-        )
+        choices = self._reader.read(submission, self.default_sampling, self.stop_token_ids)
         for request in choices:
-            request.choices = choices
-            if sampling.grammar is not None:
-                request.matcher = self._grammars().matcher(sampling.grammar, ends)
             self._open_text(request)
         return choices
-
-    def _adapter(self, name: str) -> Adapter:
-        """Return a loaded adapter by its name."""
-        if self._adapters is None:
-            raise RequestError(
-                f"adapter={name!r:.80} for a generator whose model has no adapters",
-                "adapter=None",
-                "enable_adapters(model) before Generator(model)",
-            )
-        if not isinstance(name, str):
-            raise ConfigError(f"adapter={name!r:.80}", "the name of a loaded adapter, or None", "pass one name")
-        return self._adapters.get(name)
 
     def _check_ready(self) -> None:
         """Refuse prompts where no step can run."""
         self._runner.steps.check()
         self._mode.check()
-
-    def _grammars(self) -> GrammarCompiler:
-        """Return what compiles grammars for the tokenizer, made by the first request that has one."""
-        if self._grammar_compiler is None:
-            vocab_size = getattr(self.model, "vocab_size", None)
-            self._grammar_compiler = GrammarCompiler(self.tokenizer, vocab_size, self.stop_token_ids)
-        return self._grammar_compiler
 
     def stream(
         self,
@@ -299,12 +223,10 @@ class Generator(StepLoop):
             ConfigError: see `generate`.
         """
         self._check_ready()
-        submissions = read_prompts(prompts, sampling, cache_salt, self.tokenizer, adapter)
-
-        def run() -> Iterator[Progress]:
-            yield from self._run_to_end(submissions, [])
-
-        return run()
+        submissions = read_submissions(
+            prompts, self.tokenizer, sampling=sampling, cache_salt=cache_salt, adapter=adapter
+        )
+        return self._run_to_end(submissions, [])
 
     def generate(
         self,
@@ -334,7 +256,9 @@ class Generator(StepLoop):
         """
         check_switches(progress=progress)
         self._check_ready()
-        submissions = read_prompts(prompts, sampling, cache_salt, self.tokenizer, adapter)
+        submissions = read_submissions(
+            prompts, self.tokenizer, sampling=sampling, cache_salt=cache_salt, adapter=adapter
+        )
         requests: list[Request] = []
         bar = _bar(len(submissions)) if progress else None
         counted: set[Request] = set()
@@ -417,21 +341,15 @@ class Generator(StepLoop):
         now.first_token_seconds = tuple(self._first)
         return now
 
-    def _add_or_fail(self, prompt: Prompt, sampling: Sampling | None, cache_salt: Salt, adapter: str | None) -> Request:
+    def _add_or_fail(self, submission: Submission) -> Request:
         try:
-            return self.add(prompt, sampling, cache_salt=cache_salt, adapter=adapter)
+            choices = self._read(submission)
+            self._queue(choices)
+            return choices[0]
         except VattnError as error:
-            request = Request(self._readable(prompt), sampling if isinstance(sampling, Sampling) else Sampling())
+            request = self._reader.refused(submission, error)
             request.holder = self.scheduler.mark
-            request.end(FAILED, "error", error)
             return request
-
-    def _readable(self, prompt: Prompt) -> list[int]:
-        """Return the ids of a refused prompt, `[]` if it has none."""
-        try:
-            return read_prompt(prompt, self.tokenizer, None)
-        except VattnError:
-            return []
 
     def _run_to_end(self, submissions: Sequence[Submission], requests: list[Request]) -> Iterator[Progress]:
         """Queue prompts, append their requests to a list, and yield their progress until all have ended."""
@@ -439,7 +357,7 @@ class Generator(StepLoop):
         self._streams += 1
         try:
             for submission in submissions:
-                requests.append(self._add_or_fail(*submission))
+                requests.append(self._add_or_fail(submission))
             queue = deque(Progress(request, "", ()) for request in requests if request.done)
             choices = [choice for request in requests for choice in request.choices]
             for choice in choices:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from vattn.errors import VattnError
+from vattn.generation.batch import Batch
 from vattn.generation.cache_blocks import CacheBlocks
 from vattn.generation.draft_source import DraftSource
 from vattn.generation.logprobs import StepLogprobs, TokenLogprobs, compute_logprobs
 from vattn.generation.model_steps import DRAFTS, MIXED, PLAIN, ModelSteps, Ran, StepInputs
 from vattn.generation.request import Request
 from vattn.generation.sampler import Sampler, SamplingMetadata
-from vattn.generation.scheduler import Batch
 from vattn.generation.transfers import to_host
 
 

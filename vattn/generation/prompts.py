@@ -1,4 +1,4 @@
-"""Prompts as they come: texts or token ids, one or many, each with its sampling."""
+"""Prompts as they come: texts or token ids; and whether a model and its tokenizer can meet a sampling."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vattn.errors import ConfigError, RequestError, VattnError
-from vattn.generation.chat import Chat, is_conversation
+from vattn.generation.chat import Chat
 from vattn.generation.detokenizer import takes
 from vattn.generation.sampling import Sampling
-from vattn.kv_transfer.connector import Salt, salt_digest
 
 Prompt = str | Sequence[int] | Mapping[str, Any] | Chat
 """A text, token ids, what a tokenizer returned, or a conversation."""
@@ -154,75 +153,3 @@ def check_stop_ids(stop_token_ids: Iterable[int], vocab_size: int | None, error:
             f"ids from 0 to {(vocab_size or 0) - 1}",
             "take the ids of the model's own tokenizer",
         )
-
-
-Submission = tuple[Prompt, Sampling | None, Salt, str | None]
-"""A prompt, its sampling, its salt, and the name of its adapter."""
-
-
-def read_prompts(prompts: Any, sampling: Any, cache_salt: Any, tokenizer: Any, adapter: Any = None) -> list[Submission]:
-    """Return each prompt with its sampling, its salt and its adapter.
-
-    Raises:
-        ConfigError: no list of prompts, texts without a tokenizer, chats without a chat template, or samplings, salts
-            or adapters that are neither one nor as many as the prompts.
-    """
-    if isinstance(prompts, Mapping) and "input_ids" in prompts:
-        prompts = encoded_rows(prompts)
-    if isinstance(prompts, (str, bytes, Mapping, Chat)) or not isinstance(prompts, Iterable):
-        raise ConfigError(f"prompts={prompts!s:.60}", "a list of prompts", "pass [prompt] for one")
-    prompts = list(prompts)
-    for index, prompt in enumerate(prompts):
-        _check_kind(index, prompt, tokenizer)
-    samplings = _each("sampling", sampling, len(prompts), (Sampling, type(None)))
-    salts = _each("cache_salt", cache_salt, len(prompts), (str, bytes, int))
-    for salt in salts:
-        salt_digest(1, salt, "cache_salt")
-    adapters = _each("adapter", adapter, len(prompts), (str, type(None)))
-    return list(zip(prompts, samplings, salts, adapters, strict=True))
-
-
-def _each(name: str, given: Any, count: int, kinds: tuple[type, ...]) -> list[Any]:
-    """Return a value of some types for each prompt: the same, or one each."""
-    if isinstance(given, kinds):
-        return [given] * count
-    if not isinstance(given, Sequence) or isinstance(given, (str, bytes, bytearray)):
-        raise ConfigError(f"{name} of type {type(given).__name__}", f"one {name}, or a list of one each", "pass one")
-    if len(given) != count:
-        raise ConfigError(f"{len(given)} {name}s for {count} prompts", "one, or one each", "check the list")
-    return list(given)
-
-
-def _check_kind(index: int, prompt: Any, tokenizer: Any) -> None:
-    """Refuse what is no prompt of this generator, whatever it holds: a mistake of the program, not of one request."""
-    if isinstance(prompt, str):
-        if tokenizer is None:
-            raise ConfigError(
-                f"prompts[{index}]={prompt!r:.60}, a text for a generator without a tokenizer",
-                "lists of token ids",
-                "give the generator tokenizer=, or pass ids",
-            )
-        return
-    if is_conversation(prompt):
-        raise ConfigError(
-            f"prompts[{index}], a list of messages",
-            "a vattn.Chat of them",
-            "pass vattn.Chat(messages), or call generator.chat(messages)",
-        )
-    if isinstance(prompt, Chat):
-        if not prompt.has_template(tokenizer):
-            raise ConfigError(
-                f"prompts[{index}], a chat for a generator whose tokenizer has no chat template",
-                "the tokenizer of a chat model",
-                "give the generator such a tokenizer=, or pass vattn.Chat(messages, chat_template=...)",
-            )
-        return
-    try:
-        # Tensors and arrays without dimensions have the method and refuse the call.
-        iter(prompt)
-    except TypeError as error:
-        raise ConfigError(
-            f"prompts[{index}]={prompt!r:.60} of type {type(prompt).__name__}",
-            "a list of prompts, each a text or a list of token ids",
-            "pass [ids] for one prompt",
-        ) from error

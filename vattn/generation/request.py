@@ -17,7 +17,7 @@ from vattn.errors import RequestError, VattnError
 from vattn.generation.detokenizer import TextStream
 from vattn.generation.draws import splitmix64
 from vattn.generation.grammar import GrammarMatcher
-from vattn.generation.prompt_lookup import LookupIndex
+from vattn.generation.lookup_index import LookupIndex
 from vattn.generation.sampling import Sampling
 from vattn.kv_transfer.connector import Salt, salt_digest
 from vattn.layers.lora import Adapter

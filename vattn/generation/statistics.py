@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from vattn.generation.scheduler import Batch
+from vattn.generation.batch import Batch
 
 
 @dataclass

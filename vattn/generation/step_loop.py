@@ -16,11 +16,12 @@ from torch import nn
 from vattn.cache.bindings import CacheBindings, cache_claim
 from vattn.calibration.eval_mode import EvalMode
 from vattn.errors import CacheError, RequestError, VattnError
+from vattn.generation.batch import Batch
 from vattn.generation.detokenizer import TextStream, takes
 from vattn.generation.model_runner import Launched, ModelRunner
 from vattn.generation.outputs import take_tokens
 from vattn.generation.request import FAILED, Progress, Request
-from vattn.generation.scheduler import Batch, Scheduler
+from vattn.generation.scheduler import Scheduler
 from vattn.generation.statistics import Statistics
 
 

@@ -1,0 +1,182 @@
+"""`Submission`: a prompt as it comes and how to run it; `SubmissionReader` makes requests of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import NoneType
+from typing import Any
+
+from torch import nn
+
+from vattn.errors import ConfigError, RequestError, VattnError
+from vattn.generation.chat import Chat, is_conversation
+from vattn.generation.grammar import GrammarCompiler
+from vattn.generation.prompts import Prompt, check_sampling, encoded_rows, read_bad_words, read_prompt
+from vattn.generation.request import FAILED, Request
+from vattn.generation.sampling import Sampling
+from vattn.kv_transfer.connector import Salt, salt_digest
+from vattn.layers.lora import Adapter, Adapters
+
+
+@dataclass(frozen=True)
+class Submission:
+    """A prompt as it comes, and how to run it.
+
+    Attributes:
+        prompt, sampling, cache_salt, adapter: see `Generator.add`.
+    """
+
+    prompt: Prompt
+    sampling: Sampling | None = None
+    cache_salt: Salt = ""
+    adapter: str | None = None
+
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "sampling": (Sampling, NoneType),
+    "cache_salt": (str, bytes, int),
+    "adapter": (str, NoneType),
+}
+"""Types of a value for all prompts."""
+
+
+def read_submissions(prompts: Any, tokenizer: Any, **settings: Any) -> list[Submission]:
+    """Return each prompt with its settings.
+
+    Args:
+        settings: the other attributes of `Submission`, one value for all prompts or one each.
+
+    Raises:
+        ConfigError: no list of prompts, texts without a tokenizer, chats without a chat template, or settings that are
+            neither one nor as many as the prompts.
+    """
+    if isinstance(prompts, Mapping) and "input_ids" in prompts:
+        prompts = encoded_rows(prompts)
+    if isinstance(prompts, (str, bytes, Mapping, Chat)) or not isinstance(prompts, Iterable):
+        raise ConfigError(f"prompts={prompts!s:.60}", "a list of prompts", "pass [prompt] for one")
+    prompts = list(prompts)
+    for index, prompt in enumerate(prompts):
+        _check_kind(index, prompt, tokenizer)
+    each = {name: _each(name, given, len(prompts)) for name, given in settings.items()}
+    for salt in each.get("cache_salt", ()):
+        salt_digest(1, salt, "cache_salt")
+    return [
+        Submission(prompt, **{name: values[index] for name, values in each.items()})
+        for index, prompt in enumerate(prompts)
+    ]
+
+
+class SubmissionReader:
+    """Make requests of submissions.
+
+    Args:
+        model: may have a `vocab_size`.
+        tokenizer: of texts; `None` for none.
+        block_size: of the cache.
+        adapters: of the model; `None` for none.
+    """
+
+    def __init__(self, model: nn.Module, tokenizer: Any, block_size: int, adapters: Adapters | None) -> None:
+        self._model, self._tokenizer, self._block_size, self._adapters = model, tokenizer, block_size, adapters
+        # Made by the first request that has a grammar.
+        self._grammars: GrammarCompiler | None = None
+
+    def read(self, submission: Submission, default: Sampling, stop_token_ids: frozenset[int]) -> tuple[Request, ...]:
+        """Return the requests of a submission, one for each choice.
+
+        Args:
+            default: the sampling of a submission without one.
+            stop_token_ids: those of a sampling without any.
+
+        Raises:
+            VattnError: see `Generator.add`.
+        """
+        salt_digest(self._block_size, submission.cache_salt, "cache_salt")
+        vocab_size = getattr(self._model, "vocab_size", None)
+        sampling = default if submission.sampling is None else submission.sampling
+        check_sampling(sampling, self._tokenizer, vocab_size)
+        ids = read_prompt(submission.prompt, self._tokenizer, vocab_size)
+        ends = stop_token_ids if sampling.stop_token_ids is None else frozenset(sampling.stop_token_ids)
+        words = read_bad_words(sampling, self._tokenizer, vocab_size)
+        adapter = None if submission.adapter is None else self._adapter(submission.adapter)
+        choices = tuple(
+            Request(ids, sampling, ends, submission.cache_salt, words, index, adapter)
+            for index in range(sampling.candidates)
+        )
+        for request in choices:
+            request.choices = choices
+            if sampling.grammar is not None:
+                if self._grammars is None:
+                    self._grammars = GrammarCompiler(self._tokenizer, vocab_size, stop_token_ids)
+                request.matcher = self._grammars.matcher(sampling.grammar, ends)
+        return choices
+
+    def refused(self, submission: Submission, error: VattnError) -> Request:
+        """Return a failed request of a submission, with the ids of its prompt if it has any."""
+        sampling = submission.sampling if isinstance(submission.sampling, Sampling) else Sampling()
+        try:
+            ids = read_prompt(submission.prompt, self._tokenizer, None)
+        except VattnError:
+            ids = []
+        request = Request(ids, sampling)
+        request.end(FAILED, "error", error)
+        return request
+
+    def _adapter(self, name: str) -> Adapter:
+        """Return a loaded adapter by its name."""
+        if self._adapters is None:
+            raise RequestError(
+                f"adapter={name!r:.80} for a generator whose model has no adapters",
+                "adapter=None",
+                "enable_adapters(model) before Generator(model)",
+            )
+        if not isinstance(name, str):
+            raise ConfigError(f"adapter={name!r:.80}", "the name of a loaded adapter, or None", "pass one name")
+        return self._adapters.get(name)
+
+
+def _each(name: str, given: Any, count: int) -> list[Any]:
+    """Return a setting for each prompt: the same, or one each."""
+    if isinstance(given, _KINDS[name]):
+        return [given] * count
+    if not isinstance(given, Sequence) or isinstance(given, (str, bytes, bytearray)):
+        raise ConfigError(f"{name} of type {type(given).__name__}", f"one {name}, or a list of one each", "pass one")
+    if len(given) != count:
+        raise ConfigError(f"{len(given)} {name}s for {count} prompts", "one, or one each", "check the list")
+    return list(given)
+
+
+def _check_kind(index: int, prompt: Any, tokenizer: Any) -> None:
+    """Refuse what is no prompt of this generator, whatever it holds: a mistake of the program, not of one request."""
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ConfigError(
+                f"prompts[{index}]={prompt!r:.60}, a text for a generator without a tokenizer",
+                "lists of token ids",
+                "give the generator tokenizer=, or pass ids",
+            )
+        return
+    if is_conversation(prompt):
+        raise ConfigError(
+            f"prompts[{index}], a list of messages",
+            "a vattn.Chat of them",
+            "pass vattn.Chat(messages), or call generator.chat(messages)",
+        )
+    if isinstance(prompt, Chat):
+        if not prompt.has_template(tokenizer):
+            raise ConfigError(
+                f"prompts[{index}], a chat for a generator whose tokenizer has no chat template",
+                "the tokenizer of a chat model",
+                "give the generator such a tokenizer=, or pass vattn.Chat(messages, chat_template=...)",
+            )
+        return
+    try:
+        # Tensors and arrays without dimensions have the method and refuse the call.
+        iter(prompt)
+    except TypeError as error:
+        raise ConfigError(
+            f"prompts[{index}]={prompt!r:.60} of type {type(prompt).__name__}",
+            "a list of prompts, each a text or a list of token ids",
+            "pass [ids] for one prompt",
+        ) from error
