@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -348,7 +349,8 @@ def test_models_equal_their_rounded_selves(fmt: str, tmp_path: Path) -> None:
             # Blocks of 128 rows go over the border between the 64 rows of key and value.
             assert len(merged) == (2 if fmt == "fp8_group128" else 4)
             assert all(m.quantised is not None for m in merged.values())
-            with pytest.raises(ConfigError, match="merged"):
+            single = fmt in ("fp8_static", "fp8_dynamic")
+            with pytest.raises(ConfigError, match="merged") if single else nullcontext():
                 model.load_state_dict(model.state_dict())
         disable(model)
     assert sum(type(module) is FP8Linear for module in model.modules()) == 14

@@ -23,8 +23,7 @@ from tests.distributed.context_parallel_ranks import compare, refused
 from vattn.errors import ConfigError, ShapeError, UnsupportedRequestError
 from vattn.generation import generator as generator_module
 from vattn.integrations.transformers import disable, enable, load_fp8_linears
-from vattn.integrations.transformers.linears import VattnPartLinear
-from vattn.integrations.transformers.merged_linear import MergedPart
+from vattn.integrations.transformers.swapped_linears import MergedPart, VattnPartLinear
 from vattn.layers.fp8_linear import FP8Linear
 from vattn.layers.weight_parts import part_of
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,10 @@ import torch
 import vattn
 from tests.support import relative_l2
 from vattn import errors
-from vattn.generation import generator as generation
+from vattn.generation import prepare as generation
 from vattn.integrations.transformers import LoRAAdapters, disable, enable, enable_adapters
 from vattn.layers.fp8_linear import exact_inputs
+from vattn.layers.lora import LoRAProduct
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
@@ -175,12 +178,31 @@ def test_requests_are_refused_alone(saved: tuple[Path, dict[str, Any]]) -> None:
     with pytest.raises(errors.RequestError, match="1 requests"):
         adapters.remove("small")
     generator.cancel(request)
+    adapters.set_rows(["small"], [2])
+    with pytest.raises(errors.RequestError, match="the rows of set_rows"):
+        adapters.remove("small")
+    adapters.set_rows([], [])
     adapters.remove("small")
     with pytest.raises(errors.RequestError):
         adapters.remove("small")
     plain = vattn.Generator(enable(base(), num_blocks=16))
     with pytest.raises(errors.RequestError, match="no adapters"):
         plain.add(PROMPT, adapter="small")
+
+
+def test_two_threads_load_into_two_slots(saved: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = saved
+    adapters = enable_adapters(enable(base(), num_blocks=16), max_adapters=4, max_rank=8)
+    put, other = LoRAProduct.put, threading.Event()
+
+    def slowly(self: LoRAProduct, *args: Any) -> None:
+        other.wait(0.02)
+        put(self, *args)
+
+    monkeypatch.setattr(LoRAProduct, "put", slowly)
+    with ThreadPoolExecutor(2) as pool:
+        small, large = pool.map(lambda name: adapters.load(name, folder / name), ("small", "one layer"))
+    assert {small.slot, large.slot} == {0, 1} and adapters.loaded == {"small": small, "one layer": large}
 
 
 def changed(folder: Path, target: Path, **changes: Any) -> Path:

@@ -20,8 +20,7 @@ from tests.integrations.hf_families import make_model
 from tests.integrations.test_transformers import PROMPTS, TOLERANCE, Runner, eager_logits
 from tests.support import relative_l2
 from vattn.integrations.transformers import disable, enable, linears
-from vattn.integrations.transformers.linears import VattnLinear
-from vattn.integrations.transformers.merged_linear import MergedPart
+from vattn.integrations.transformers.swapped_linears import MergedFP8Part, MergedPart, VattnLinear
 
 FIRST = "model.layers.0.mlp (gate_proj, up_proj)"
 
@@ -153,7 +152,7 @@ def test_merged_weights_that_differ_later_are_separated() -> None:
         with_a_bias(each)
     got = Runner(packed).step([(PROMPTS[1], 0)])[0]
     assert relative_l2(got, eager_logits(other, PROMPTS[1])) < TOLERANCE
-    assert "3 groups" in packed.explain() and "replaced by others that differ in kind" in packed.explain()
+    assert "3 groups" in packed.explain() and "changed after enable: layers that differ in kind" in packed.explain()
 
 
 @pytest.mark.parametrize("enabled", [True, False])
@@ -214,4 +213,32 @@ def test_a_projection_that_is_called_again_sees_changed_weights() -> None:
         torch.testing.assert_close(query(x), 2 * first)
         x.mul_(3.0)
         torch.testing.assert_close(query(x), 6 * first)
+    disable(packed)
+
+
+SCALES: dict[str, tuple[str, tuple[str, ...]]] = {
+    "rows": ("fp8_per_token", ("gate_proj",)),
+    "blocks": ("fp8_group128", ("up_proj",)),
+    "all of them": ("fp8_dynamic", ("gate_proj", "up_proj")),
+    "one of them": ("fp8_dynamic", ("up_proj",)),
+}
+
+
+@pytest.mark.parametrize("what", SCALES)
+def test_scales_of_merged_projections_that_are_written_in_place(what: str) -> None:
+    fmt, names = SCALES[what]
+    models = []
+    for merges in (None, False):
+        model = make_model("llama", hidden_size=128, intermediate_size=128)
+        vattn.quantise_linears(model, fmt)
+        packed = enable(model, num_blocks=17, merge_projections=merges)
+        runner = Runner(packed)
+        before = runner.step([(PROMPTS[1], 0)])[0]
+        assert isinstance(first_mlp(model).up_proj, MergedFP8Part) == (merges is None)
+        for name in names:
+            getattr(first_mlp(model), name).weight_scale.mul_(3.0)
+        models.append(runner.step([(PROMPTS[1], 0)])[0])
+        assert not torch.equal(before, models[-1])
+    # The same products over the same codes; a product of more columns may sum in another order.
+    assert relative_l2(models[0], models[1]) < 1e-3
     disable(packed)

@@ -19,7 +19,7 @@ transformers = pytest.importorskip("transformers")
 from tests.integrations.hf_families import BASE, make_model  # noqa: E402
 from tests.integrations.test_transformers import PROMPTS, TOLERANCE, Runner, eager_logits  # noqa: E402
 from vattn.integrations.transformers import disable, enable  # noqa: E402
-from vattn.integrations.transformers.linears import MergedPart  # noqa: E402
+from vattn.integrations.transformers.swapped_linears import MergedPart  # noqa: E402
 
 TEMPERATURE = {
     "num_hidden_layers": 4, "no_rope_layers": [1, 0, 1, 0], "layer_types": ["full_attention"] * 4, "head_dim": 16,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
@@ -99,11 +100,12 @@ class SubmissionReader:
         ids = read_prompt(submission.prompt, self._tokenizer, vocab_size)
         ends = stop_token_ids if sampling.stop_token_ids is None else frozenset(sampling.stop_token_ids)
         words = read_bad_words(sampling, self._tokenizer, vocab_size)
-        adapter = None if submission.adapter is None else self._adapter(submission.adapter)
-        choices = tuple(
-            Request(ids, sampling, ends, submission.cache_salt, words, index, adapter)
-            for index in range(sampling.candidates)
-        )
+        with nullcontext() if self._adapters is None else self._adapters.lock:
+            adapter = None if submission.adapter is None else self._adapter(submission.adapter)
+            choices = tuple(
+                Request(ids, sampling, ends, submission.cache_salt, words, index, adapter)
+                for index in range(sampling.candidates)
+            )
         for request in choices:
             request.choices = choices
             if sampling.grammar is not None:

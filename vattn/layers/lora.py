@@ -7,6 +7,7 @@ and go, and steps change, without a recompilation or a new capture.
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -83,6 +84,10 @@ class AdapterRows:
             yield
         finally:
             self.write(*before)
+
+    def uses(self, slot: int) -> bool:
+        """Return whether a row of the step has the adapter of a slot."""
+        return slot in self._step[0]
 
     def write(self, slots: Sequence[int], counts: Sequence[int]) -> None:
         """Note a step: the slot of each request, -1 for none, and how many rows it has."""
@@ -167,7 +172,7 @@ class LoRAProduct:
 
 
 class Adapters:
-    """The adapters of a model: up to a fixed number, by name.
+    """The adapters of a model: up to a fixed number, by name. Any thread may load and remove them.
 
     Args:
         rows: of the steps.
@@ -175,11 +180,13 @@ class Adapters:
 
     Attributes:
         loaded: each adapter by its name.
+        lock: is held while adapters come and go, and while a request takes one.
     """
 
     def __init__(self, rows: AdapterRows, products: Mapping[str, tuple[LoRAProduct, int]]) -> None:
         self.rows, self.products = rows, dict(products)
         self.loaded: dict[str, Adapter] = {}
+        self.lock = threading.RLock()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({len(self.loaded)} of {self.rows.max_adapters}: {', '.join(self.loaded)})"
@@ -199,18 +206,22 @@ class Adapters:
         """Forget an adapter; another one may take its place.
 
         Raises:
-            RequestError: no adapter has this name, or requests that have not ended use it.
+            RequestError: no adapter has this name, or requests that have not ended, or `set_rows`, use it.
         """
-        adapter = self.get(name)
-        users = sum(not request.done for request in adapter.requests)
-        if users:
-            raise RequestError(
-                f"remove({name!r}), an adapter of {users} requests that have not ended",
-                "adapters that no request uses",
-                "run the generator to its end, or cancel these requests",
-            )
-        self._clear(adapter.slot)
-        del self.loaded[name]
+        with self.lock:
+            adapter = self.get(name)
+            users = sum(not request.done for request in adapter.requests)
+            if users or self.rows.uses(adapter.slot):
+                by = f"{users} requests that have not ended" if users else "the rows of set_rows"
+                raise RequestError(
+                    f"remove({name!r}), an adapter of {by}",
+                    "adapters that no request uses",
+                    "run the generator to its end, or cancel these requests"
+                    if users
+                    else "call set_rows([], []) first",
+                )
+            self._clear(adapter.slot)
+            del self.loaded[name]
 
     def set_rows(self, names: Sequence[str | None], query_lens: Sequence[int]) -> None:
         """Say which adapter each request of the next steps uses, until the next call or the next new generator.
@@ -244,23 +255,24 @@ class Adapters:
         """
         if not isinstance(name, str) or not name:
             raise ConfigError(f"an adapter named {name!r:.60}", "a text that is not empty", "load('name', folder)")
-        if name in self.loaded:
-            raise ConfigError(f"an adapter named {name!r} that is loaded", "names not in use", "remove(name) first")
-        taken = {adapter.slot for adapter in self.loaded.values()}
-        free = [slot for slot in range(self.rows.max_adapters) if slot not in taken]
-        if not free:
-            raise ConfigError(
-                f"adapter {name!r} beside {len(taken)} others",
-                f"max_adapters={self.rows.max_adapters}",
-                "remove one, or enable_adapters(model, max_adapters=...) with more",
-            )
-        try:
-            store(free[0])
-        except BaseException:
-            self._clear(free[0])
-            raise
-        self.loaded[name] = Adapter(name, free[0])
-        return self.loaded[name]
+        with self.lock:
+            if name in self.loaded:
+                raise ConfigError(f"an adapter named {name!r} that is loaded", "names not in use", "remove(name) first")
+            taken = {adapter.slot for adapter in self.loaded.values()}
+            free = [slot for slot in range(self.rows.max_adapters) if slot not in taken]
+            if not free:
+                raise ConfigError(
+                    f"adapter {name!r} beside {len(taken)} others",
+                    f"max_adapters={self.rows.max_adapters}",
+                    "remove one, or enable_adapters(model, max_adapters=...) with more",
+                )
+            try:
+                store(free[0])
+            except BaseException:
+                self._clear(free[0])
+                raise
+            self.loaded[name] = Adapter(name, free[0])
+            return self.loaded[name]
 
     def _clear(self, slot: int) -> None:
         for product in {id(product): product for product, _ in self.products.values()}.values():

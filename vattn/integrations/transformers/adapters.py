@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from vattn.cache.bindings import take_cache
 from vattn.config.arguments import read_count
 from vattn.errors import ConfigError, UnsupportedRequestError
-from vattn.integrations.transformers.linears import VattnLinear
-from vattn.integrations.transformers.merged_linear import MergedFP8Part, MergedLinear, MergedPart
+from vattn.integrations.transformers.checks import model_dtype
+from vattn.integrations.transformers.merged_linear import MergedLinear
 from vattn.integrations.transformers.observe import ordinary_tokens
 from vattn.integrations.transformers.packed_model import PackedModel
-from vattn.layers.fp8_linear import FP8Linear
+from vattn.integrations.transformers.swapped_linears import SWAPPED, merged_linears, merged_product, restore, swap
 from vattn.layers.lora import Adapter, AdapterRows, Adapters, LoRAProduct
 from vattn.layers.weight_parts import ranks_of
 from vattn.metadata.builder import AttentionMetadataBuilder
@@ -51,40 +51,6 @@ REASONS = {
 }
 
 UNCHANGED_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
-
-
-class LoRALinear(nn.Linear):
-    """An `nn.Linear` with adapters; layers get this class in place."""
-
-    lora: LoRAProduct
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the output of the layer and of its adapters."""
-        return self.lora.add(x, nn.Linear.forward(self, x))
-
-
-class LoRAVattnLinear(VattnLinear):
-    """A `VattnLinear` with adapters."""
-
-    lora: LoRAProduct
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the output of the layer and of its adapters."""
-        return self.lora.add(x, VattnLinear.forward(self, x))
-
-
-class LoRAFP8Linear(FP8Linear):
-    """An `FP8Linear` with adapters, which take its input before it is quantised."""
-
-    lora: LoRAProduct
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the output of the layer and of its adapters."""
-        return self.lora.add(x, FP8Linear.forward(self, x))
-
-
-WITH_LORA = {nn.Linear: LoRALinear, VattnLinear: LoRAVattnLinear, FP8Linear: LoRAFP8Linear}
-"""The class of each kind of linear layer with adapters; merged ones keep theirs, as their product has the adapters."""
 
 
 class LoRAAdapters(Adapters):
@@ -229,39 +195,33 @@ def enable_adapters(
     _check_model(model)
     targets = _targets(model.model, target_modules)
     _check_rows(model, targets)
-    device, dtype = next(model.parameters()).device, model.model.dtype
+    device, dtype = next(model.parameters()).device, model_dtype(model.model)
     rows = AdapterRows(max_adapters, max_num_tokens, device)
     products: dict[str, tuple[LoRAProduct, int]] = {}
     merged: dict[MergedLinear, LoRAProduct] = {}
     for name, linear in targets.items():
-        if isinstance(linear, (MergedPart, MergedFP8Part)):
-            whole = linear.merged
-            if whole not in merged:
-                sizes = [part.out_features for part in whole.parts]
-                merged[whole] = LoRAProduct(rows, sizes, linear.in_features, max_rank, dtype, device)  # type: ignore[arg-type]
-            products[name] = merged[whole], linear.index
+        whole = merged_product(linear)
+        if whole is None:
+            product, index = LoRAProduct(rows, [linear.out_features], linear.in_features, max_rank, dtype, device), 0
         else:
-            sizes = [linear.out_features]
-            products[name] = LoRAProduct(rows, sizes, linear.in_features, max_rank, dtype, device), 0  # type: ignore[arg-type]
+            if whole not in merged:
+                merged[whole] = LoRAProduct(rows, whole.sizes, linear.in_features, max_rank, dtype, device)
+            product, index = merged[whole], whole.parts.index(linear)
+        products[name] = product, index
     for whole, product in merged.items():
         whole.lora = product
     for name, linear in targets.items():
-        if not isinstance(linear, (MergedPart, MergedFP8Part)):
-            linear.__class__ = WITH_LORA[type(linear)]  # type: ignore[assignment]
-            linear.lora = products[name][0]  # type: ignore[assignment]
+        if merged_product(linear) is None:
+            swap(linear, "adapters", lora=products[name][0])
     model.adapters = LoRAAdapters(rows, products, str(getattr(model.model.config, "_name_or_path", "") or ""))
     return model.adapters
 
 
 def remove_adapters(model: nn.Module) -> None:
     """Undo `enable_adapters` in a model of transformers."""
-    kinds = {kind: plain for plain, kind in WITH_LORA.items()}
-    for module in model.modules():
-        if isinstance(module, (MergedPart, MergedFP8Part)):
-            module.merged.lora = None
-        elif type(module) in kinds:
-            del module.lora
-            module.__class__ = kinds[type(module)]  # type: ignore[index,assignment]
+    for merged in merged_linears(model):
+        merged.lora = None
+    restore(model.modules(), "adapters")
     for packed in model.__dict__.get("_vattn_packed", ()):
         packed.adapters = None
 
@@ -272,7 +232,7 @@ def _check_model(model: Any) -> None:
             f"enable_adapters({type(model).__name__})", "what enable returned", "enable_adapters(enable(model, ...))"
         )
     if model.adapters is not None:
-        raise ConfigError("enable_adapters of a model that has them", "one call", "use model.adapters")
+        raise ConfigError("a second enable_adapters of one model", "one call for a model", "load into model.adapters")
     if model._states:
         raise UnsupportedRequestError(
             "adapters of a model with layers that keep a state for each request",
@@ -294,7 +254,7 @@ def _targets(model: nn.Module, names: Iterable[str] | None) -> dict[str, nn.Line
     found: dict[str, nn.Linear] = {}
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
-        kind = type(module) in WITH_LORA or isinstance(module, (MergedPart, MergedFP8Part))
+        kind = type(module) in SWAPPED["adapters"] or merged_product(module) is not None
         inside = any(name.startswith(each) for each in lists)
         if kind and inside and (last in wanted if wanted is not None else True):
             found[name] = module  # type: ignore[assignment]

@@ -14,16 +14,16 @@ from torch import Tensor, nn
 
 from vattn.config.device import DeviceInfo
 from vattn.errors import ConfigError
-from vattn.integrations.transformers.merged_linear import (
-    MergedFP8Part,
-    MergedLinear,
-    MergedPart,
+from vattn.integrations.transformers.merged_linear import MergedLinear
+from vattn.integrations.transformers.shared_inputs import SharedInputs, groups
+from vattn.integrations.transformers.swapped_linears import (
+    SWAPPED,
     merge,
     merged_linears,
-    separate,
-    vattn_linear,
+    merged_product,
+    restore,
+    swap,
 )
-from vattn.integrations.transformers.shared_inputs import SharedInputs, groups
 from vattn.layers.fp8_linear import BLOCK, FP8Linear
 from vattn.layers.lora import LoRAProduct
 from vattn.layers.weight_parts import PartLinear
@@ -91,12 +91,9 @@ class Linears:
 
     def undo(self) -> None:
         """Give all linear layers their own forward back."""
-        for merged in merged_linears(self.model):
-            separate(merged.parts)
+        restore(self.model.modules(), "merged", "own")
         for module in self.model.modules():
-            if isinstance(module, (VattnLinear, VattnPartLinear)):
-                module.__class__ = type(module).__base__  # type: ignore[assignment]
-            elif isinstance(module, FP8Linear):
+            if isinstance(module, FP8Linear):
                 module.__dict__.pop("uses_vattn_linear", None)
         self._forget()
 
@@ -126,17 +123,17 @@ class Linears:
         for merged in self._merged:
             if not merged.moved:
                 continue
-            if _differ(merged.parts):
+            if why := _why_different(merged.parts):
                 if merged.lora is not None:
                     raise ConfigError(
                         "merged projections with adapters, of which some have weights of another kind since",
                         "weights of one kind",
                         "disable(model), enable it with the new weights, and call enable_adapters again",
                     )
-                separate(merged.parts)
+                restore(merged.parts, "merged")
                 self._merged = merged_linears(self.model)
                 self.num_merged = len(self._merged)
-                self.apart["some projections"] = "their weights were replaced by others that differ in kind"
+                self.apart["some projections"] = f"they were changed after enable: {why}"
             else:
                 merged.take_in()
 
@@ -186,14 +183,14 @@ class Linears:
                 self.left[name] = why
                 continue
             self.num_own += 1
-            if isinstance(module, (MergedPart, MergedFP8Part)):
-                module.merged.uses_vattn_linear = True
-                if module.merged.quantised is not None:
-                    module.merged.quantised.uses_vattn_linear = True
+            if (merged := merged_product(module)) is not None:
+                merged.uses_vattn_linear = True
+                if merged.quantised is not None:
+                    merged.quantised.uses_vattn_linear = True
             elif isinstance(module, FP8Linear):
                 module.uses_vattn_linear = True
             else:
-                module.__class__ = REPLACED[type(module)]  # type: ignore[assignment]
+                swap(module, "own")
 
     def _no_kernels(self) -> str:
         """Return why `vattn::linear` has no kernel for this model, "" if it may have one."""
@@ -208,27 +205,6 @@ class Linears:
         if self.model.dtype == torch.float32:
             return "its kernels are for 16-bit models"
         return ""
-
-
-class VattnLinear(nn.Linear):
-    """An `nn.Linear` by `vattn::linear`; layers get this class in place."""
-
-    uses_vattn_linear = True
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the product, and the bias added to it."""
-        return vattn_linear(x, self.weight, self.bias)
-
-
-class VattnPartLinear(PartLinear):
-    """A `PartLinear` by `vattn::linear`."""
-
-    uses_vattn_linear = True
-    multiply = staticmethod(vattn_linear)
-
-
-REPLACED = {nn.Linear: VattnLinear, PartLinear: VattnPartLinear}
-"""The class of each kind of linear layer by `vattn::linear`."""
 
 
 def linears_of_enabled(model: Any) -> Linears | None:
@@ -256,7 +232,7 @@ def _owners(model: nn.Module) -> dict[int, int]:
 
 def _why_left(linear: nn.Module) -> str:
     """Return what keeps a linear layer from another forward, "" for nothing."""
-    if type(linear) not in (nn.Linear, PartLinear, FP8Linear, MergedPart, MergedFP8Part):
+    if type(linear) not in (nn.Linear, PartLinear, FP8Linear, *SWAPPED["merged"].values()):
         return f"{type(linear).__name__} computes in a way of its own"
     if type(linear.weight) not in (nn.Parameter, Tensor):
         # torchao's weights and DTensors bring products of their own.
@@ -272,7 +248,6 @@ def _why_left(linear: nn.Module) -> str:
 
 def _why_apart(parts: list[Any], owners: dict[int, int]) -> str:
     """Return what keeps projections from being one product, "" for nothing."""
-    first = parts[0]
     for part in parts:
         if not isinstance(part, nn.Linear) or isinstance(part, PartLinear):
             return f"layers of class {type(part).__name__}"
@@ -281,16 +256,21 @@ def _why_apart(parts: list[Any], owners: dict[int, int]) -> str:
             return why
     if any(owners[id(part.weight)] > 1 for part in parts):
         return "weights that other layers share"
+    if any(isinstance(part, FP8Linear) and part.needs_ranks for part in parts):
+        return "outputs that need other ranks"
+    return _why_different(parts)
+
+
+def _why_different(parts: list[Any]) -> str:
+    """Return what two of some layers differ in that one product has for all, "" for nothing."""
+    first = parts[0]
     if _differ(parts):
         return "layers that differ in kind, input size, bias, dtype or device"
     if not isinstance(first, FP8Linear):
         return ""
-    scales = [part.input_scale for part in parts]
-    if any(part.needs_ranks for part in parts):
-        return "outputs that need other ranks"
     if any(part.format != first.format for part in parts):
         return "FP8 layers of different formats"
-    if scales[0] is not None and not all(torch.equal(scale, scales[0]) for scale in scales):
+    if first.input_scale is not None and not all(torch.equal(part.input_scale, first.input_scale) for part in parts):
         return "FP8 layers with different scales of their input"
     if first.format.blocks and any(part.out_features % BLOCK for part in parts[:-1]):
         return f"FP8 layers in blocks of {BLOCK} rows that go over the border between them"

@@ -8,13 +8,12 @@ call computes all of them, and the others take their part.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from vattn.errors import ConfigError
 from vattn.layers.fp8_linear import FP8Linear
 from vattn.layers.lora import LoRAProduct
 from vattn.quantization.formats import dtype_name
@@ -47,18 +46,21 @@ class MergedLinear:
         self.bias = None if parts[0].bias is None else _in_one_storage(parts, "bias", self.sizes)
         self.quantised: FP8Linear | None = None
         if isinstance(parts[0], FP8Linear):
-            self.quantised = _together(parts, self.weight, self.bias)  # type: ignore[arg-type]
+            self.quantised = _together(cast(list[FP8Linear], parts), self.weight, self.bias)
             if self.uses_vattn_linear:
                 self.quantised.uses_vattn_linear = True
         self._addresses = self._now()
 
     def _now(self) -> list[int | None]:
-        tensors = [tensor for part in self.parts for tensor in part._parameters.values()]
-        return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        tensors = [tensor for part in self.parts for tensor in (*part._parameters.values(), *part._buffers.values())]
+        places = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        # All else is read where it is; one scale for a whole weight is that of the first part.
+        single = [tensor for part in self.parts for tensor in part._buffers.values() if tensor is not None]
+        return places + [tensor._version for tensor in single if tensor.numel() == 1 and not tensor.is_inference()]
 
     @property
     def moved(self) -> bool:
-        """Whether weights or biases were moved or replaced, as by `model.to(...)`, so that they are no views."""
+        """Whether tensors were moved or replaced, as by `model.to(...)`, or scales of whole weights were written."""
         return self._now() != self._addresses
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MergedLinear:
@@ -90,7 +92,7 @@ class MergedLinear:
 
 
 def _in_one_storage(parts: list[nn.Linear], name: str, sizes: list[int]) -> Tensor:
-    """Return the parts' weights or biases in one storage, of which they become views."""
+    """Return the parts' weights, biases or scales in one storage, of which they become views."""
     own: list[Tensor] = [getattr(part, name) for part in parts]
     first = own[0].detach()
     ends = [first.data_ptr() + first[:1].numel() * first.itemsize * sum(sizes[:index]) for index in range(len(sizes))]
@@ -100,7 +102,8 @@ def _in_one_storage(parts: list[nn.Linear], name: str, sizes: list[int]) -> Tens
         return first.as_strided((sum(sizes), *first.shape[1:]), first.stride())
     together = torch.cat([tensor.detach() for tensor in own])
     for part, tensor, view in zip(parts, own, together.split(sizes), strict=True):
-        setattr(part, name, nn.Parameter(view, requires_grad=tensor.requires_grad))
+        parameter = isinstance(tensor, nn.Parameter)
+        setattr(part, name, nn.Parameter(view, requires_grad=tensor.requires_grad) if parameter else view)
     return together
 
 
@@ -114,67 +117,13 @@ def vattn_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _together(parts: list[FP8Linear], weight: Tensor, bias: Tensor | None) -> FP8Linear:
     scales = [part.weight_scale for part in parts]
-    if scales[0].dim() == 2:
-        scale = torch.cat(scales)
-    elif all(torch.equal(scale, scales[0]) for scale in scales) and scales[0].numel() == 1:
+    if all(part.scales_rows for part in parts) or parts[0].format.blocks:
+        scale = _in_one_storage(list(parts), "weight_scale", [scale.shape[0] for scale in scales])
+    elif all(torch.equal(scale, scales[0]) for scale in scales):
         scale = scales[0]
     else:
         scale = torch.cat([scale.expand(part.out_features) for scale, part in zip(scales, parts, strict=True)])
-    return FP8Linear(weight, scale, parts[0].format.name, parts[0].input_scale, bias)
-
-
-class MergedPart(nn.Linear):
-    """One projection of a merged product: an `nn.Linear` gets this class in place.
-
-    With a forward on each module instead, torch would compile each layer anew.
-    """
-
-    merged: MergedLinear
-    index: int
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return this projection's part of the product."""
-        return self.merged.part(self.index, x)
-
-
-class MergedFP8Part(FP8Linear):
-    """Same, of an `FP8Linear`."""
-
-    merged: MergedLinear
-    index: int
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return this projection's part of the product."""
-        return self.merged.part(self.index, x)
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        raise ConfigError(
-            "a state dict for merged FP8 projections, which keep scales of their product",
-            "one for projections that are not merged",
-            "disable(model), load it, and enable the model again; or enable(model, merge_projections=False)",
-        )
-
-
-MERGED = {nn.Linear: MergedPart, FP8Linear: MergedFP8Part}
-"""The class of each kind of linear layer in a merged product."""
-
-
-def merge(parts: list[nn.Linear]) -> None:
-    """Make the layers of a group parts of one product."""
-    merged = MergedLinear(parts)
-    for index, part in enumerate(parts):
-        part.__class__ = MERGED[type(part)]  # type: ignore[assignment]
-        part.merged, part.index = merged, index  # type: ignore[assignment]
-
-
-def separate(parts: list[nn.Linear]) -> None:
-    """Give the parts of a product their own forward back; weights stay views of one storage."""
-    for part in parts:
-        del part.merged, part.index
-        part.__class__ = FP8Linear if isinstance(part, MergedFP8Part) else nn.Linear  # type: ignore[assignment]
-
-
-def merged_linears(model: nn.Module) -> list[MergedLinear]:
-    """Return the merged products of a model."""
-    parts = [module for module in model.modules() if isinstance(module, (MergedPart, MergedFP8Part))]
-    return list({id(part.merged): part.merged for part in parts}.values())
+    made = FP8Linear(weight, scale, parts[0].format.name, parts[0].input_scale, bias)
+    # Not copies: what is written to the scales of the parts counts.
+    made.weight_scale, made.input_scale = scale, parts[0].input_scale
+    return made
