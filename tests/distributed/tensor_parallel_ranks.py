@@ -6,6 +6,7 @@ import functools
 import os
 import shutil
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -20,8 +21,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 import vattn
 from tests.distributed.context_parallel_ranks import compare, refused
+from vattn.distributed import leader
 from vattn.errors import ConfigError, ShapeError, UnsupportedRequestError
-from vattn.generation import generator as generator_module
+from vattn.generation import prepare as generator_module
 from vattn.integrations.transformers import disable, enable, load_fp8_linears
 from vattn.integrations.transformers.swapped_linears import MergedPart, VattnPartLinear
 from vattn.layers.fp8_linear import FP8Linear
@@ -395,6 +397,38 @@ def wrong_rank(rank: int, world: int) -> None:
     alone = make_generator(enable(make_whole(), num_blocks=40))
     with refused("of a generator on one device", ConfigError):
         alone.follow()
+
+
+@case("a rank that fails and lives on, while the other waits as for NCCL")
+def rank_fails_beside_a_collective(rank: int, world: int) -> None:
+    """Rank 0 waits until its group is aborted, and must not take the tokens that it has then."""
+    packed = enable(make_sharded(), num_blocks=40)
+    generator = make_generator(packed, group=dist.group.WORLD)
+    calls, aborted = [], threading.Event()
+    abort, grace = dist.ProcessGroup.abort, leader._GRACE
+
+    def fail_or_wait(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2 and rank == 1:
+            raise ValueError("no memory left on this rank")
+        if len(calls) == 2:
+            assert aborted.wait(60)
+
+    dist.ProcessGroup.abort, leader._GRACE = lambda _: aborted.set(), 1.0  # type: ignore[method-assign]
+    packed.model.register_forward_hook(fail_or_wait)
+    try:
+        with refused("rank 1 of 2 failed with ValueError: no memory left on this rank"):
+            if rank == 1:
+                generator.follow()
+            request = generator.add(PROMPTS[0], SAMPLINGS[0])
+            while not request.done:
+                generator.step()
+        if rank == 0:
+            # The second step was launched before the first was read.
+            assert aborted.is_set() and not request.output and generator.statistics().used_blocks == 0
+    finally:
+        dist.ProcessGroup.abort, leader._GRACE = abort, grace  # type: ignore[method-assign]
+    dist.barrier()
 
 
 @case(LAST)

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import vattn
+from vattn.errors import RankError
 from vattn.generation.model_steps import Graphs, StepInputs
 from vattn.generation.ranks import RankSteps
 
@@ -20,6 +21,9 @@ class Interrupted:
         self.rank, self.reported = rank, list[BaseException]()
 
     def check(self) -> None:
+        pass
+
+    def watch(self, stuck: Any) -> None:
         pass
 
     def send(self, message: bytes) -> None:
@@ -43,3 +47,17 @@ def test_an_interrupted_rank_reports_to_the_others(rank: int) -> None:
     with pytest.raises(KeyboardInterrupt):
         steps.follow() if rank else steps.run(StepInputs(), None)
     assert [type(error) for error in leader.reported] == [KeyboardInterrupt]
+
+
+def test_tokens_of_a_step_in_which_a_rank_failed_are_not_read() -> None:
+    """Aborted collectives return, with anything in their outputs."""
+    leader: Any = Interrupted(0)
+    steps = RankSteps(lambda *inputs: inputs[0], vattn.AttentionMetadataBuilder(4, 64, 64), Graphs(), leader)
+    assert steps.read(lambda: 3) == 3
+
+    def fail() -> None:
+        raise RankError("rank 1 failed", "ranks that work", "start again")
+
+    leader.check = fail
+    with pytest.raises(RankError, match="rank 1 failed"):
+        steps.read(lambda: 3)

@@ -1,7 +1,7 @@
 """Rank 0 of a group sends messages to the other ranks through the store of their process group.
 
 Each wait on a store has a timeout of its own, and it can be read while a collective hangs. A rank that fails writes its
-error there, so that the others can name it.
+error there, so that the others can name it; a thread of each rank looks for it, and says that the rank is alive.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
@@ -28,7 +29,13 @@ _LOOK = timedelta(seconds=1)
 """How long a rank waits for a message before it looks for failures of others."""
 
 _GRACE = 5.0
-"""Seconds that a failed rank waits for the reports of the others; ranks without one have ended or hang."""
+"""Seconds that a failed rank waits for the reports of the others; ranks without one have ended or hang.
+
+A rank that waits for a failed one in a collective aborts it in half that time.
+"""
+
+_SILENT = 60.0
+"""Seconds without a sign of life after which a rank has ended. Compilers may keep its threads from running."""
 
 
 class Leader:
@@ -39,6 +46,7 @@ class Leader:
         facts: what must be equal on all ranks: values with a faithful `repr`.
         timeout: seconds to wait for all ranks here.
         call: what every rank calls to make this, for errors.
+        others: more groups, in which steps run collectives.
 
     Attributes:
         rank, world_size: this rank in the group, and how many there are.
@@ -47,14 +55,29 @@ class Leader:
         RankError: ranks have other facts, or one did not answer.
     """
 
-    def __init__(self, group: ProcessGroup, facts: Mapping[str, object], timeout: float, call: str) -> None:
+    def __init__(
+        self,
+        group: ProcessGroup,
+        facts: Mapping[str, object],
+        timeout: float,
+        call: str,
+        others: Iterable[ProcessGroup] = (),
+    ) -> None:
         from torch import distributed
 
         self._group, self._source, self._timeout = group, distributed.get_global_rank(group, 0), timeout
         self.rank, self.world_size = group.rank(), group.size()
         self._key, self._count = meet(group, facts, timeout, call), 0
         self._store = store_of_ranks()
+        # A connection of its own: one that waits for a key answers nothing else.
+        self._store_of_watch = self._store.clone()
         self._error: RankError | None = None
+        self._groups = {id(each): each for each in (group, *others)}.values()
+        self._stuck: Callable[[], bool] = _never
+        # What each rank's last sign of life was, and when it came; when a failure was seen.
+        self._signs: dict[int, tuple[bytes, float]] = {}
+        self._seen: float | None = None
+        threading.Thread(target=_watch, args=(weakref.ref(self),), name="vattn ranks", daemon=True).start()
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -63,8 +86,7 @@ class Leader:
         Raises:
             RankError: another rank failed, or did not come to the end within the timeout.
         """
-        ended = threading.Event()
-        threading.Thread(target=self._end_collectives, args=(ended,), daemon=True).start()
+        self._stuck = _always
         try:
             yield
             self._await_ready()
@@ -75,16 +97,59 @@ class Leader:
                 raise
             raise failure from error
         finally:
-            ended.set()
+            self._stuck = _never
 
-    def _end_collectives(self, ended: threading.Event) -> None:
-        """Abort the group once another rank has failed: NCCL would wait for it until its own timeout."""
-        with contextlib.suppress(RuntimeError, RankError):
-            while not ended.wait(_LOOK.total_seconds()):
-                if self._store.check([f"{self._key}/failed"]):
-                    if not ended.wait(_GRACE):
-                        self._group.abort()
-                    return
+    def watch(self, stuck: Callable[[], bool]) -> None:
+        """Abort the collectives of this rank if another one has failed, and `stuck` says that this one is in a step.
+
+        NCCL would wait until its own timeout. What an aborted step computed is not used: `check` raises then.
+        """
+        self._stuck = stuck
+
+    def look(self) -> bool:
+        """Give a sign of life, and look for failures of other ranks; return whether to look again."""
+        try:
+            if self._store_of_watch.check([f"{self._key}/ended"]):
+                return False
+            self._store_of_watch.set(f"{self._key}/alive/{self.rank}", repr(time.monotonic()))
+            failed = self._first_failure(self._store_of_watch) or self._find_silent()
+        except RuntimeError as error:
+            failed = f"rank {self.rank} of {self.world_size} cannot reach the store: {first_line(error)}"
+        if not failed:
+            return True
+        self._seen = self._seen or time.monotonic()
+        if time.monotonic() - self._seen < _GRACE / 2:
+            return True
+        if self._error is None:
+            self._error = _failure(failed)
+            with contextlib.suppress(RuntimeError):
+                self._store_of_watch.set(f"{self._key}/failed/{self.rank}", failed)
+        if not self._stuck():
+            return True
+        for group in self._groups:
+            # Gloo cannot; it ends when the failed rank closes its connections.
+            with contextlib.suppress(RuntimeError):
+                group.abort()
+        return False
+
+    def _first_failure(self, store: Any) -> str:
+        """Return what the first failed rank said, "" if none has failed."""
+        key = f"{self._key}/failed"
+        return str(store.get(key).decode()) if store.check([key]) else ""
+
+    def _find_silent(self) -> str:
+        """Return which rank gave no sign of life for long, "" for none."""
+        for rank in range(self.world_size):
+            key, now = f"{self._key}/alive/{rank}", time.monotonic()
+            if not self._store_of_watch.check([key]):
+                continue
+            sign = self._store_of_watch.get(key)
+            last, since = self._signs.get(rank, (b"", now))
+            self._signs[rank] = (sign, now) if sign != last else (last, since)
+            if sign == last and now - since > _SILENT:
+                text = f"rank {rank} of {self.world_size} ended, or gave no sign of life for {_SILENT:g} s"
+                return str(self._store_of_watch.compare_set(f"{self._key}/failed", "", text).decode())
+        return ""
 
     def _await_ready(self) -> None:
         with reaching_the_store(self._group):
@@ -103,8 +168,8 @@ class Leader:
             self._raise_failure()
 
     def _raise_failure(self) -> None:
-        if self._store.check([f"{self._key}/failed"]):
-            raise _failure(self._store.get(f"{self._key}/failed").decode())
+        if failed := self._first_failure(self._store):
+            raise _failure(failed)
 
     def check(self) -> None:
         """Raise the error of an earlier failure: ranks are in different steps since."""
@@ -122,8 +187,9 @@ class Leader:
     def end(self) -> None:
         """Send an empty message from rank 0, if the others can still be reached."""
         if self.rank == 0:
-            with contextlib.suppress(RankError):
+            with contextlib.suppress(RankError), reaching_the_store(self._group):
                 self.send(b"")
+                self._store.set(f"{self._key}/ended", "")
 
     def receive(self) -> bytes:
         """Wait for the next message, however long that takes.
@@ -183,6 +249,21 @@ class Leader:
     def _silent(self) -> list[int]:
         ranks = range(self.world_size)
         return [rank for rank in ranks if not self._store.check([f"{self._key}/failed/{rank}"])]
+
+
+def _watch(reference: weakref.ref[Leader]) -> None:
+    """Look for failures until the leader is gone."""
+    while (leader := reference()) is not None and leader.look():
+        del leader
+        time.sleep(_LOOK.total_seconds())
+
+
+def _never() -> bool:
+    return False
+
+
+def _always() -> bool:
+    return True
 
 
 def _failure(got: str) -> RankError:

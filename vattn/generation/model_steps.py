@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.forward_context import forward_context
 
+T = TypeVar("T")
 Outcome = tuple[Tensor, AttentionMetadata, CUDAGraphRunner | None]
 
 
@@ -104,6 +105,10 @@ class ModelSteps:
 
     def check(self) -> None:
         """Refuse requests and steps where none can run: see `RankSteps`."""
+
+    def read(self, wait: Callable[[], T]) -> T:
+        """Return what `wait` returns once a step is over."""
+        return wait()
 
     @torch.inference_mode()
     def run(self, step: StepInputs, before: Ran | None, begin: torch.cuda.Event | None = None) -> Outcome:

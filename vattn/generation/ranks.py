@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 import pickle
 import weakref
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
+T = TypeVar("T")
+
 _PART = 1 << 24
 """Elements of a weight that are summed at once."""
 
@@ -40,7 +43,8 @@ class RankSteps(ModelSteps):
         self, forward: Callable[..., Tensor], builder: AttentionMetadataBuilder, graphs: Graphs, leader: Leader
     ) -> None:
         super().__init__(forward, builder, graphs)
-        self._leader = leader
+        self._leader, self._progress = leader, Progress()
+        leader.watch(self._progress.stuck)
         # Also at the end of the process: the others would wait forever.
         self.end = weakref.finalize(self, leader.end)
 
@@ -62,15 +66,25 @@ class RankSteps(ModelSteps):
         tokens = before.tokens if before is not None and step.continues else None
         try:
             self._leader.send(pickle.dumps((step, 0 if tokens is None else tokens.shape[0])))
-            if tokens is not None:
-                self.share_tokens(tokens)
-            return self.compute(step, before, begin)
+            with self._progress.step(self.device):
+                if tokens is not None:
+                    self.share_tokens(tokens)
+                return self.compute(step, before, begin)
         except BaseException as error:
             failure = self._leader.report(error)
             # Ranks are in different steps after an interrupt too, but the interrupt itself is what the caller sees.
             if not isinstance(error, Exception):
                 raise
             raise failure from error
+
+    def read(self, wait: Callable[[], T]) -> T:
+        """Return what `wait` returns, unless a rank has failed: a step with aborted collectives may give anything."""
+        try:
+            found = wait()
+        except Exception as error:
+            raise self._leader.report(error) from error
+        self._leader.check()
+        return found
 
     def compute(self, step: StepInputs, before: Ran | None, begin: torch.cuda.Event | None = None) -> Outcome:
         """Run this rank's part of a step; see `ModelSteps.run`."""
@@ -95,16 +109,41 @@ class RankSteps(ModelSteps):
         try:
             while message := self._leader.receive():
                 step, count = pickle.loads(message)
-                if before is not None and count:
-                    before.tokens = torch.zeros(count, dtype=torch.int64, device=self.device)
-                    self.share_tokens(before.tokens)
-                _, metadata, graphs = self.compute(step, before)
+                with self._progress.step(self.device):
+                    if before is not None and count:
+                        before.tokens = torch.zeros(count, dtype=torch.int64, device=self.device)
+                        self.share_tokens(before.tokens)
+                    _, metadata, graphs = self.compute(step, before)
                 before = Ran(torch.empty(0), metadata, graphs)
         except BaseException as error:
             failure = self._leader.report(error)
             if not isinstance(error, Exception):
                 raise
             raise failure from error
+
+
+class Progress:
+    """Whether a rank is in a step, on the host or on the device."""
+
+    def __init__(self) -> None:
+        self._in_step = False
+        self._launched: torch.cuda.Event | None = None
+
+    @contextmanager
+    def step(self, device: torch.device) -> Iterator[None]:
+        """Note the step that the block launches."""
+        self._in_step = True
+        try:
+            yield
+            if device.type == "cuda":
+                self._launched = torch.cuda.Event()
+                self._launched.record()
+        finally:
+            self._in_step = False
+
+    def stuck(self) -> bool:
+        """Return whether the step is not over."""
+        return self._in_step or (self._launched is not None and not self._launched.query())
 
 
 def join_ranks(
@@ -155,7 +194,8 @@ def join_ranks(
         **options,
         "weights that every rank holds": _digest(model) if stage is None else "none",
     }
-    return Leader(group, facts, timeout, "Generator(model, group=...)")
+    more = [each for each in (ranks_of(model), None if stage is None else stage.group) if each is not None]
+    return Leader(group, facts, timeout, "Generator(model, group=...)", more)
 
 
 def _digest(model: nn.Module) -> str:

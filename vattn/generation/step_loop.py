@@ -192,7 +192,7 @@ class StepLoop:
 
     def _accept(self, now: Launched) -> list[Progress]:
         """Wait for a step, and give its requests their tokens."""
-        tokens, usable = now.read()
+        tokens, usable = self._runner.steps.read(now.read)
         if now.batch.prompt_logprobs and now.step_logprobs is not None:
             now.step_logprobs.store_prompts()
         if now.batch.drafts:
