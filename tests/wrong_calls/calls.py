@@ -382,6 +382,10 @@ def results() -> dict[str, Call]:
             refused_model(vattn.Generator),
             {"model": nn.Identity(), "max_num_reqs": 4, "token_budget": 32, "max_seq_len": 64, "reuse_prefixes": True},
         ),
+        "Embedder": (
+            refused_model(vattn.Embedder),
+            {"model": nn.Identity(), "token_budget": 32, "max_num_reqs": 4, "normalise": True},
+        ),
         "compile": (vattn.compile, {"target": nn.Linear(2, 2), "fullgraph": True}),
         "load_flash_attn": (refused_model(vattn.load_flash_attn), {"path": folder() / "none.so"}),
         "maybe_transfer_kv_layer": (vattn.maybe_transfer_kv_layer, {"function": lambda layer_name: None}),

@@ -4,6 +4,7 @@ from vattn.generation.async_generator import AsyncGenerator
 from vattn.generation.chat import Chat
 from vattn.generation.draft_model import DraftModel
 from vattn.generation.draft_source import DraftSource
+from vattn.generation.embedder import Embedder
 from vattn.generation.generator import Generator
 from vattn.generation.grammar import Grammar
 from vattn.generation.model_steps import model_inputs
@@ -18,6 +19,7 @@ __all__ = [
     "Chat",
     "DraftModel",
     "DraftSource",
+    "Embedder",
     "Generator",
     "Grammar",
     "Progress",

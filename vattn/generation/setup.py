@@ -128,6 +128,12 @@ def _no_cache(model: Any, cache: Any) -> ConfigError:
         return ConfigError(
             f"cache of type {type(cache).__name__}", "what vattn.allocate_kv_cache returned", "leave cache out"
         )
+    if callable(getattr(model, "scores", None)):
+        return ConfigError(
+            f"{type(model).__name__}, which gives embeddings or scores",
+            "what enable(model, memory=...) returned",
+            "use vattn.Embedder(model), or load a causal language model",
+        )
     if hasattr(model, "generate") and hasattr(model, "config"):
         return ConfigError(
             f"{type(model).__name__}, a model of transformers that is not on vattn",

@@ -233,7 +233,7 @@ def disable(model: nn.Module) -> None:
         raise ConfigError(
             f"disable with {type(model).__name__}", "a model, or what enable returned for it", "pass the model"
         )
-    inner: Any = model.model if isinstance(model, PackedModel) else model
+    inner: Any = getattr(model, "wrapped", model)
     before = inner.__dict__.pop("_vattn_before", None)
     if before is None:
         if not isinstance(inner, transformers.PreTrainedModel) or not _has_head(inner):
@@ -384,8 +384,8 @@ def _layer(
     return layer
 
 
-def check_model(model: Any) -> None:
-    """Refuse what is no whole causal language model in eval mode that is not on vattn yet."""
+def check_model(model: Any, pools: bool = False) -> None:
+    """Refuse what is no whole model in eval mode that is not on vattn yet, and without `pools` no causal one."""
     if isinstance(model, (str, os.PathLike)):
         raise ConfigError(
             f"enable({str(model)!r:.80}), a name or a folder",
@@ -415,11 +415,12 @@ def check_model(model: Any) -> None:
         )
     if "_vattn_before" in model.__dict__:
         raise ConfigError("enable() of a model that is on vattn", "a model that is not", "call disable(model) first")
-    if not _has_head(model):
+    if not pools and not _has_head(model):
         raise ConfigError(
             f"enable() of {type(model).__name__}",
             "a causal language model with its head",
-            "load it with transformers.AutoModelForCausalLM",
+            "load it with transformers.AutoModelForCausalLM; enable_pooling of vattn.integrations.transformers.pooling "
+            "takes models that give embeddings or scores",
         )
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from vattn.errors import ConfigError, MetadataError, ShapeError, UnsupportedRequestError
 from vattn.integrations.transformers.available import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
-from vattn.layers import Attention
+from vattn.layers import Attention, EncoderOnlyAttention
 from vattn.metadata import forward_context as context
 
 NAME = "vattn"
@@ -81,10 +81,11 @@ def register() -> None:
         ALL_MASK_ATTENTION_FUNCTIONS.register(name, mask)
 
 
-class ModelAttention(Attention):
-    """`Attention` of one module of a transformers model; it checks how the model calls it."""
+class _CheckedCall:
+    """Checks how a transformers model calls the layer of one of its modules."""
 
     _expected: dict[str, Any]
+    prefix: str
 
     def check_options(self, options: dict[str, Any]) -> None:
         """Refuse a call with other arguments than the layer was made for."""
@@ -95,6 +96,14 @@ class ModelAttention(Attention):
                     f"{expected!r}, as the layer was made",
                     "call disable(model) and enable(model) again after changing the model",
                 )
+
+
+class ModelAttention(_CheckedCall, Attention):
+    """`Attention` of one module of a transformers model."""
+
+
+class ModelEncoderAttention(_CheckedCall, EncoderOnlyAttention):
+    """`EncoderOnlyAttention` of one module of a transformers model."""
 
 
 def _masked() -> MetadataError:
@@ -110,6 +119,6 @@ def no_step() -> MetadataError:
     return MetadataError(
         "a call of a model on vattn outside of vattn.forward_context, such as by model.generate()",
         "steps of packed tokens",
-        "use vattn.Generator(model, ...), run steps under vattn.forward_context(metadata), or disable(model) and "
-        "model.set_attn_implementation('vattn')",
+        "use vattn.Generator(model, ...) or vattn.Embedder(model), run steps under vattn.forward_context(metadata), "
+        "or disable(model) and model.set_attn_implementation('vattn')",
     )

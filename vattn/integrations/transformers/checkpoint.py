@@ -41,7 +41,7 @@ class Checkpoint:
                 names = list(opened.keys())
             self._twice |= {name: file for name in names if name in self._where}
             self._where |= dict.fromkeys(names, file)
-        self.config = _json(folder / "config.json")
+        self.config = read_json(folder / "config.json")
 
     def __contains__(self, name: str) -> bool:
         return name in self._where
@@ -87,17 +87,23 @@ class Checkpoint:
         found = self.config.get("quantization_config") or self.config.get("compression_config") or {}
         other = self.folder / "hf_quant_config.json"
         if not found and other.is_file():
-            found = _json(other).get("quantization") or {}
+            found = read_json(other).get("quantization") or {}
         if not isinstance(found, dict):
             raise ConfigError(f"quantization_config={found!r:.80}", "a dictionary", "check config.json")
         return found
 
 
-def _json(file: Path) -> dict[str, Any]:
+def read_json(file: Path, kind: type = dict) -> Any:
+    """Return what a file of JSON holds, of a type.
+
+    Raises:
+        ConfigError: no such file, or something else in it.
+    """
     try:
-        return dict(json.loads(file.read_text()))
+        return kind(json.loads(file.read_text()))
     except (OSError, ValueError, TypeError) as error:
-        raise ConfigError(f"{file}: {error}", "an object of JSON", "fetch the checkpoint again") from error
+        name = "a list" if kind is list else "an object"
+        raise ConfigError(f"{file}: {error}", f"{name} of JSON", "fetch the checkpoint again") from error
 
 
 def folder_of(model: nn.Module) -> Path | None:

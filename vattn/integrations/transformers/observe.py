@@ -104,6 +104,35 @@ class MaskCall:
             )
         return size
 
+    def shows_later_tokens(self) -> bool:
+        """Return whether the first token sees the second one."""
+        zero, one = torch.tensor(0), torch.tensor(1)
+        try:
+            return bool(torch.as_tensor(self.rule(zero, zero, zero, one)).any())
+        except IndexError:
+            return False
+
+    def window_both_ways(self) -> int | None:
+        """Return W of a mask by which tokens i and j see each other if `|i - j| < W`, `None` for all tokens.
+
+        Raises:
+            UnsupportedRequestError: another rule than these.
+        """
+        near = 40 if self.local_size is None else 2 * self.local_size + 3
+        zero, places = torch.tensor(0), torch.arange(near)
+        seen = torch.as_tensor(self.rule(zero, zero, zero, places)).bool().broadcast_to(places.shape)
+        window = None if bool(seen.all()) else int(seen.int().argmin())
+        rows = torch.tensor([0, 1, 2, 7, near // 2 - 1, near // 2, near - 1])
+        found = torch.as_tensor(self.rule(zero, zero, rows[:, None], places)).bool()
+        expected = (rows[:, None] - places).abs() < (near if window is None else window)
+        if not torch.equal(found.broadcast_to(expected.shape), expected):
+            raise UnsupportedRequestError(
+                f"a mask by {getattr(self.rule, '__qualname__', self.rule)}",
+                "all tokens of a text, causal masks, and windows of either",
+                "keep this model on transformers' own attention",
+            )
+        return window
+
 
 @dataclass
 class AttentionCall:
@@ -113,6 +142,7 @@ class AttentionCall:
         module: the attention module.
         num_heads, num_kv_heads, head_size, head_size_v, scale: as in `vattn.Attention`.
         window, soft_cap, sinks, alibi_slopes: `None` for none.
+        causal: whether tokens see earlier ones alone.
         queries: the queries of the run, `[1, heads, T, head_size]`.
     """
 
@@ -126,6 +156,7 @@ class AttentionCall:
     soft_cap: float | None = None
     sinks: Tensor | None = None
     alibi_slopes: Tensor | None = None
+    causal: bool = True
     options: dict[str, Any] = field(default_factory=dict)
     queries: Tensor | None = None
 
@@ -169,21 +200,22 @@ def _close(expected: Tensor, given: Tensor) -> bool:
     return bool((expected.float() - given.float()).abs().max() <= 1e-2 * expected.float().abs().max())
 
 
-def observe(model: Any, cache: Any, states: StateModules | None = None) -> Observation:
+def observe(model: Any, cache: Any, states: StateModules | None = None, pools: bool = False) -> Observation:
     """Run a model on a few tokens and return how it calls attention.
 
     Args:
         cache: a `PackedCache`.
         states: its modules that keep a state for each request; `None` for none.
+        pools: whether it is a model without a head for tokens, which may attend both ways.
 
     Raises:
         UnsupportedRequestError: see `vattn.integrations.transformers.enable`.
     """
-    _check_signature(model)
+    _check_signature(model, pools)
     ids = ordinary_tokens(model, 5)
     apart = contextlib.nullcontext() if states is None else states.replaced_by(_same_for_all)
     shared = SharedInputs()
-    with _taking_notes(model) as notes, exact_inputs(model), apart, shared.watching(model):
+    with _taking_notes(model, pools) as notes, exact_inputs(model), apart, shared.watching(model):
 
         def run(ids: list[int], positions: list[int] | None) -> _Run:
             notes.calls = {}
@@ -285,9 +317,9 @@ def _far(model: Any) -> int:
 class _Notes:
     """The attention calls and masks of one run."""
 
-    def __init__(self, replaced: bool) -> None:
+    def __init__(self, replaced: bool, pools: bool) -> None:
         self.calls: dict[nn.Module, AttentionCall] = {}
-        self.replaced = replaced
+        self.replaced, self.pools = replaced, pools
 
     def attention(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
@@ -303,8 +335,10 @@ class _Notes:
             raise _unsupported(f"{name} got a mask of its own ({type(attention_mask).__name__})")
         if key.shape[2] != query.shape[2] or value.shape[2] != query.shape[2]:
             raise _unsupported(f"{name} attends to {key.shape[2]} keys from {query.shape[2]} tokens")
-        window = attention_mask.window()
-        if options.get("sliding_window") not in (None, window):
+        causal = not (self.pools and attention_mask.shows_later_tokens())
+        window = attention_mask.window() if causal else attention_mask.window_both_ways()
+        # Windows of both ways count otherwise in each family; the mask has the last word.
+        if causal and options.get("sliding_window") not in (None, window):
             raise _unsupported(
                 f"{name} has sliding_window={options['sliding_window']} under a mask with "
                 f"{'no window' if window is None else f'a window of {window}'}"
@@ -312,7 +346,7 @@ class _Notes:
         sinks, scale = options.get("s_aux"), options.get("scaling")
         known = {*_CONSTANTS, *_NO_MEANING, "s_aux", "is_causal"}
         odd = {k: v for k, v in options.items() if k not in known and v is not None and not isinstance(v, (bool, str))}
-        if odd or options.get("is_causal") is False:
+        if odd or (causal and options.get("is_causal") is False):
             raise _unsupported(f"{name} passes {', '.join(odd) or 'is_causal=False'} to attention")
         self.calls[module] = AttentionCall(
             module,
@@ -324,6 +358,7 @@ class _Notes:
             window,
             options.get("softcap"),
             sinks,
+            causal=causal,
             options=options,
             queries=query.detach().clone(),
         )
@@ -350,11 +385,11 @@ def uncompiled() -> Iterator[None]:
 
 
 @contextmanager
-def _taking_notes(model: Any) -> Iterator[_Notes]:
+def _taking_notes(model: Any, pools: bool) -> Iterator[_Notes]:
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    notes, before = _Notes(bool(replaced_modules(model))), model.config._attn_implementation
+    notes, before = _Notes(bool(replaced_modules(model)), pools), model.config._attn_implementation
     with _one_at_a_time:
         ALL_ATTENTION_FUNCTIONS.register(PROBE, notes.attention)
         ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE, notes.mask)
@@ -394,16 +429,17 @@ def find_states(model: Any) -> StateModules | None:
 
 def _run(model: Any, cache: Any, ids: list[int], positions: list[int] | None) -> Tensor:
     device, taken = next(model.parameters()).device, inspect.signature(model.forward).parameters
-    inputs = {"input_ids": torch.tensor([ids], device=device)}
+    inputs: dict[str, Any] = {"input_ids": torch.tensor([ids], device=device)}
     if "position_ids" in taken and positions is not None:
         inputs["position_ids"] = torch.tensor([positions], device=device)
     if "logits_to_keep" in taken:
         # As a number, it makes Gemma 4 slice its masks.
         inputs["logits_to_keep"] = torch.arange(len(ids), device=device)
+    inputs |= {name: value for name, value in (("past_key_values", cache), ("use_cache", False)) if name in taken}
     try:
         # Layers that were compiled while the model was on vattn before must run our notes as they are written.
         with torch.no_grad(), uncompiled():
-            return model(**inputs, past_key_values=cache, use_cache=False).logits[0].float()
+            return token_rows(model(**inputs)).float()
     except VattnError:
         raise
     except Exception as error:
@@ -411,9 +447,15 @@ def _run(model: Any, cache: Any, ids: list[int], positions: list[int] | None) ->
         raise _unsupported(f"{type(model).__name__} fails on packed tokens: {type(error).__name__}: {error}") from error
 
 
-def _check_signature(model: Any) -> None:
+def token_rows(out: Any) -> Tensor:
+    """Return what a model gives for the tokens of one row: logits `[T, vocab_size]`, or hidden states `[T, H]`."""
+    rows: Tensor = (out.logits if "logits" in out else out.last_hidden_state)[0]
+    return rows
+
+
+def _check_signature(model: Any, pools: bool = False) -> None:
     taken = inspect.signature(model.forward).parameters
-    missing = [name for name in ("position_ids", "logits_to_keep") if name not in taken]
+    missing = [name for name in ("position_ids", "logits_to_keep")[: 1 if pools else 2] if name not in taken]
     if missing and not replaced_modules(model):
         raise _unsupported(f"{type(model).__name__}.forward takes no {' and no '.join(missing)}")
 

@@ -9,6 +9,7 @@ gave, so that differences do not grow from layer to layer and a bound holds for 
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,9 +24,10 @@ from vattn.errors import UnsupportedRequestError, VattnError
 from vattn.integrations.transformers.attention_interface import NAME
 from vattn.integrations.transformers.available import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
 from vattn.integrations.transformers.checks import model_dtype
-from vattn.integrations.transformers.observe import ordinary_tokens, set_attention, uncompiled
+from vattn.integrations.transformers.observe import ordinary_tokens, set_attention, token_rows, uncompiled
 from vattn.integrations.transformers.packed_model import PackedModel
 from vattn.layers.fp8_linear import exact_inputs
+from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.forward_context import forward_context
 
@@ -71,9 +73,10 @@ class Proof:
         self.inputs: dict[str, list[Tensor]] = {name: [] for name in modules}
         self.outputs: dict[str, list[Tensor]] = {name: [] for name in modules}
         device = next(model.parameters()).device
+        options = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
         with _alone(model), _own_attention(model, modules), self._hooked(self._keep_input, self._keep_output):
             self.logits = [
-                model(input_ids=torch.tensor([request], device=device), use_cache=False).logits[0]
+                token_rows(model(input_ids=torch.tensor([request], device=device), **options))
                 for request in self.requests
             ]
 
@@ -107,20 +110,33 @@ class Proof:
         tables = [blocks[: short - 1 : -1], blocks[:short]]
         cut = length * 3 // 7
         for parts in (((0, cut), (0, SHORT - 1)), ((cut, length), (SHORT - 1, SHORT))):
-            self._parts = parts
             step = builder.build(
                 [end - start for start, end in parts], [end for _, end in parts], tables, state_slots=slots
             )
-            ids = [
-                token
-                for request, (start, end) in zip(self.requests, parts, strict=True)
-                for token in request[start:end]
-            ]
-            positions = step.positions
-            assert positions is not None
-            with _alone(self.model), forward_context(step), self._hooked(self._same_input, self._same_output):
-                logits = packed(torch.tensor(ids, device=allocation.device), positions)
-            self._check_logits(logits)
+            self._run(packed, step, parts)
+
+    def check_without_cache(self, packed: nn.Module) -> None:
+        """Run both requests in one step on vattn, in which nothing is cached, and compare.
+
+        Raises:
+            UnsupportedRequestError: something differs; the text says what.
+        """
+        lengths = [len(request) for request in self.requests]
+        device = next(self.model.parameters()).device
+        step = AttentionMetadataBuilder(2, sum(lengths), max(lengths), device=device).build(lengths)
+        self._run(packed, step, tuple((0, length) for length in lengths))
+
+    def _run(self, packed: nn.Module, step: AttentionMetadata, parts: tuple[tuple[int, int], ...]) -> None:
+        """Run the given tokens of each request as a step, and compare."""
+        self._parts = parts
+        ids = [
+            token for request, (start, end) in zip(self.requests, parts, strict=True) for token in request[start:end]
+        ]
+        positions = step.positions
+        assert positions is not None
+        with _alone(self.model), forward_context(step), self._hooked(self._same_input, self._same_output):
+            rows = packed(torch.tensor(ids, device=positions.device), positions)
+        self.check_rows(rows, self._rows(self.logits))
 
     def _most_reqs(self) -> int | None:
         """Return the number of requests for models with states."""
@@ -173,13 +189,18 @@ class Proof:
             if not error <= bound:
                 raise self._refused(f"{what} attention layer {name!r} differs by {error:.1e}, relative", part, bound)
 
-    def _check_logits(self, given: Tensor) -> None:
-        expected = self._rows(self.logits).float()
+    def check_rows(self, given: Tensor, expected: Tensor, what: str = "logits") -> None:
+        """Compare rows that the model gave with those that it gives on vattn.
+
+        Raises:
+            UnsupportedRequestError: they differ.
+        """
+        expected = expected.float()
         errors = (given.float() - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-30)
         bound = BOUNDS.get(model_dtype(self.model), LOGITS_BOUND_16)
         error = float(errors.median() if bound == LOGITS_BOUND_16 else errors.max())
         if not error <= bound:
-            raise self._refused(f"the logits differ by {error:.1e}, relative", self._parts[0], bound)
+            raise self._refused(f"the {what} differ by {error:.1e}, relative", self._parts[0], bound)
 
     def _refused(self, what: str, part: tuple[int, int], bound: float) -> UnsupportedRequestError:
         return UnsupportedRequestError(

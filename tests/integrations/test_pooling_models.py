@@ -1,0 +1,229 @@
+"""Models that give embeddings or scores: packed prompts equal transformers' own runs of each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import vattn
+from tests.support import relative_l2
+from vattn.config.pooling import POOLING_MODES
+from vattn.errors import ConfigError, RequestError, UnsupportedRequestError
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from vattn.integrations.transformers import disable, enable
+from vattn.integrations.transformers.pooling import enable_pooling
+from vattn.integrations.transformers.sentence_transformers import read_pooling
+
+TOLERANCE = 1e-4
+"""Relative L2 of fp32: sums in another order, through a few layers. Prompts that see each other differ by 1e-1."""
+
+PROMPTS = [list(range(5, 44)), [7], [9, 5, 90, 11, 13, 6, 64], list(range(60, 90)), [17, 4, 5]]
+
+BASE = {
+    "vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+ENCODER = {"max_position_embeddings": 44}
+DECODER = {"num_key_value_heads": 2, "head_dim": 16, "max_position_embeddings": 64}
+
+EMBEDDING = {
+    "bert": ENCODER,
+    "roberta": ENCODER,
+    "xlm-roberta": ENCODER,
+    "electra": ENCODER,
+    "distilbert": {"dim": 64, "n_heads": 4, "n_layers": 3, "hidden_dim": 96, **ENCODER},
+    "modernbert": {"local_attention": 6, "cls_token_id": 1, "sep_token_id": 2},
+    "eurobert": DECODER,
+    "nomic_bert": ENCODER,
+    "qwen3": DECODER,
+    "qwen2": DECODER,
+    "gemma3_text": {**DECODER, "use_bidirectional_attention": True, "sliding_window": 9, "num_hidden_layers": 6},
+    "mistral": {**DECODER, "sliding_window": 5},
+}
+SCORING = ("bert", "roberta", "xlm-roberta", "electra", "distilbert", "modernbert", "qwen3", "gemma3_text")
+
+
+def make(model_type: str, auto: Any = transformers.AutoModel, **changes: Any) -> Any:
+    torch.manual_seed(3)
+    config = transformers.CONFIG_MAPPING[model_type](**{**BASE, **EMBEDDING[model_type], **changes})
+    model = auto.from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.2)
+    return model.requires_grad_(False)
+
+
+def own_rows(model: Any, tokens: list[int]) -> torch.Tensor:
+    return model(input_ids=torch.tensor([tokens])).last_hidden_state[0]
+
+
+@pytest.mark.parametrize("model_type", EMBEDDING)
+def test_embeddings_equal_each_prompt_alone(model_type: str) -> None:
+    """More tokens in a step than a prompt may have, and prompts in several steps."""
+    model = make(model_type)
+    expected = [own_rows(model, tokens)[-1] for tokens in PROMPTS]
+    embedder = vattn.Embedder(enable_pooling(model), pooling="lasttoken", token_budget=60)
+    assert relative_l2(embedder.encode(PROMPTS), torch.stack(expected)) < TOLERANCE
+    disable(model)
+    assert torch.equal(own_rows(model, PROMPTS[0])[-1], expected[0])
+
+
+@pytest.mark.parametrize("model_type", SCORING)
+def test_scores_equal_a_padded_run(model_type: str) -> None:
+    model = make(model_type, transformers.AutoModelForSequenceClassification, num_labels=3)
+    width = max(map(len, PROMPTS))
+    ids = torch.tensor([tokens + [0] * (width - len(tokens)) for tokens in PROMPTS])
+    expected = model(input_ids=ids, attention_mask=(ids != 0).long()).logits
+    embedder = vattn.Embedder(enable_pooling(model))
+    assert relative_l2(embedder.score(PROMPTS), expected) < TOLERANCE
+
+
+def test_a_whole_model_is_one_graph_for_all_lengths(fresh_dynamo: None) -> None:
+    model = make("bert", num_hidden_layers=1)
+    expected = torch.stack([own_rows(model, tokens).mean(0) for tokens in PROMPTS])
+    packed = enable_pooling(model)
+    embedder = vattn.Embedder(packed, pooling="mean", max_num_reqs=2)
+    packed.compile(backend="eager", fullgraph=True, dynamic=True)
+    assert relative_l2(embedder.encode(PROMPTS), expected) < TOLERANCE
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
+def test_scores_without_padding_and_with_types_of_tokens() -> None:
+    model = make("qwen3", transformers.AutoModelForSequenceClassification, num_labels=1, pad_token_id=None)
+    expected = torch.cat([model(input_ids=torch.tensor([tokens])).logits for tokens in PROMPTS])
+    assert relative_l2(vattn.Embedder(enable_pooling(model)).score(PROMPTS), expected) < TOLERANCE
+    model = make("bert", transformers.AutoModelForSequenceClassification, num_labels=2)
+    pairs = [{"input_ids": tokens, "token_type_ids": [0] * 3 + [1] * (len(tokens) - 3)} for tokens in PROMPTS[2:]]
+    expected = torch.cat([model(**{k: torch.tensor([v]) for k, v in pair.items()}).logits for pair in pairs])
+    embedder = vattn.Embedder(enable_pooling(model))
+    assert relative_l2(embedder.score(pairs), expected) < TOLERANCE
+    assert relative_l2(embedder.score([pair["input_ids"] for pair in pairs]), expected) > 1e-2
+
+
+def test_every_pooling_is_that_of_its_definition() -> None:
+    model = make("bert")
+    rows = [own_rows(model, tokens) for tokens in PROMPTS]
+    packed = enable_pooling(model)
+    weights = [torch.arange(1.0, len(each) + 1)[:, None] for each in rows]
+    expected = {
+        "cls": [each[0] for each in rows],
+        "max": [each.max(0).values for each in rows],
+        "mean": [each.mean(0) for each in rows],
+        "mean_sqrt_len_tokens": [each.sum(0) / len(each) ** 0.5 for each in rows],
+        "weightedmean": [(w * each).sum(0) / w.sum() for w, each in zip(weights, rows, strict=True)],
+        "lasttoken": [each[-1] for each in rows],
+    }
+    for mode in POOLING_MODES:
+        got = vattn.Embedder(packed, pooling=mode).encode(PROMPTS)
+        assert relative_l2(got, torch.stack(expected[mode])) < TOLERANCE, mode
+    two = vattn.Embedder(packed, pooling=["mean", "cls"], normalise=True).encode(PROMPTS)
+    wanted = torch.cat([torch.stack(expected["cls"]), torch.stack(expected["mean"])], 1)
+    assert relative_l2(two, torch.nn.functional.normalize(wanted, dim=-1)) < TOLERANCE
+
+
+class Tokenizer:
+    """A token for each character, a token before each text."""
+
+    def encode(self, text: str) -> list[int]:
+        return [1, *(3 + ord(letter) % 90 for letter in text)]
+
+    def decode(self, ids: list[int]) -> str:
+        return ""
+
+
+def test_a_folder_of_sentence_transformers(tmp_path: Path) -> None:
+    from safetensors.torch import save_file
+
+    make("gemma3_text").save_pretrained(tmp_path)
+    kinds = ["Transformer", "Pooling", "Dense", "Normalize"]
+    modules = [
+        {"idx": i, "path": f"{i}_{kind}" if i else "", "type": f"s.models.{kind}"} for i, kind in enumerate(kinds)
+    ]
+    files = {
+        "modules.json": modules,
+        "1_Pooling/config.json": {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": True},
+        "2_Dense/config.json": {"in_features": 64, "out_features": 7, "activation_function": "torch.nn.Tanh"},
+        "config_sentence_transformers.json": {"prompts": {"query": "q: "}, "default_prompt_name": None},
+        "sentence_bert_config.json": {"max_seq_length": 23, "do_lower_case": False},
+    }
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(content))
+    weight = torch.randn(7, 64) / 64
+    save_file({"linear.weight": weight}, tmp_path / "2_Dense" / "model.safetensors")
+    model = transformers.AutoModel.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    expected = own_rows(model, Tokenizer().encode("q: hello")).mean(0) @ weight.T
+    embedder = vattn.Embedder(enable_pooling(model), Tokenizer())
+    got = embedder.encode(["hello"], prompt_name="query")
+    assert relative_l2(got[0], torch.nn.functional.normalize(expected.tanh(), dim=0)) < TOLERANCE
+    assert relative_l2(embedder.encode(["hello"]), got) > 1e-2
+    with pytest.raises(RequestError, match=r"prompts\[1\] of 24 tokens.*1 to 23"):
+        embedder.encode(["", "x" * 23])
+    with pytest.raises(ConfigError, match="prompt_name='doc'"):
+        embedder.encode(["a"], prompt_name="doc")
+    (tmp_path / "modules.json").write_text(json.dumps([*modules, {"idx": 4, "path": "4", "type": "s.LayerNorm"}]))
+    with pytest.raises(UnsupportedRequestError, match="LayerNorm"):
+        read_pooling(tmp_path)
+
+
+def test_refusals() -> None:
+    model = make("bert")
+    packed = enable_pooling(model)
+    with pytest.raises(ConfigError, match=r"use vattn\.Embedder"):
+        vattn.Generator(packed)
+    with pytest.raises(ConfigError, match="does not say how to pool"):
+        vattn.Embedder(packed).encode(PROMPTS)
+    with pytest.raises(ConfigError, match="no classification head"):
+        vattn.Embedder(packed).score(PROMPTS)
+    with pytest.raises(ConfigError, match="pooling='average'"):
+        vattn.Embedder(packed, pooling="average")
+    embedder = vattn.Embedder(packed, pooling="mean", token_budget=50)
+    assert embedder.encode([]).shape[0] == 0
+    for prompts, words in (
+        ([[3], []], r"prompts\[1\] of 0 tokens"),
+        ([list(range(45))], r"1 to 44 tokens \(the model's longest text\)"),
+        ([[97]], r"prompts\[0\]: token id 97"),
+        (["text"], r"prompts\[0\]: a text for a generator without a tokenizer"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            embedder.encode(prompts)
+    with pytest.raises(ConfigError, match="pass \\[prompt\\]"):
+        embedder.encode("text")
+    disable(packed)
+    with pytest.raises(ConfigError, match="not on vattn any more"):
+        embedder.encode(PROMPTS)
+    causal = transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING["qwen3"](**BASE, **DECODER))
+    with pytest.raises(ConfigError, match="AutoModelForSequenceClassification"):
+        enable_pooling(causal.eval())
+    with pytest.raises(ConfigError, match="enable_pooling"):
+        vattn.Embedder(enable(causal))
+    with pytest.raises(ConfigError, match=r"transformers\.pooling"):
+        enable(make("bert"))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [
+        ("albert", "attends twice"),
+        ("mpnet", "no exchangeable"),
+        ("deberta-v2", "no exchangeable"),
+        ("t5", "position_ids"),
+    ],
+)
+def test_models_that_vattn_cannot_express_are_refused(model_type: str, words: str) -> None:
+    sizes = {**BASE, **ENCODER, "embedding_size": 16, "d_model": 64, "num_layers": 2, "num_heads": 4, "d_kv": 16}
+    config = transformers.CONFIG_MAPPING[model_type](**sizes)
+    kind = transformers.T5EncoderModel._from_config if model_type == "t5" else transformers.AutoModel.from_config
+    model = kind(config, attn_implementation="eager").eval()
+    with pytest.raises(UnsupportedRequestError, match=words):
+        enable_pooling(model)
+    assert model(input_ids=torch.tensor([[3, 4]])).last_hidden_state.isfinite().all()
