@@ -21,6 +21,7 @@ from tests.distributed.context_parallel_support import combined_parts, ranks
 from tests.distributed.processes import run_all
 from tests.layers.mla_support import exact, make_mla_config, random_mla_batch
 from tests.support import make_config, random_paged_batch, relative_l2, with_cache
+from vattn.backends.mla.registry import mla_backends
 from vattn.distributed import ContextParallel, DCPShard
 from vattn.distributed.combine import combine_parts, joint_lse
 from vattn.distributed.rendezvous import confirm, meet, refuse
@@ -369,3 +370,22 @@ def test_every_rank_passes(found: dict[int, list[dict[str, str]]], world: int, n
 def test_inductor_on_every_rank(tmp_path: Path) -> None:
     for rank, results in enumerate(run_all(RANKS, 2, tmp_path, list(SLOW_CASES), timeout=600)):
         assert results == dict.fromkeys(SLOW_CASES, "passed"), f"rank {rank}: {results}"
+
+
+def test_scratch_counts_gathered_latents() -> None:
+    """Two ranks of 8 heads each: 64 latents for each new token, sent, gathered and put in order."""
+    heads, sizes, latent = 16, (128, 64, 128, None), 512
+    weight = nn.Linear(latent, 1, bias=False, device="meta")
+
+    def make(group_name: str) -> Any:
+        parallel = ContextParallel(0, 2, group_name=group_name)
+        return vattn.MLAAttention(
+            heads, 0.1, *sizes, latent, weight, context_parallel=parallel, attn_backend="TRITON_MLA"
+        )
+
+    alone, layer = make(""), make("a group")
+    tokens, dtype = 1000, torch.bfloat16
+    config = layer.resolve_config(dtype, "cpu")
+    own = mla_backends()["TRITON_MLA"].scratch_bytes(config.replace(num_heads=8), tokens, None)
+    latents = tokens * 64 * (latent + 64) * 2
+    assert alone.scratch_bytes(tokens, dtype) < layer.scratch_bytes(tokens, dtype) == own + latents * 5 // 2

@@ -330,9 +330,14 @@ class BoundLatents(OwnBuffers):
         for name, buffer in self._own_buffers().items():
             self._buffers[name] = buffer.to(storage.device)
 
+    def _may_gather_latents(self) -> bool:
+        parallel = self.context_parallel
+        ranks = 1 if parallel is None or not parallel.group_name else parallel.world_size
+        return ranks > 1 and not self.use_sparse
+
     def _config_of_own_heads(self, config: MLAConfig, device: torch.device) -> MLAConfig | None:
         parallel = self.context_parallel
-        if parallel is None or parallel.world_size == 1 or not parallel.group_name or self.use_sparse:
+        if parallel is None or not self._may_gather_latents():
             return None
         heads, fmt = self.num_heads // parallel.world_size, self.quant_config.output_format
         own: MLAConfig = without_dcp(config).replace(num_heads=heads, lse=False, output_format=fmt)

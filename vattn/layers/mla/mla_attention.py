@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor
 
 from vattn.backends.mla.registry import mla_backends
+from vattn.cache.layout import mla_cache_dtype, mla_cache_shape
 from vattn.config.arguments import read_count
 from vattn.errors import ConfigError
 from vattn.layers.base.checks import check_bound, check_inputs, check_no_gradients
@@ -19,6 +21,7 @@ from vattn.layers.mla.cache_binding import BoundLatents
 from vattn.layers.mla.kv_b_proj import weights_version
 from vattn.layers.mla.rotary import LatentRotary, check_table, rope_string
 from vattn.metadata.attention_metadata import AttentionMetadata
+from vattn.metadata.whole_keys import KEYS_PER_ROW
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.checks_mla import check_mla_attention, check_mla_kv_cache_update
 from vattn.ops.fusion_notes import noted
@@ -170,7 +173,8 @@ class MLAAttention(BoundLatents):
     ) -> int:
         """Return how many bytes a step of some tokens takes apart from its result, workspace included.
 
-        They are freed after each layer. Partial results of requests that are split are not counted.
+        They are freed after each layer. Partial results of requests that are split are not counted. Under context
+        parallelism it is enough for the longest requests of which ranks gather the latents, in whole blocks.
 
         Args:
             num_tokens: tokens of the step.
@@ -189,9 +193,22 @@ class MLAAttention(BoundLatents):
                 )
             config = self.resolve_config(dtype, device)
         parallel, backend = self.context_parallel, mla_backends()[config.backend]
-        gathered = 0 if parallel is None else num_tokens * config.num_heads * (config.qk_head_dim + config.v_head_dim)
         own = backend.scratch_bytes(config, num_tokens, self.workspace_tokens)
-        return own + gathered * getattr(torch, config.dtype).itemsize
+        if parallel is None:
+            return own
+        heads = num_tokens * config.num_heads * (config.qk_head_dim + config.v_head_dim)
+        all_heads = own + heads * getattr(torch, config.dtype).itemsize
+        if not self._may_gather_latents():
+            return all_heads
+        world = parallel.world_size
+        stored = math.prod(mla_cache_shape(config, 1)) * mla_cache_dtype(config).itemsize // config.block_size
+        keys = KEYS_PER_ROW * num_tokens
+        if self.kv_cache is not None:
+            keys = min(keys, world * self.kv_cache.shape[0] * config.block_size)
+        # What this rank sends, what all ranks have sent, and the same in the order of tokens.
+        latents = -(-keys * (2 * world + 1) // world) * stored
+        own_heads = config.replace(num_heads=config.num_heads // world)
+        return max(all_heads, latents + backend.scratch_bytes(own_heads, num_tokens, self.workspace_tokens))
 
     def _check_step(self, update: MLACacheUpdateArgs, args: MLAAttentionArgs, metadata: AttentionMetadata) -> None:
         """Refuse what either op would refuse, before the first one writes. Compiled code leaves it to the ops."""
