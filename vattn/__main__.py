@@ -13,26 +13,29 @@ from vattn.cli.bench import command as bench
 from vattn.errors import VattnError
 
 COMMANDS = {
-    "doctor": (doctor, "what vattn can use on this machine"),
-    "explain": (explain, "which backend a request gets, and why the others refuse"),
-    "explain-fusion": (explain_fusion, "what the compiler passes make of your model"),
-    "generate": (generate, "a transformers model continues prompts or answers a conversation, many at once"),
-    "calibrate": (calibrate, "scales of FP8 caches and linear layers, from a model and a text"),
-    "kv-report": (kv_report, "what every KV cache format costs and saves on a model and a text"),
-    "bench": (bench, "vattn's speed compared with that of every other library that is found"),
-    "tune": (tune, "measure which backend is faster on this GPU, and write the table that auto reads"),
+    "doctor": (doctor, "", "what vattn can use on this machine"),
+    "explain": (explain, "[REQUEST]", "which backend a request gets, and why the others refuse"),
+    "explain-fusion": (explain_fusion, "MODULE:FUNCTION", "what the compiler passes make of your model"),
+    "generate": (generate, "--prompt TEXT", "a transformers model continues prompts or answers a conversation"),
+    "calibrate": (calibrate, "--text FILE", "scales of FP8 caches and linear layers, from a model and a text"),
+    "kv-report": (kv_report, "", "what every KV cache format costs and saves on a model and a text"),
+    "bench": (bench, "attention", "vattn's speed compared with that of every other library that is found"),
+    "tune": (tune, "", "measure which backend is faster on this GPU, and write the table that auto reads"),
 }
+"""Each command: its module, the arguments that begin its usage, and what it does."""
 
 
 def make_parser() -> argparse.ArgumentParser:
     """Return the parser of all commands."""
     parser = argparse.ArgumentParser(prog="python -m vattn", description="Paged attention for torch.compile.")
     parser.add_argument("--version", action="version", version=f"vattn {vattn.__version__}")
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     # Without abbreviations a misspelt option is never taken for another.
     add = functools.partial(commands.add_parser, allow_abbrev=False)
-    for name, (command, text) in COMMANDS.items():
-        command.add_arguments(add(name, help=text))
+    for name, (command, first, text) in COMMANDS.items():
+        # Not all options, as argparse lists them: its errors show this line.
+        usage = " ".join(filter(None, (parser.prog, name, first, "[options]")))
+        command.add_arguments(add(name, help=text, description=f"{text}.", usage=usage))
     add("demo", help="where to find the demo", add_help=False)
     return parser
 
@@ -45,7 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("vattn: no installed package holds the demo. Run `make demo` in a checkout of vattn.", file=sys.stderr)
         return 2
     if rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        print(
+            f"vattn: {options.command} has no {rest[0]}. See python -m vattn {options.command} --help.", file=sys.stderr
+        )
+        return 2
     try:
         return COMMANDS[options.command][0].main(options)
     except VattnError as error:

@@ -33,7 +33,7 @@ def test_one_prompt_is_streamed(capsys: Any) -> None:
 def test_drafts_and_groups_change_no_text(capsys: Any) -> None:
     arguments = ("--prompt", "x = 1\nx = 1\nx = ", "--max-new-tokens", "16")
     status, text, err = run(capsys, *arguments, "--drafts", "3", "--hybrid")
-    assert status == 0 and "guesses right" in err
+    assert status == 0 and "drafts right" in err
     before, after = (json.loads(run(capsys, *arguments, "--json", *more)[1]) for more in ((), ("--drafts", "3")))
     assert after["text"] == before["text"] == text.removesuffix("\n") and "drafted_tokens" not in before
     assert after["drafted_tokens"] >= after["accepted_tokens"] > 0

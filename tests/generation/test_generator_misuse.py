@@ -248,3 +248,22 @@ def test_cancels_of_other_threads_disturb_no_step(packed: PackedModel) -> None:
     worker.join()
     assert not faults and [len(request.output) for request in kept] == [12, 12, 12]
     check_empty(generator)
+
+
+@pytest.mark.parametrize(
+    ("call", "says"),
+    [
+        (lambda: vattn.Sampling(max_tokens=3), r"Sampling\(max_tokens=3\).*write max_new_tokens="),  # type: ignore[call-arg]
+        (lambda: vattn.Sampling(temprature=1.0), "write temperature="),  # type: ignore[call-arg]
+        (lambda: vattn.Sampling(mirostat=2), "leave mirostat out"),  # type: ignore[call-arg]
+        (lambda: vattn.Generator(None, max_num_seqs=3), "write max_num_reqs="),  # type: ignore[call-arg]
+    ],
+)
+def test_unknown_keywords_name_the_right_one(call: Any, says: str) -> None:
+    with pytest.raises(errors.UnknownOptionError, match=says):
+        call()
+
+
+def test_a_cache_without_a_block_for_requests() -> None:
+    with pytest.raises(errors.ConfigError, match=r"a cache of 1 blocks.*2 blocks or more, which take [0-9.]+ KiB"):
+        vattn.Generator(enable(make_model("llama"), num_blocks=1))

@@ -351,7 +351,7 @@ def _count_blocks(num_blocks: int | None, memory: int | str | None, per_block: i
     if budget < per_block:
         raise CacheError(
             f"memory={memory!r} is {budget} bytes, and one block takes {per_block} bytes over {num_layers} layers",
-            f"at least {per_block} bytes",
+            f"at least {per_block} bytes; for requests {2 * per_block}, since the first block is no request's",
             "give more memory, or use a smaller block_size or an FP8 cache",
         )
     return budget // per_block

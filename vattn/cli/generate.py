@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="bytes of the cache, such as 2GiB; default 40%% of the free GPU memory, or 256MiB",
     )
     parser.add_argument("--max-num-reqs", type=int, default=32)
-    parser.add_argument("--drafts", type=int, default=0, help="guess up to this many tokens a step by prompt lookup")
+    parser.add_argument("--drafts", type=int, default=0, help="draft up to this many tokens a step by prompt lookup")
     parser.add_argument("--hybrid", action="store_true", help="a cache with groups: windows give their blocks back")
     parser.add_argument("--backend", default=None, help="attention backend; default the first that accepts")
     parser.add_argument("--compile", default=None, choices=["layers", "model", "none"])
@@ -277,7 +277,7 @@ def _show_text(generator: Generator, requests: Sequence[Request | VattnError]) -
     print(
         f"{now.generated_tokens} tokens in {now.seconds:.2f} s, {now.tokens_per_second:.0f} tokens/s; cache of "
         f"{now.num_blocks} blocks, {now.preemptions} preemptions, {now.reused_tokens} prompt tokens reused"
-        + (f", {now.accepted_tokens} of {now.drafted_tokens} guesses right" if now.drafted_tokens else ""),
+        + (f", {now.accepted_tokens} of {now.drafted_tokens} drafts right" if now.drafted_tokens else ""),
         file=sys.stderr,
     )
 

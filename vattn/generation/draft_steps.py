@@ -135,7 +135,7 @@ class DraftSteps(DraftSource):
         """Compute a step's known tokens, and then its drafts."""
         if self._bindings.changed() is not None:
             raise CacheError(
-                "drafts by a model with another cache by now, or one that another generator has taken",
+                "drafts by a model whose cache was allocated again, or taken by another generator",
                 "one generator for a draft model: the newest",
                 "use that one or make a new one",
             )

@@ -9,10 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vattn.config.arguments import integer
+from vattn.config.keywords import known_keywords
 from vattn.errors import ConfigError
 from vattn.generation.grammar import Grammar
 
 
+@known_keywords(
+    max_tokens="max_new_tokens", max_length="max_new_tokens", min_new_tokens="min_tokens", do_sample="temperature",
+    stop="stop_strings", eos_token_id="stop_token_ids", bad_words_ids="bad_words", num_return_sequences="n",
+    logits_processor="logits_processors", stopping_criterion="stopping_criteria",
+)  # fmt: skip
 @dataclass(frozen=True)
 class Sampling:
     """Say how tokens are chosen and when to stop.

@@ -9,7 +9,7 @@ from torch import nn
 
 from vattn.cache.allocation import KVCacheAllocation
 from vattn.calibration.eval_mode import EvalMode
-from vattn.config.arguments import integer, read_count
+from vattn.config.arguments import format_bytes, integer, read_count
 from vattn.errors import ConfigError
 from vattn.generation.draft_source import DraftSource
 from vattn.generation.prompts import check_stop_ids
@@ -66,6 +66,13 @@ def find_cache(model: Any, cache: Any) -> KVCacheAllocation:
     found = getattr(model, "kv_cache", None) if cache is None else cache
     if not isinstance(found, KVCacheAllocation):
         raise _no_cache(model, cache)
+    if found.num_blocks <= found.reserved_blocks:
+        least = found.reserved_blocks + 1
+        raise ConfigError(
+            f"a cache of {found.num_blocks} blocks, of which requests cannot have the first {found.reserved_blocks}",
+            f"{least} blocks or more, which take {format_bytes(least * found.bytes_per_block)}",
+            "allocate more: memory= or num_blocks=, --memory on the command line",
+        )
     if any(group.kind == "cross" for group in found.groups):
         raise ConfigError(
             "a cache with encoder states", "models without cross attention", "write the loop: docs/layers.md shows it"

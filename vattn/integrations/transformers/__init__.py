@@ -22,6 +22,7 @@ from vattn.calibration.fp8_saving import own_config
 from vattn.compilation.regions import restore_regions
 from vattn.config.arguments import check_switches
 from vattn.config.attention import CacheConfig
+from vattn.config.keywords import known_keywords
 from vattn.errors import ConfigError, ScaleError, UnsupportedRequestError
 from vattn.integrations.transformers import linears
 from vattn.integrations.transformers.adapters import LoRAAdapters as LoRAAdapters
@@ -68,6 +69,7 @@ register_dense()
 register_batched()
 
 
+@known_keywords(kv_cache_dtype="cache_config", cache_dtype="cache_config", max_num_seqs="max_num_reqs")
 def enable(
     model: Any,
     *,

@@ -227,7 +227,7 @@ class ScaleProver(Prover):
         for end, origin in zip(self.ends, own, strict=True):
             group = origin.first // self.group
             if not torch.equal(found[end].first, group) or not torch.equal(found[end].last, group):
-                raise Refusal("values are scaled by other groups than theirs", end, near=True)
+                raise Refusal("values are divided by the scale of another group than their own", end, near=True)
         formula, first, last = (torch.cat([part.flatten() for part in parts]) for parts in zip(*own, strict=True))
         self._check_parts(Origin(formula, first, last))
         return first.unique().numel() == self.sample.rows.numel()
