@@ -8,6 +8,7 @@ from vattn.generation.embedder import Embedder
 from vattn.generation.generator import Generator
 from vattn.generation.grammar import Grammar
 from vattn.generation.model_steps import model_inputs
+from vattn.generation.prompt_embeddings import PromptEmbeddings
 from vattn.generation.prompt_lookup import PromptLookup
 from vattn.generation.request import Progress, Request
 from vattn.generation.sampling import Sampling
@@ -23,6 +24,7 @@ __all__ = [
     "Generator",
     "Grammar",
     "Progress",
+    "PromptEmbeddings",
     "PromptLookup",
     "Request",
     "Sampling",

@@ -41,10 +41,24 @@ class Batch:
         """Whether it takes its tokens from the step before."""
         return self.offset > 0
 
+    def unready_before_ready(self) -> bool:
+        """Whether a request that gets no token comes before one that gets one: its step ends before tokens that see
+        each other both ways.
+        """
+        if all(request.inputs is None for request in self.requests):
+            return False
+        waits = [self._waits(row) for row in range(len(self.requests))]
+        return waits != sorted(waits)
+
+    def _waits(self, row: int) -> bool:
+        """Whether a request gets no token."""
+        drafts = len(self.drafts[row]) if self.drafts else 0
+        return self.ends[row] - drafts != self.requests[row].num_tokens
+
     def put_ready_first(self) -> None:
         """Move requests that get no token behind those that get one."""
-        order = sorted(range(len(self.requests)), key=lambda row: self.ends[row] != self.requests[row].num_tokens)
-        for name in ("requests", "starts", "ends"):
+        order = sorted(range(len(self.requests)), key=self._waits)
+        for name in ("requests", "starts", "ends", *(("drafts",) if self.drafts else ())):
             setattr(self, name, [getattr(self, name)[row] for row in order])
 
     def positions(self) -> list[int]:

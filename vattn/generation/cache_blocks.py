@@ -137,10 +137,15 @@ class CacheBlocks:
         return self._name(request.keys(count, self.block_size)[count - 1], 0)
 
     def until_cut(self, request: Request, count: int) -> int:
-        """Return how many of a request's next `count` tokens one step computes: no further than its next snapshot."""
-        if not request.cuts:
-            return count
-        return min([count, *(cut - request.cached for cut in request.cuts if cut > request.cached)])
+        """Return how many of a request's next `count` tokens one step computes: no further than its next snapshot.
+
+        Tokens that see each other both ways are computed in one step.
+        """
+        if request.cuts:
+            count = min([count, *(cut - request.cached for cut in request.cuts if cut > request.cached)])
+        if request.inputs is not None:
+            count = request.inputs.whole(request.cached, request.cached + count) - request.cached
+        return count
 
     def save_states(self, requests: Sequence[Request], ends: Sequence[int]) -> None:
         """Save the state of each request that a step has brought to one of its cuts."""

@@ -160,7 +160,7 @@ class Generator(StepLoop):
         ready = prepare(served, speculation, mixed_graph_sizes, group, group_timeout)
         self.graphs, self.draft_graphs, self.mixed_graphs = ready.graphs
         self._compiled = ready.compiled
-        self._reader = SubmissionReader(model, tokenizer, cache.block_size, ready.adapters)
+        self._reader = SubmissionReader(model, tokenizer, cache.block_size, ready.adapters, group is not None)
         scheduler = Scheduler(blocks, *limits, max_queue, ready.source)
         super().__init__(model, tokenizer, scheduler, ModelRunner(ready.steps, blocks, ready.source))
         self._statistics.num_blocks = cache.num_blocks - cache.reserved_blocks
@@ -180,7 +180,7 @@ class Generator(StepLoop):
 
         Args:
             prompt: text, for a generator with a tokenizer; token ids, in a list or a tensor; what a tokenizer returned,
-                with `input_ids`; or a `Chat`.
+                with `input_ids`; a `Chat`; or `PromptEmbeddings`.
             sampling: default `default_sampling`.
             cache_salt: text, bytes or an integer. Requests share cached blocks with those of the same salt alone: give
                 it to keep tenants apart, and for all that makes equal ids mean something else, such as images.

@@ -18,6 +18,7 @@ from vattn.generation.model_steps import DRAFTS, MIXED, PLAIN, ModelSteps, Ran, 
 from vattn.generation.request import Request
 from vattn.generation.sampler import Sampler, SamplingMetadata
 from vattn.generation.transfers import to_host
+from vattn.metadata.prompt_inputs import PromptPart
 
 
 @dataclass
@@ -145,7 +146,26 @@ class ModelRunner:
         tables = self.blocks.rows(batch.requests, max(ends))
         slots, sources = self.blocks.state_slots(batch.requests), sources if before else []
         adapters = [-1 if request.adapter is None else request.adapter.slot for request in batch.requests]
-        return StepInputs(counts, ends, ids, sources, tables, rows, _graphs(batch, counts), slots, adapters)
+        step = StepInputs(counts, ends, ids, sources, tables, rows, _graphs(batch, counts), slots, adapters)
+        if any(request.inputs is not None for request in batch.requests):
+            _add_prompt_inputs(step, batch)
+        return step
+
+
+def _add_prompt_inputs(step: StepInputs, batch: Batch) -> None:
+    """Add what prompts are besides ids to a step; one that computes tokens of such a prompt runs without a graph."""
+    inputs = [request.inputs for request in batch.requests]
+    step.offsets = [0 if each is None else each.offset for each in inputs]
+    row = 0
+    for each, count, end in zip(inputs, step.counts, step.ends, strict=True):
+        start, stop = end - count, end if each is None else min(end, each.embeddings.shape[0])
+        if each is not None and start < stop:
+            step.prompts.append(PromptPart(row, each, start, stop))
+        row += count
+    if step.prompts:
+        step.graphs = None
+        if any(each is not None and each.ranges for each in inputs):
+            step.ranges = [() if each is None else each.ranges for each in inputs]
 
 
 def _graphs(batch: Batch, counts: list[int]) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -14,6 +14,7 @@ from vattn.generation.transfers import on_device, on_host
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.forward_context import forward_context
+from vattn.metadata.prompt_inputs import PromptPart, StepEmbeddings, positions_of
 
 T = TypeVar("T")
 Outcome = tuple[Tensor, AttentionMetadata, CUDAGraphRunner | None]
@@ -50,6 +51,9 @@ class StepInputs:
         graphs: the kind of graphs that may hold the step, `None` for none.
         state_slots: where each request has its state; `None` for models without states.
         adapters: the slot of each request's adapter, -1 for none.
+        prompts: tokens whose prompts are more than ids.
+        offsets: how much further than its place the position of each request's tokens is; empty for nowhere.
+        ranges: places of each request's tokens that see each other both ways; `None` for none.
         new_blocks: where the step has the requests of the step before and one token of each: the blocks that begin with
             these tokens. All else is empty then.
     """
@@ -64,6 +68,9 @@ class StepInputs:
     state_slots: Sequence[int] | None = None
     adapters: Sequence[int] = ()
     new_blocks: Sequence[int] | None = None
+    prompts: list[PromptPart] = field(default_factory=list)
+    offsets: Sequence[int] = ()
+    ranges: Sequence[Sequence[tuple[int, int]]] | None = None
 
     @property
     def continues(self) -> bool:
@@ -102,6 +109,8 @@ class ModelSteps:
         # An inference tensor, as in `run`: another kind would compile another graph.
         with torch.inference_mode():
             self._row_numbers = torch.arange(builder.max_num_reqs, device=self.device)
+        # Of the tokens of the last step, on the device; `None` for 0 everywhere.
+        self._offsets: Tensor | None = None
 
     def check(self) -> None:
         """Refuse requests and steps where none can run: see `RankSteps`."""
@@ -126,14 +135,24 @@ class ModelSteps:
             assert before is not None
             return self._advance(before, step.new_blocks, begin)
         ids, rows = self._ids(step, before), self._rows(step)
+        self._offsets = None
+        if any(step.offsets):
+            each = [offset for offset, count in zip(step.offsets, step.counts, strict=True) for _ in range(count)]
+            self._offsets = on_device(each, self.device)
         counts, ends, tables = on_host(step.counts), on_host(step.ends), step.tables
         graphs = None if step.graphs is None else self.graphs[step.graphs]
         if graphs is not None and graphs.key_for(len(step.counts), len(step.ids)) is not None:
             metadata = graphs.build(counts, ends, tables, state_slots=step.state_slots)
             return self._forward(ids[: len(step.ids)], metadata, rows, graphs, begin)
-        padded = ids.shape[0]
-        metadata = self.builder.build(counts, ends, tables, num_tokens_padded=padded, state_slots=step.state_slots)
-        return self._forward(ids, metadata, rows, None, begin)
+        metadata = self.builder.build(
+            counts,
+            ends,
+            tables,
+            num_tokens_padded=ids.shape[0],
+            mm_ranges=step.ranges,
+            state_slots=step.state_slots,
+        )
+        return self._forward(ids, metadata, rows, None, begin, step.prompts)
 
     def _advance(self, before: Ran, new_blocks: Sequence[int], begin: torch.cuda.Event | None) -> Outcome:
         """Run the step after another one of the same requests, from its metadata."""
@@ -150,16 +169,25 @@ class ModelSteps:
         rows: Tensor | None,
         graphs: CUDAGraphRunner | None,
         begin: torch.cuda.Event | None,
+        prompts: Sequence[PromptPart] = (),
     ) -> Outcome:
         if begin is not None:
             begin.record()
         inputs = model_inputs(ids, metadata, rows)
+        if self._offsets is not None:
+            missing = inputs[1].shape[0] - self._offsets.shape[0]
+            inputs[1] = inputs[1] + torch.nn.functional.pad(self._offsets, (0, missing))
         if graphs is not None:
             return graphs(*inputs, metadata=metadata), metadata, graphs
         with torch.inference_mode(False):
             # Not inference tensors, as in captures: those would compile a whole model once more.
             inputs = [tensor.clone() if tensor.is_inference() else tensor for tensor in inputs]
         with forward_context(metadata):
+            if prompts:
+                inputs[1] = positions_of(prompts, inputs[1])
+                # A model that is compiled whole has one graph, for ids.
+                model = getattr(self.forward, "_orig_mod", self.forward)
+                return model(*inputs, StepEmbeddings(prompts)), metadata, None
             return self.forward(*inputs), metadata, None
 
     def _rows(self, step: StepInputs) -> Tensor | None:

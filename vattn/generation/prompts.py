@@ -9,10 +9,11 @@ from typing import Any
 from vattn.errors import ConfigError, RequestError, VattnError
 from vattn.generation.chat import Chat
 from vattn.generation.detokenizer import takes
+from vattn.generation.prompt_embeddings import PromptEmbeddings
 from vattn.generation.sampling import Sampling
 
-Prompt = str | Sequence[int] | Mapping[str, Any] | Chat
-"""A text, token ids, what a tokenizer returned, or a conversation."""
+Prompt = str | Sequence[int] | Mapping[str, Any] | Chat | PromptEmbeddings
+"""A text, token ids, what a tokenizer or a processor returned, a conversation, or embeddings."""
 
 
 def read_prompt(prompt: Any, tokenizer: Any, vocab_size: int | None, special: bool = True) -> list[int]:

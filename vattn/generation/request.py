@@ -21,6 +21,7 @@ from vattn.generation.lookup_index import LookupIndex
 from vattn.generation.sampling import Sampling
 from vattn.kv_transfer.connector import Salt, salt_digest
 from vattn.layers.lora import Adapter
+from vattn.metadata.prompt_inputs import PromptInputs
 
 WAITING, RUNNING, FINISHED, FAILED, CANCELLED = "waiting", "running", "finished", "failed", "cancelled"
 
@@ -33,6 +34,7 @@ class Request:
         sampling: how its tokens are chosen.
         cache_salt: it shares blocks with requests of the same salt alone.
         adapter: the adapter that its tokens use; `None` for none.
+        inputs: what its prompt is besides ids, until it ends: embeddings, images; `None` for nothing.
         output: ids generated so far.
         text: their text, if the generator has a tokenizer; it ends before a stop string.
         logprobs: of each token of `output`; `None` unless `Sampling(logprobs=...)` or `best_of` asks for them.
@@ -67,13 +69,14 @@ class Request:
         bad_words: Sequence[list[int]] = (),
         index: int = 0,
         adapter: Adapter | None = None,
+        inputs: PromptInputs | None = None,
     ) -> None:
         self.prompt, self.sampling, self.cache_salt = list(prompt), sampling, cache_salt
         self.stop_token_ids, self.bad_words = stop_token_ids, bad_words
         self.limit = len(self.prompt) + sampling.max_new_tokens
         self.output: list[int] = []
         self.text = ""
-        self.index, self.adapter = index, adapter
+        self.index, self.adapter, self.inputs = index, adapter, inputs
         if adapter is not None:
             adapter.requests.add(self)
         self.choices: tuple[Request, ...] = (self,)
@@ -193,14 +196,18 @@ class Request:
             own = "" if self.adapter is None else self.adapter.identity
             key = self._keys[-1] if have else salt_digest(block_size, self.cache_salt).hex() + own
             for end in range(block_size, len(fresh) + 1, block_size):
-                key = hashlib.sha256(key.encode() + fresh[end - block_size : end].tobytes()).hexdigest()
+                more = b""
+                if self.inputs is not None:
+                    place = len(self._keys) * block_size
+                    more = self.inputs.identity(place, place + block_size)
+                key = hashlib.sha256(key.encode() + fresh[end - block_size : end].tobytes() + more).hexdigest()
                 self._keys.append(key)
         return self._keys
 
     def end(self, state: str, reason: str, error: VattnError | None = None) -> None:
         """Note how the request ended."""
         self.state, self.reason, self.error = state, reason, error
-        self.pending, self.lookup_index, self.stream = False, None, None
+        self.pending, self.lookup_index, self.stream, self.inputs = False, None, None, None
         self.ended = time.monotonic()
 
     def start_over(self, length: int) -> None:

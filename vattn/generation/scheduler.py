@@ -122,7 +122,7 @@ class Scheduler:
             self._filled.clear()
         if not any(batch.drafts):
             batch.drafts = []
-        if self.blocks.snapshots is not None:
+        if self.blocks.snapshots is not None or batch.unready_before_ready():
             batch.put_ready_first()
         singles = self.token_budget - budget == len(batch.requests) == len(self.running) == batch.ready
         if singles and batch.requests and self.source is None:
@@ -217,6 +217,8 @@ class Scheduler:
         try:
             self.blocks.grow(request, count)
         except OutOfBlocksError:
+            count = 0
+        if not count:
             self.blocks.close(request)
             return 0
         self.blocks.load_state(request)

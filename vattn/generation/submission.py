@@ -13,11 +13,13 @@ from torch import nn
 from vattn.errors import ConfigError, RequestError, VattnError
 from vattn.generation.chat import Chat, is_conversation
 from vattn.generation.grammar import GrammarCompiler
+from vattn.generation.prompt_embeddings import PromptEmbeddings
 from vattn.generation.prompts import Prompt, check_sampling, encoded_rows, read_bad_words, read_prompt
 from vattn.generation.request import FAILED, Request
 from vattn.generation.sampling import Sampling
 from vattn.kv_transfer.connector import Salt, salt_digest
 from vattn.layers.lora import Adapter, Adapters
+from vattn.metadata.prompt_inputs import PromptInputs
 
 
 @dataclass(frozen=True)
@@ -54,7 +56,7 @@ def read_submissions(prompts: Any, tokenizer: Any, **settings: Any) -> list[Subm
     """
     if isinstance(prompts, Mapping) and "input_ids" in prompts:
         prompts = encoded_rows(prompts)
-    if isinstance(prompts, (str, bytes, Mapping, Chat)) or not isinstance(prompts, Iterable):
+    if isinstance(prompts, (str, bytes, Mapping, Chat, PromptEmbeddings)) or not isinstance(prompts, Iterable):
         raise ConfigError(f"prompts={prompts!s:.60}", "a list of prompts", "pass [prompt] for one")
     prompts = list(prompts)
     for index, prompt in enumerate(prompts):
@@ -76,10 +78,14 @@ class SubmissionReader:
         tokenizer: of texts; `None` for none.
         block_size: of the cache.
         adapters: of the model; `None` for none.
+        on_ranks: whether other ranks run the model too.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, block_size: int, adapters: Adapters | None) -> None:
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, block_size: int, adapters: Adapters | None, on_ranks: bool
+    ) -> None:
         self._model, self._tokenizer, self._block_size, self._adapters = model, tokenizer, block_size, adapters
+        self._on_ranks = on_ranks
         # Made by the first request that has a grammar.
         self._grammars: GrammarCompiler | None = None
 
@@ -97,13 +103,13 @@ class SubmissionReader:
         vocab_size = getattr(self._model, "vocab_size", None)
         sampling = default if submission.sampling is None else submission.sampling
         check_sampling(sampling, self._tokenizer, vocab_size)
-        ids = read_prompt(submission.prompt, self._tokenizer, vocab_size)
+        ids, inputs = self._prompt(submission.prompt, sampling, vocab_size)
         ends = stop_token_ids if sampling.stop_token_ids is None else frozenset(sampling.stop_token_ids)
         words = read_bad_words(sampling, self._tokenizer, vocab_size)
         with nullcontext() if self._adapters is None else self._adapters.lock:
             adapter = None if submission.adapter is None else self._adapter(submission.adapter)
             choices = tuple(
-                Request(ids, sampling, ends, submission.cache_salt, words, index, adapter)
+                Request(ids, sampling, ends, submission.cache_salt, words, index, adapter, inputs)
                 for index in range(sampling.candidates)
             )
         for request in choices:
@@ -113,6 +119,17 @@ class SubmissionReader:
                     self._grammars = GrammarCompiler(self._tokenizer, vocab_size, stop_token_ids)
                 request.matcher = self._grammars.matcher(sampling.grammar, ends)
         return choices
+
+    def _prompt(self, prompt: Any, sampling: Sampling, vocab_size: int | None) -> tuple[list[int], PromptInputs | None]:
+        """Return the ids of a prompt, and what it is besides them."""
+        if not isinstance(prompt, PromptEmbeddings):
+            return read_prompt(prompt, self._tokenizer, vocab_size), None
+        if self._on_ranks:
+            raise RequestError("embeddings for a generator with group=", "token ids", "run such prompts on one device")
+        inputs = prompt.inputs(self._model, sampling)
+        if prompt.token_ids is None:
+            return [0] * prompt.rows.shape[0], inputs
+        return read_prompt(prompt.token_ids, None, vocab_size), inputs
 
     def refused(self, submission: Submission, error: VattnError) -> Request:
         """Return a failed request of a submission, with the ids of its prompt if it has any."""
@@ -165,6 +182,8 @@ def _check_kind(index: int, prompt: Any, tokenizer: Any) -> None:
             "a vattn.Chat of them",
             "pass vattn.Chat(messages), or call generator.chat(messages)",
         )
+    if isinstance(prompt, PromptEmbeddings):
+        return
     if isinstance(prompt, Chat):
         if not prompt.has_template(tokenizer):
             raise ConfigError(

@@ -201,7 +201,7 @@ def enable(
         set_attention(model, REPLACED if replaced else PACKED)
         if states is not None:
             states.install()
-        packed = PackedModel(model, rope_length, seen.first_position)
+        packed = PackedModel(model, rope_length, seen.first_position, seen.takes_embeddings)
         if proof is not None:
             plain, backend = plain_cache(cache_config), attn_backend if stores_plainly(cache_config) else None
             install(modules, {n: _layer(call, n, plain, None, backend, batch_invariant) for n, call in calls.items()})

@@ -114,7 +114,7 @@ def enable_latent_attention(
         ALL_ATTENTION_FUNCTIONS.register(LATENT, attend_latents)
         ALL_MASK_ATTENTION_FUNCTIONS.register(LATENT, no_mask)
         set_attention(model, LATENT)
-        packed = PackedModel(model, first_position=seen.first_position)
+        packed = PackedModel(model, first_position=seen.first_position, takes_embeddings=seen.takes_embeddings)
         if proof is not None:
             plain, backend = plain_cache(cache_config), attn_backend if stores_plainly(cache_config) else None
             install(modules, {n: _layer(module, n, plain, None, backend) for n, module in modules.items()})

@@ -173,11 +173,13 @@ class Observation:
         calls: how the model calls attention, by name of the module, in the order of calls.
         first_position: what the model itself passes as the position of a request's first token.
         shared: which projections it calls with one input.
+        takes_embeddings: whether `inputs_embeds` that are those of token ids give what the ids give.
     """
 
     calls: dict[str, AttentionCall]
     first_position: int
     shared: SharedInputs
+    takes_embeddings: bool
 
 
 @dataclass
@@ -217,16 +219,19 @@ def observe(model: Any, cache: Any, states: StateModules | None = None, pools: b
     shared = SharedInputs()
     with _taking_notes(model, pools) as notes, exact_inputs(model), apart, shared.watching(model):
 
-        def run(ids: list[int], positions: list[int] | None) -> _Run:
+        def run(ids: list[int], positions: list[int] | None, embedded: bool = False) -> _Run:
             notes.calls = {}
-            return _Run(_run(model, cache, ids, positions), notes.calls)
+            return _Run(_run(model, cache, ids, positions, embedded), notes.calls)
 
         start, first = _first_position(model, lambda positions: run(ids[:3], positions))
         positions = [start, start + 1, start + 2]
         other = run([ids[3], ids[1], ids[4]], positions)
         moved = run(ids[:3], [start, start + 1, _far(model)])
         cache.seq_length = FULL
-        cached = run(ids[:3], positions)
+        takes_embeddings = "inputs_embeds" in inspect.signature(model.forward).parameters
+        cached = run(ids[:3], positions, takes_embeddings)
+        if takes_embeddings and not first.equals(cached):
+            takes_embeddings, cached = False, run(ids[:3], positions)
         cache.seq_length = 0
         again = run([ids[0], ids[1], ids[0]], [start, start, start])
     calls = first.calls
@@ -254,7 +259,7 @@ def observe(model: Any, cache: Any, states: StateModules | None = None, pools: b
             "models that take the positions of packed tokens from position_ids alone",
             "keep this model on transformers' own attention",
         )
-    return Observation({names[module]: call for module, call in calls.items()}, start, shared)
+    return Observation({names[module]: call for module, call in calls.items()}, start, shared, takes_embeddings)
 
 
 def _same_for_all(module: nn.Module, hidden_states: Tensor, *args: Any, **options: Any) -> Tensor:
@@ -427,9 +432,13 @@ def find_states(model: Any) -> StateModules | None:
     return StateModules(model, lambda cache: _run(model, cache, ids, None))
 
 
-def _run(model: Any, cache: Any, ids: list[int], positions: list[int] | None) -> Tensor:
+def _run(model: Any, cache: Any, ids: list[int], positions: list[int] | None, embedded: bool = False) -> Tensor:
     device, taken = next(model.parameters()).device, inspect.signature(model.forward).parameters
-    inputs: dict[str, Any] = {"input_ids": torch.tensor([ids], device=device)}
+    tokens = torch.tensor([ids], device=device)
+    inputs: dict[str, Any] = {"input_ids": tokens}
+    if embedded:
+        with torch.no_grad():
+            inputs = {"inputs_embeds": model.get_input_embeddings()(tokens)}
     if "position_ids" in taken and positions is not None:
         inputs["position_ids"] = torch.tensor([positions], device=device)
     if "logits_to_keep" in taken:

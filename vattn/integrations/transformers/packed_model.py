@@ -18,6 +18,7 @@ from vattn.integrations.transformers.checks import check_inputs, model_dtype
 from vattn.integrations.transformers.pipeline import StageModel, stage_of
 from vattn.integrations.transformers.state_rows import RowGroup, row_groups
 from vattn.metadata import forward_context as context
+from vattn.metadata.prompt_inputs import StepEmbeddings
 
 
 class _NoStates(list[Any]):
@@ -108,13 +109,22 @@ class PackedModel(nn.Module):
         stage: which part of a pipeline this rank has; `None` for a whole model.
         first_position: what the model takes as the position of a request's first token, not 0 in RoBERTa.
         adapters: what `enable_adapters` returned; `None` before.
+        takes_embeddings: whether rows of a step may come as embeddings.
+        embedding_size, embedding_dtype: of such rows.
 
     Example: see `enable`.
     """
 
-    def __init__(self, model: nn.Module, rope_length: int | None = None, first_position: int = 0) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        rope_length: int | None = None,
+        first_position: int = 0,
+        takes_embeddings: bool = False,
+    ) -> None:
         super().__init__()
         self.model, self.rope_length, self.first_position = model, rope_length, first_position
+        self.takes_embeddings = takes_embeddings and stage_of(model) is None
         self.kv_cache: KVCacheAllocation | None = None
         self.adapters: Any = None
         self.vocab_size: int | None = getattr(model.config.get_text_config(), "vocab_size", None)  # type: ignore[operator,union-attr]
@@ -145,12 +155,31 @@ class PackedModel(nn.Module):
             f"packed.model.{name}; call disable(model) before anything that runs the model, such as a pipeline",
         )
 
-    def forward(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor | None = None) -> Tensor:
+    @property
+    def embedding_size(self) -> int:
+        """Columns of what the embedding layer gives."""
+        embedding: Any = self.model.get_input_embeddings()  # type: ignore[operator]
+        return int(embedding.weight.shape[1])
+
+    @property
+    def embedding_dtype(self) -> torch.dtype:
+        """The dtype of what the embedding layer gives."""
+        return model_dtype(self.model)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        positions: Tensor,
+        logits_indices: Tensor | None = None,
+        given: StepEmbeddings | None = None,
+    ) -> Tensor:
         """Return logits; the step's metadata is that of `vattn.forward_context`.
 
         Args:
-            input_ids, positions: int64 `[T]`; padding rows may hold any valid id and position.
+            input_ids, positions: int64 `[T]`; padding rows may hold any valid id and position. Positions may be
+                `[K, T]`, for models with K positions a token.
             logits_indices: int64 `[B]`, the rows that go through the head; `None`: all of them.
+            given: rows that come as embeddings, in place of those of their ids.
 
         Returns:
             `[B, vocab_size]`, or `[T, vocab_size]`, in the model's dtype.
@@ -171,25 +200,30 @@ class PackedModel(nn.Module):
                 "the attention that enable() chose",
                 "disable(model) before set_attn_implementation(...), or enable(model) again after disable(model)",
             )
-        check_inputs(input_ids, positions, logits_indices, self.model)
+        check_inputs(input_ids, positions if positions.ndim < 2 else positions[-1], logits_indices, self.model)
         # Compiled code reads no lengths; a generator refuses longer requests before.
         if not torch.compiler.is_compiling():
             self._renew_linears()
             if self.rope_length is not None:
                 _check_lengths(self.rope_length)
-        out = self.model(input_ids=input_ids[None], **self.model_options(positions, logits_indices))
-        return out.logits[0]
+        options = self.model_options(positions, logits_indices)
+        if given is None:
+            return self.model(input_ids=input_ids[None], **options).logits[0]
+        rows = self.model.get_input_embeddings()(input_ids)  # type: ignore[operator]
+        rows = rows.index_copy(0, given.rows, given.embeddings)
+        return self.model(inputs_embeds=rows[None], **options).logits[0]
 
     def model_options(self, positions: Tensor, logits_indices: Tensor | None) -> dict[str, Any]:
         """Return what the model's forward takes in a step besides token ids."""
         if self.first_position:
             positions = positions + self.first_position
-        options: dict[str, Any] = {"position_ids": positions[None]} if self._takes_positions else {}
+        # [K, T] becomes [K, 1, T].
+        options: dict[str, Any] = {"position_ids": positions.unsqueeze(-2)} if self._takes_positions else {}
         if logits_indices is not None:
             options["logits_to_keep"] = logits_indices
         cache = self._packed_cache
         if self._states:
-            cache = PackedCache(_row_groups(self._states[0], positions.shape[0]))
+            cache = PackedCache(_row_groups(self._states[0], positions.shape[-1]))
         return {**options, "past_key_values": cache, "use_cache": False}
 
     def one_stage(self, capacity: int) -> StageModel:
