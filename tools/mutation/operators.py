@@ -189,8 +189,9 @@ def _new_expressions(node: ast.expr) -> Iterator[tuple[str, ast.expr]]:
         if isinstance(new.value, bool):
             yield "constant", ast.Constant(not new.value)
         elif isinstance(new.value, int | float):
-            yield "constant", ast.Constant(new.value + 1)
-            yield "constant", ast.Constant(new.value - 1)
+            for number in (new.value + 1, new.value - 1):
+                if number != new.value:  # as of a very large one
+                    yield "constant", ast.Constant(number)
     elif isinstance(new, ast.Call):
         yield from _new_calls(new)
 

@@ -19,13 +19,12 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from vattn.passes.probe_inputs import PROBE_SCALES, every_output, probe_outputs, probe_scales
+from vattn.passes.probe_inputs import PROBE_SCALES, every_output, probe_outputs
 from vattn.passes.region import Refusal, Region, can_run, expression, is_size, op_name, same_size, value
 from vattn.passes.region_moves import MOVES
 from vattn.passes.region_precision import CASTS, LOW, in_fp32, is_low
 from vattn.passes.region_run import constant, run_node
 from vattn.passes.region_tokens import check_order, symbols_at, token_counts
-from vattn.quantization.formats import MODEL_DTYPES
 
 NO_CLAMP = (
     "no clamp before the cast: before torch 2.12, values out of range saturate on one device and give NaN on another; "
@@ -262,7 +261,7 @@ def samples(
         thorough: run those under every scale.
         few: run those a few tokens at a time.
     """
-    exact, roots = exact_scales(nodes, inputs, dtype), max(1, len(inputs.roots))
+    exact, roots = exact_scales(nodes, inputs), max(1, len(inputs.roots))
     counts = token_counts((*inputs.derived, *inputs.sizes, *nodes), region.output)
 
     def sample(x: Tensor, scales: Sequence[float]) -> Sample:
@@ -284,16 +283,12 @@ def samples(
         yield from (sample(x, scales_of(round_)) for x in every_output(region.output, dtype, counts, few))
 
 
-def exact_scales(nodes: Sequence[Node], inputs: Inputs, dtype: str) -> list[float]:
+def exact_scales(nodes: Sequence[Node], inputs: Inputs) -> list[float]:
     """Return the static scales to run a region under: values that all its roots can hold."""
     if not inputs.roots:
         return [PROBE_SCALES[0], *constant_scales(nodes, inputs)[:3]]
-    seen = [value(node) for node in (*inputs.roots, *inputs.derived, *nodes)]
-    dtypes = {MODEL_DTYPES[dtype], *(val.dtype for val in seen if isinstance(val, Tensor))}
-    rounded = [
-        min(float(torch.tensor(scale).to(value(node).dtype)) for node in inputs.roots) for scale in probe_scales(dtypes)
-    ]
-    return [scale for scale in dict.fromkeys(rounded) if 0 < scale < math.inf]
+    rounded = [min(float(torch.tensor(scale, dtype=value(n).dtype)) for n in inputs.roots) for scale in PROBE_SCALES]
+    return [scale for scale in rounded if 0 < scale < math.inf]
 
 
 def constant_scales(nodes: Sequence[Node], inputs: Inputs) -> list[float]:

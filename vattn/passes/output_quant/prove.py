@@ -43,7 +43,7 @@ class Prover:
         self.region, self.quantised, self.nodes, self.inputs = region, quantised, nodes, inputs
         self.dtype, self.wide = dtype, wide
         self.needed = region.ancestors([quantised])
-        self.scales = exact_scales(nodes, inputs, dtype)
+        self.scales = exact_scales(nodes, inputs)
 
     def run(self, x: Tensor, scales: Sequence[float]) -> Sample:
         """Run the region on rows `[T, N]`."""

@@ -244,7 +244,7 @@ class ScaleProver(Prover):
         step = math.gcd(self.columns, *edges.tolist())
         if self.columns // step > _MOST_PARTS:
             raise Refusal("it has too many parts to try every value in each", self.ends[0], near=True)
-        rows = every_row(self.columns, MODEL_DTYPES[self.dtype])
+        rows = every_row(self.columns, self.dtype)
         for shift in range(step, self.columns, step):
             for x in self._batches(rows.roll(shift, 1)):
                 self.check(self.run(x, self.roots(0)))
@@ -294,7 +294,9 @@ class ScaleProver(Prover):
         pairs = bool((origin.last - origin.first == 1).all())
         if not pairs or bool((origin.formula != origin.formula.flatten()[:1]).any()):
             raise Refusal("values are packed otherwise than in pairs", self.quantised, near=True)
-        tried = every_scaled([float(a) for node in after for a in node.args if isinstance(a, (int, float))])
+        numbers = [float(a) for node in after for a in node.args if isinstance(a, (int, float))]
+        numbers += [number for made in self.inputs.constants.values() for number in made.float().flatten().tolist()]
+        tried = every_scaled(numbers)
         given = {node: made for node, made in self.sample.values.items() if node not in reached}
         x = self.sample.values[self.region.output]
         for start in range(0, len(tried), like.numel()):

@@ -208,7 +208,7 @@ def _known_values(region: QueryRegion, config: AttentionConfig) -> Iterator[dict
     is_float = isinstance(val, Tensor) and val.is_floating_point()
     if not is_float or not isinstance(val.numel(), int) or val.numel() > _MOST_SCALES:
         raise Refusal(f"its scale comes from {root.name}, which is no tensor of a few numbers", root, near=True)
-    chosen = torch.tensor(probe.exact_scales(region.nodes, region.inputs, config.dtype))
+    chosen = torch.tensor(probe.exact_scales(region.nodes, region.inputs))
     trials = [chosen[(torch.arange(val.numel()) + trial) % len(chosen)] for trial in range(len(chosen))]
     trials.append(0.005 + torch.rand(val.numel(), generator=torch.Generator().manual_seed(3)))
     for scales in trials:
