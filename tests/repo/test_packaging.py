@@ -19,7 +19,7 @@ OPTIONAL = ("triton", "transformers", "flashinfer", "flash_attn", "xformers", "s
 PUBLIC_NAMES = """
 AsyncGenerator Attention AttentionConfig AttentionMetadata AttentionMetadataBuilder AttentionOutput AttentionType Audit
 BlockPool CUDAGraphRunner CacheConfig Calibration Chat ChunkedLocalAttentionSpec CrossAttention CrossAttentionSpec
-DecodeInput DifferentialAttention DraftModel EncoderFP8Config EncoderOnlyAttention EncoderOnlyAttentionSpec
+DecodeInput DifferentialAttention DraftModel Embedder EncoderFP8Config EncoderOnlyAttention EncoderOnlyAttentionSpec
 FileConnector FlashAttentionMetadata FlashAttentionMetadataBuilder FullAttentionSpec FusionReport Generator Grammar
 GroupedMetadata GroupedMetadataBuilder HostMemoryConnector HybridBlockTable KVCacheSpec KVConnector KVTransfer
 MLAAttention MLAAttentionSpec MLAConfig MMEncoderAttention PromptLookup QuantConfig Request RopeConfig Sampling

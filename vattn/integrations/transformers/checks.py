@@ -1,13 +1,16 @@
-"""What a model over packed tokens refuses about a step's token ids, positions and rows of logits."""
+"""What is refused: models and options that `enable` does not take, and inputs of a step over packed tokens."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from vattn.errors import DtypeError, MetadataError, ShapeError
+from vattn.errors import ConfigError, DtypeError, MetadataError, ShapeError
+from vattn.integrations.transformers.available import transformers
+from vattn.layers import QuantConfig
 from vattn.quantization.formats import MODEL_DTYPES, dtype_name
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -18,6 +21,68 @@ def model_dtype(model: Any) -> torch.dtype:
     dtypes = [parameter.dtype for parameter in model.parameters()]
     found: torch.dtype = next((dtype for dtype in dtypes if dtype in MODEL_DTYPES.values()), model.dtype)
     return found
+
+
+def check_model(model: Any, pools: bool = False) -> None:
+    """Refuse what is no whole model in eval mode that is not on vattn yet, and without `pools` no causal one."""
+    if isinstance(model, (str, os.PathLike)):
+        raise ConfigError(
+            f"enable({str(model)!r:.80}), a name or a folder",
+            "a model of transformers",
+            "load it first: enable(transformers.AutoModelForCausalLM.from_pretrained(folder).eval())",
+        )
+    if not isinstance(model, transformers.PreTrainedModel):
+        inside = model.named_modules() if isinstance(model, nn.Module) else ()
+        path = next((name for name, part in inside if isinstance(part, transformers.PreTrainedModel)), None)
+        if path is not None:
+            raise ConfigError(
+                f"enable() of {type(model).__name__}, a module around a model of transformers",
+                "the model itself",
+                f"enable(model.{path}); adapters in its layers stay where they are",
+            )
+        raise ConfigError(
+            f"enable() of {type(model).__name__}", "a model of transformers", "use vattn.Attention in your own models"
+        )
+    if model.training:
+        raise ConfigError("enable() of a model in training mode", "a model in eval mode", "call model.eval() first")
+    empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
+    if empty is not None:
+        raise ConfigError(
+            f"enable() of a model in which {empty!r} has no values (device meta), as after offloading",
+            "a model with all weights on its device",
+            "load it whole, with device_map=None or one device",
+        )
+    if "_vattn_before" in model.__dict__:
+        raise ConfigError("enable() of a model that is on vattn", "a model that is not", "call disable(model) first")
+    if not pools and not has_head(model):
+        raise ConfigError(
+            f"enable() of {type(model).__name__}",
+            "a causal language model with its head",
+            "load it with transformers.AutoModelForCausalLM; enable_pooling of vattn.integrations.transformers.pooling "
+            "takes models that give embeddings or scores",
+        )
+
+
+def has_head(model: Any) -> bool:
+    """Return whether a model of transformers is a causal language model with its head."""
+    generates = callable(getattr(model, "prepare_inputs_for_generation", None))
+    return generates and model.get_output_embeddings() is not None
+
+
+def check_quant_config(quant_config: object) -> None:
+    """Refuse what is no `QuantConfig`, and quantised outputs, which the model's own projection would get.
+
+    Raises:
+        ConfigError: either.
+    """
+    if quant_config is not None and not isinstance(quant_config, QuantConfig):
+        raise ConfigError(f"quant_config={quant_config!r}", "vattn.QuantConfig(...)", "QuantConfig(k_scale=...)")
+    if isinstance(quant_config, QuantConfig) and quant_config.output_format != "none":
+        raise ConfigError(
+            f"QuantConfig(output_format={quant_config.output_format!r}) for a model of transformers",
+            "outputs in the model's dtype, which its own projection takes",
+            "vattn.quantise_linears(model, ...) and vattn.enable(): the passes quantise outputs",
+        )
 
 
 def check_inputs(input_ids: Any, positions: Any, logits_indices: Any, model: Any = None) -> None:

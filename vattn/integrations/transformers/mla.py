@@ -15,17 +15,12 @@ from vattn.calibration.fp8_saving import own_config
 from vattn.config.arguments import check_switches
 from vattn.config.attention import CacheConfig
 from vattn.errors import UnsupportedRequestError
-from vattn.integrations.transformers import (
-    check_model,
-    check_quant_config,
-    disable,
-    install,
-    plain_cache,
-    stores_plainly,
-)
 from vattn.integrations.transformers.attention_interface import NAME, attend, no_mask
 from vattn.integrations.transformers.available import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
 from vattn.integrations.transformers.checkpoint_scales import remove_cache_hooks
+from vattn.integrations.transformers.checks import check_model, check_quant_config
+from vattn.integrations.transformers.enabling import disable
+from vattn.integrations.transformers.model_layers import install, plain_cache, stores_plainly
 from vattn.integrations.transformers.observe import AttentionCall, observe, set_attention
 from vattn.integrations.transformers.packed_model import PackedCache, PackedModel
 from vattn.integrations.transformers.prove import Proof

@@ -13,7 +13,6 @@ from vattn.calibration.fp8_saving import own_config
 from vattn.config.arguments import check_switches
 from vattn.config.pooling import PoolingConfig
 from vattn.errors import ConfigError, UnsupportedRequestError
-from vattn.integrations.transformers import check_model, disable, install
 from vattn.integrations.transformers.attention_interface import (
     PACKED,
     REPLACED,
@@ -25,7 +24,9 @@ from vattn.integrations.transformers.attention_interface import (
 from vattn.integrations.transformers.available import transformers
 from vattn.integrations.transformers.checkpoint import folder_of
 from vattn.integrations.transformers.checkpoint_scales import remove_cache_hooks
-from vattn.integrations.transformers.checks import check_inputs
+from vattn.integrations.transformers.checks import check_inputs, check_model
+from vattn.integrations.transformers.enabling import disable
+from vattn.integrations.transformers.model_layers import install
 from vattn.integrations.transformers.observe import AttentionCall, observe, set_attention
 from vattn.integrations.transformers.packed_model import PackedCache
 from vattn.integrations.transformers.prove import Proof
