@@ -200,7 +200,8 @@ class PackedModel(nn.Module):
                 "the attention that enable() chose",
                 "disable(model) before set_attn_implementation(...), or enable(model) again after disable(model)",
             )
-        check_inputs(input_ids, positions if positions.ndim < 2 else positions[-1], logits_indices, self.model)
+        line = positions[-1] if isinstance(positions, Tensor) and positions.ndim == 2 else positions
+        check_inputs(input_ids, line, logits_indices, self.model)
         # Compiled code reads no lengths; a generator refuses longer requests before.
         if not torch.compiler.is_compiling():
             self._renew_linears()
