@@ -69,6 +69,7 @@ BY_HAND = [name for name in FORMS if not name.startswith(COMPILED_ONLY) and name
 EXTRA = (
     "static, scaled: / s / 2", "static, cast: copy_", "token, scale: in bf16", "group, placed: first half of columns",
     "vattn: quant_fp8_group of the first tokens", "vattn: quant_nvfp4, swizzled",
+    "NVFP4: thresholds",
 )  # fmt: skip
 """Forms that reach code which no other form reaches."""
 

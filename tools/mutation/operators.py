@@ -46,7 +46,7 @@ ARITHMETIC: dict[type[ast.operator], type[ast.operator]] = {
 OPPOSITES = {"min": "max", "max": "min", "any": "all", "all": "any", "reversed": "iter", "sorted": "list"}
 NEVER_SWAPPED = {
     "cast", "getattr", "hasattr", "isinstance", "issubclass", "setattr",
-    "equal", "max", "min", "same_bits", "same_shape", "same_size",
+    "equal", "max", "maximum", "min", "minimum", "same_bits", "same_shape", "same_size",
 }  # fmt: skip
 """Calls whose arguments are not swapped: the first call raises, or the result is the same in any order."""
 

@@ -247,14 +247,13 @@ def same_scaled(got: Tensor, wanted: Tensor) -> bool:
 
 
 def check_scaled(
-    nodes: Sequence[Node], starts: Iterable[Node], scales: Collection[Node], least: int, values: dict[Node, Any]
+    nodes: Sequence[Node], starts: Iterable[Node], scales: Collection[Node], values: dict[Node, Any]
 ) -> set[float]:
     """Return the numbers that scaled values are compared with, besides those of any quantiser.
 
     Args:
         starts: what is scaled.
         scales: nodes of unknown value that scale.
-        least: leave out nodes with fewer elements in `values`.
 
     Raises:
         Refusal: scaled values are changed in another way than by scaling, limits and selection.
@@ -265,7 +264,7 @@ def check_scaled(
         val = values[node]
         if node not in scaled or not isinstance(val, Tensor) or dtype_of(node) in (*FP8_DTYPES, torch.uint8):
             continue
-        if val.numel() < least or not isinstance(node.target, torch._ops.OpOverload):
+        if not isinstance(node.target, torch._ops.OpOverload):
             continue
         name = op_name(node.target)
         if node.target.namespace in ("aten", "prims") and name not in MOVES | CASTS | _SCATTERS:

@@ -13,10 +13,10 @@ from vattn.passes.probe import Inputs, Sample, exact_scales, run
 from vattn.passes.probe_inputs import cycled, every_value, scales_near
 from vattn.passes.proof import Origin
 from vattn.passes.region import Refusal, Region, value
-from vattn.passes.region_tokens import TOKEN_COUNTS, possible_count, token_counts
+from vattn.passes.region_tokens import possible_count, token_counts
 from vattn.quantization.formats import MODEL_DTYPES
 
-_MOST_ELEMENTS = 1 << 24
+_MOST_ELEMENTS = 1 << 25
 """How many elements one pass over every value may take."""
 Check = Callable[[Sample], None]
 
@@ -61,7 +61,7 @@ class Prover:
             Refusal: what is made of them is more than scaled, limited and selected.
         """
         roots = self.inputs.roots
-        return proof.check_scaled(self.inputs.derived, roots, roots, 0, sample.values)
+        return proof.check_scaled(self.inputs.derived, roots, roots, sample.values)
 
     def static(self, sample: Sample, check: Callable[[Sample], None]) -> None:
         """Prove a quantiser with a static scale.
@@ -74,8 +74,8 @@ class Prover:
             Refusal: it is another, or this cannot be shown.
         """
         unknown = [*self.inputs.roots, *self.inputs.derived]
-        least, output = sample.rows.numel() // 8, self.region.output
-        numbers = self.check_roots(sample) | proof.check_scaled(self.needed, [output], unknown, least, sample.values)
+        scaled = proof.check_scaled(self.needed, [self.region.output], unknown, sample.values)
+        numbers = self.check_roots(sample) | scaled
         rounds = [self.roots(index) for index in range(len(self.scales) if self.inputs.roots else 1)]
         if self.inputs.roots:
             rounds += [[scale] * len(self.inputs.roots) for scale in scales_near(numbers)]
@@ -89,7 +89,7 @@ class Prover:
         tokens, heads, width = value(self.region.output).shape
         columns = int(heads) * int(width)
         count = token_counts((*self.inputs.derived, *self.inputs.sizes, *self.nodes), self.region.output)[0]
-        count = possible_count(tokens, count + max(0, -(-len(values) // columns) - TOKEN_COUNTS[0]))
+        count = possible_count(tokens, count + len(values) // columns)
         x = torch.zeros(count * columns, dtype=values.dtype)
         origin = self._origin(self.run(x.view(count, -1), self.roots(0)))
         formulas, place = origin.formula.flatten(), origin.first.flatten()

@@ -76,7 +76,7 @@ class ScaleProver(Prover):
             self._check_moved_scales()
         unknown = [*self.inputs.roots, *self.inputs.derived, *maxima, *small]
         nodes = self.region.ancestors(self.ends)
-        numbers = proof.check_scaled(nodes, [self.region.output], unknown, 0, self.sample.values)
+        numbers = proof.check_scaled(nodes, [self.region.output], unknown, self.sample.values)
         reads_all = self._check_places(maxima, small)
         if computes and (numbers or self._compares(set(nodes) - set(small))):
             self._check_quotients(reads_all)
@@ -141,7 +141,7 @@ class ScaleProver(Prover):
         """
         output, values = self.region.output, self.sample.values
         unknown = [*self.inputs.roots, *self.inputs.derived]
-        numbers = self.check_roots(self.sample) | proof.check_scaled(small, maxima, unknown, 0, values)
+        numbers = self.check_roots(self.sample) | proof.check_scaled(small, maxima, unknown, values)
         rounds = [self.roots(first) for first in range(len(self.scales) if self.inputs.roots else 1)]
         if self.inputs.roots:
             near = scales_near({n * f for n in numbers for f in (1, FP4_E2M1_MAX, 1 / FP4_E2M1_MAX)})

@@ -1,0 +1,131 @@
+"""Computed scales: which quantisers fuse though they are written in an odd way, and which proof refuses others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_by_hand import judged
+from torch import Tensor
+
+from vattn.ops.fusion_notes import FUSED, NEAR_MISS
+from vattn.quantization.codecs import encode_e2m1
+
+Program = Callable[[Tensor, Tensor], Any]
+
+
+def same(x: Tensor) -> Tensor:
+    return x
+
+
+def rounded(x: Tensor) -> Tensor:
+    return x.clamp(-448, 448).to(torch.float8_e4m3fn)
+
+
+def alternate(size: int) -> Tensor:
+    """Return which columns are in every second group of a size."""
+    return torch.arange(256) // size % 2 == 0
+
+
+def again(x: Tensor) -> Tensor:
+    """Return the same values, made by two ops more."""
+    return x.neg().neg()
+
+
+def tokens(
+    values: Callable[[Tensor], Tensor] = same,
+    scale_of: Callable[[Tensor], Tensor] = same,
+    scaled: Callable[[Tensor], Tensor] = same,
+    of: Callable[[Tensor], Tensor] = same,
+) -> Program:
+    def function(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        x = of(o).float()
+        scale = scale_of(x.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448)
+        return rounded(scaled(values(x) / scale)), scale
+
+    return function
+
+
+def groups(scale_of: Callable[[Tensor], Tensor], used: Callable[[Tensor], Tensor] = same) -> Program:
+    def function(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        x = o.float().view(-1, 4, 64)
+        scale = scale_of(x.abs().amax(-1).clamp(min=1e-10) / 448)
+        return rounded(x / used(scale).unsqueeze(-1)).view(-1, 256), scale
+
+    return function
+
+
+def nvfp4(pack: Callable[[Tensor, Tensor], Tensor]) -> Program:
+    def function(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        x = o.float().view(-1, 16, 16)
+        block = rounded(x.abs().amax(-1) / 6.0 / s)
+        step = block.float() * s
+        scaled = (x / torch.where(step == 0, torch.inf, step).unsqueeze(-1)).flatten(1)
+        return pack(encode_e2m1(scaled), o), block
+
+    return function
+
+
+def of_an_op(change: Callable[[Tensor], Tensor]) -> Program:
+    def function(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        codes, scales = torch.ops.vattn.quant_fp8_group(o.float(), 64, False, False)
+        return codes, change(scales)
+
+    return function
+
+
+FUSES: dict[str, Program] = {
+    "halves of other formulas": tokens(lambda x: torch.cat((x[:, :128], again(x[:, 128:])), 1)),
+    "64 parts": tokens(lambda x: torch.where(alternate(4), x, again(x))),
+    "compared with each other": tokens(scaled=lambda u: torch.where(u <= u.abs(), u, -u)),
+    "compared with a number": tokens(scaled=lambda u: torch.where(u > 3.7, u, again(u))),
+    "scales in two parts": groups(lambda scale: torch.cat((scale[:, :1], scale[:, 1:]), 1)),
+    "scales in bits": groups(lambda scale: scale.view(torch.int32).view(torch.float32)),
+    "scales of a tuple": groups(lambda scale: torch.stack(scale.unbind(1), 1)),
+    "bytes of an op's scales": of_an_op(lambda scales: scales.t().contiguous()),
+    "packed by or": nvfp4(lambda codes, o: codes[:, ::2] | codes[:, 1::2] << 4),
+}
+
+
+@pytest.mark.parametrize("name", FUSES)
+def test_other_ways_to_write_a_quantiser_fuse(name: str) -> None:
+    node = judged(FUSES[name])
+    assert node.outcome == FUSED, node.reason
+
+
+REFUSED: dict[str, tuple[Program, str]] = {
+    "128 parts": (
+        tokens(lambda x: torch.where(alternate(2), x, again(x))),
+        "it has too many parts to try every value in each",
+    ),
+    "one token of another formula": (
+        tokens(lambda x: torch.cat((again(x[:1]), x[1:]))),
+        "it treats some tokens otherwise than the others",
+    ),
+    "compared on a few tokens": (
+        tokens(scaled=lambda u: torch.where(u <= u.abs(), u, -u), of=lambda o: o[:3]),
+        "it compares scaled values, on too few tokens to try all of them",
+    ),
+    "beside other groups": (
+        groups(same, lambda scale: torch.where(scale.flip(1) >= 0, scale, scale)),
+        "its scales depend on several groups",
+    ),
+    "an op's scales, changed": (of_an_op(again), "the scales that an op computes are changed"),
+    "rounded in fp64": (
+        tokens(scale_of=lambda scale: scale * 1.0000001),
+        "its values are those of no supported format",
+    ),
+    "packed with more": (
+        nvfp4(lambda codes, o: (codes + (o.abs() < 0).to(torch.uint8))[:, ::2] | codes[:, 1::2] << 4),
+        "what is packed does not depend on scaled values alone",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_quantisers_that_are_not_proven_are_refused(name: str) -> None:
+    program, says = REFUSED[name]
+    node = judged(program)
+    assert node.outcome == NEAR_MISS and node.reason.startswith(says), node.reason
