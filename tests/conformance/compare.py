@@ -234,12 +234,14 @@ def _compare_scales(
     if fmt.swizzled:
         groups = config.num_heads * config.head_size_v // NVFP4_GROUP_SIZE
         got, expected = _unswizzled(got, rows, groups), _unswizzled(expected, rows, groups)
+    if fmt.exponents:
+        got, expected = got.view(torch.float8_e8m0fnu), expected.view(torch.float8_e8m0fnu)
     got, expected = got.float(), expected.float()
     tolerance = PEAK * row_tolerance
     if fmt.container is torch.uint8:
         tolerance += 0.125  # neighbouring e4m3 values
     wrong = ~((got - expected).abs() <= tolerance * expected + (2.0**-9 if fmt.container is torch.uint8 else 0))
-    if fmt.power_of_two:
+    if fmt.power_of_two or fmt.exponents:
         ratio = got / expected
         wrong = ~((ratio == 1) | (ratio == 2) | (ratio == 0.5))
         if float((ratio != 1).float().mean()) > 0.25:
@@ -280,6 +282,7 @@ def _step_and_limit(result: Batch, out: Tensor, fmt: OutputFormat) -> tuple[Tens
         scale = scales.float() * args.output_scale
     else:
         scale = args.output_scale.view(1, 1) if fmt.static_scale else args.output_block_scale
+        scale = scale.view(torch.float8_e8m0fnu).float() if fmt.exponents else scale
         scale = scale.expand(out.shape[0], -1)
     per_column = scale.repeat_interleave(out.flatten(1).shape[1] // scale.shape[1], dim=1).view(out.shape)
     units = (out / per_column.clamp(min=1e-30)).abs()
@@ -287,6 +290,8 @@ def _step_and_limit(result: Batch, out: Tensor, fmt: OutputFormat) -> tuple[Tens
         # Values of e2m1: 0 to 2 by halves, to 4 by ones, then 6.
         step = torch.where(units < 2, 0.5, torch.where(units < 4, 1.0, 2.0))
         return step * per_column, FP4_E2M1_MAX * per_column
+    if fmt.container is torch.int8:
+        return per_column, fmt.limit * per_column
     exponent = torch.log2(units.clamp(2.0**-6, 448.0)).floor()
     return torch.exp2(exponent - 3) * per_column, 448.0 * per_column
 

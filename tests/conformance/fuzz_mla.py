@@ -38,7 +38,7 @@ from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.reference import mla as mla_reference
 from vattn.ops.reference.mla_absorb import elements_per_token
 from vattn.quantization.codecs import dequantise_output
-from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_ARITHMETICS, OUTPUT_FORMATS
+from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FACTORS, OUTPUT_FORMATS
 from vattn.quantization.mla_formats import MLA_FORMATS
 
 WRONG = (-1, -2, -(2**31), 2**31 - 1, 10**9, 1 << 20)
@@ -105,10 +105,14 @@ def draw_config(rng: random.Random, backend: str) -> MLAConfig:
         "block_size": rng.choice((8, 16, 24, 1, 4, 528)),
         "decode_threshold": rng.choice((1, 2, 3, 8)),
     }
-    if output != "none" and rng.random() < 0.4:
-        changes["output_arithmetic"] = rng.choice([a for a in OUTPUT_ARITHMETICS if not a.startswith("approximate")])
-    if output not in ("none", "fp8_static") and "fp8" in output and rng.random() < 0.3:
+    exact = [name for name in OUTPUT_FORMATS[output].arithmetics if not name.startswith("approximate")]
+    factor = False
+    if rng.random() < 0.4:
+        changes["output_arithmetic"] = arithmetic = rng.choice(exact)
+        factor = arithmetic in OUTPUT_FACTORS
+    if factor or (OUTPUT_FORMATS[output].has_fp32_scales and rng.random() < 0.3):
         changes["output_min_scale"] = rng.choice((0.0, 1e-3, 0.5))
+        changes["output_floor"] = "maximum" if factor else "scale"
     if cache == "fp8_e4m3" and rng.random() < 0.4:
         # Every row is absorbed: what is expanded keeps its queries.
         changes.update(query_format=cache, decode_threshold=128)

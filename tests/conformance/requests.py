@@ -12,8 +12,6 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, TypeVar
 
-import torch
-
 from tests.conformance.cases import make_batch, make_cache_update
 from tests.support import Batch, is_storable
 from vattn.backends import selector
@@ -21,7 +19,14 @@ from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
 from vattn.config.features import FEATURES, requested_features
 from vattn.ops.arguments import CacheUpdateArgs
-from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_FORMATS, QUERY_LOADS
+from vattn.quantization.formats import (
+    KV_FORMATS,
+    MODEL_DTYPES,
+    OUTPUT_FACTORS,
+    OUTPUT_FORMATS,
+    QUERY_FORMATS,
+    QUERY_LOADS,
+)
 
 _EXCLUSIVE = (
     {"bidirectional", "causal_flags"},
@@ -216,10 +221,13 @@ def _draw_sizes(rng: random.Random, config: AttentionConfig) -> AttentionConfig:
     formats = [f.name for f in OUTPUT_FORMATS.values() if f.group_size <= 0 or columns % f.group_size == 0]
     can = selector.get_backend(config.backend).capabilities
     output = OUTPUT_FORMATS["none" if rng.random() < 0.4 else _pick(rng, formats, can.output_formats)]
-    changes = {"output_format": output.name}
-    if output.container is torch.float8_e4m3fn:
-        changes["output_arithmetic"] = rng.choice(("divide", "divide", "multiply"))
-        changes["output_min_scale"] = None if output.static_scale else rng.choice((None, None, 1e-7, 0.003))
+    exact = [name for name in output.arithmetics if not name.startswith("approximate")]
+    arithmetic = rng.choice(("divide", rng.choice(exact)))
+    changes = {"output_format": output.name, "output_arithmetic": arithmetic}
+    if arithmetic in OUTPUT_FACTORS:
+        changes |= {"output_floor": "maximum", "output_min_scale": rng.choice((1e-7, 0.003))}
+    elif output.has_fp32_scales:
+        changes["output_min_scale"] = rng.choice((None, None, 1e-7, 0.003))
     return config.replace(**changes)
 
 
@@ -374,11 +382,21 @@ def _grids(backend: str) -> dict[str, dict[str, dict[str, AttentionConfig]]]:
         },
         "output_variants": {
             "multiply": {
-                name: base.replace(output_format=name, output_arithmetic="multiply")
-                for name in _fp8_outputs(static=True)
+                fmt.name: base.replace(output_format=fmt.name, output_arithmetic="multiply")
+                for fmt in OUTPUT_FORMATS.values()
+                if "multiply" in fmt.arithmetics
+            },
+            "factor": {
+                fmt.name: base.replace(
+                    output_format=fmt.name, output_arithmetic="factor", output_floor="maximum", output_min_scale=1e-4
+                )
+                for fmt in OUTPUT_FORMATS.values()
+                if "factor" in fmt.arithmetics
             },
             "min_scale": {
-                name: base.replace(output_format=name, output_min_scale=1e-4) for name in _fp8_outputs(static=False)
+                fmt.name: base.replace(output_format=fmt.name, output_min_scale=1e-4)
+                for fmt in OUTPUT_FORMATS.values()
+                if fmt.has_fp32_scales
             },
         },
         "query_loads": {
@@ -389,12 +407,6 @@ def _grids(backend: str) -> dict[str, dict[str, dict[str, AttentionConfig]]]:
         },
         "outputs": _format_grid(base),
     }
-
-
-def _fp8_outputs(static: bool) -> list[str]:
-    """Return the FP8 output formats, those with a given scale only if asked for."""
-    fp8 = [fmt for fmt in OUTPUT_FORMATS.values() if fmt.container is torch.float8_e4m3fn]
-    return [fmt.name for fmt in fp8 if static or not fmt.static_scale]
 
 
 def _format_grid(base: AttentionConfig) -> dict[str, dict[str, AttentionConfig]]:

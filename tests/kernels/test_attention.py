@@ -18,8 +18,8 @@ from vattn.kernels.triton.attention import launch
 from vattn.kernels.triton.attention.kernel import attention_kernel
 from vattn.kernels.triton.attention.reduce import finish_kernel
 from vattn.kernels.triton.common.tiles import Limits, Tiles, choose_tiles, compute_dtype
-from vattn.quantization.codecs import quantise_output
-from vattn.quantization.formats import OUTPUT_FORMATS
+from vattn.quantization.codecs import quantise_output, quantise_rows
+from vattn.quantization.formats import OUTPUT_FACTORS, OUTPUT_FORMATS
 
 PLAIN = Tiles(block_m=16, group_tile=2, tile=16, d_step=16, num_splits=1, full_loop=False, num_warps=4, num_stages=1)
 
@@ -130,6 +130,19 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "group-rounded": {"output_format": "fp8_group64_pow2", "output_min_scale": 0.003, "output_floor": "rounded_scale"},
     "group-no-zeros": {"output_format": "fp8_group64", "output_min_scale": 0.003, "output_floor": "zero"},
     "token-no-zeros": {"output_format": "fp8_per_token", "output_min_scale": 0.003, "output_floor": "zero"},
+    "int8-multiply": {"output_format": "int8_per_token", "output_arithmetic": "multiply", "output_min_scale": 0.01},
+    "int8-no-zeros": {"output_format": "int8_per_token", "output_min_scale": 0.003, "output_floor": "zero"},
+    **{
+        f"{name}-{arithmetic}": {
+            "output_format": name,
+            "output_arithmetic": arithmetic,
+            "output_min_scale": 0.003,
+            "output_floor": "maximum",
+        }
+        for name, arithmetic in zip(
+            ("fp8_per_token", "fp8_group64", "fp8_group128_col", "int8_per_token"), OUTPUT_FACTORS, strict=True
+        )
+    },
 }
 
 
@@ -170,6 +183,59 @@ APPROXIMATE = [
     ("fp8_static", "divide", 1), ("fp8_static", "multiply", 3), ("fp8_per_token", "divide", 3),
     ("fp8_per_token", "multiply", 1), ("fp8_group64_col", "divide", 1), ("fp8_group64_col", "multiply", 3),
 ]  # fmt: skip
+
+
+def finished(rows: Tensor, **output: Any) -> tuple[Batch, Any]:
+    """Return what the finishing kernel makes of rows `[T, N]`, and its config."""
+    config = make_config(num_heads=4, num_kv_heads=1, head_size=32, dtype="bfloat16", **output)
+    batch = random_paged_batch(config, [len(rows)], [len(rows)])
+    launch.finish(batch.args, config, rows.view(len(rows), 4, 32))
+    return batch, config
+
+
+EVERY = [
+    ("int8_per_token", "divide", None, "scale"), ("int8_per_token", "quotient", 0.0, "maximum"),
+    ("mxfp8_ceil", "divide", None, "scale"), ("mxfp8_floor", "divide", None, "scale"),
+    ("fp8_group64", "factor", 1e-4, "maximum"), ("fp8_per_token", "factor_inverse", 0.0, "maximum"),
+    ("fp8_group128", "quotient_inverse", 1e-4, "maximum"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "arithmetic", "least", "floor"), EVERY)
+def test_every_value_is_finished_as_the_reference_says(
+    name: str, arithmetic: str, least: float | None, floor: str
+) -> None:
+    """Every bf16 value, infinities and NaN too, among its neighbours.
+
+    Subnormal ones are left out, which Triton's interpreter does not load exactly.
+    """
+    every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
+    every = torch.where((every.abs() > 0) & (every.abs() < 2.0**-126), 0.0, every)
+    rows = every.view(-1, 128)
+    batch, _ = finished(
+        rows, output_format=name, output_arithmetic=arithmetic, output_min_scale=least, output_floor=floor
+    )
+    wanted = quantise_rows(rows, OUTPUT_FORMATS[name], None, arithmetic, least, floor)
+    for got, want in zip((batch.args.output.flatten(1), batch.args.output_block_scale), wanted, strict=True):
+        assert got.shape == want.shape and got.dtype == want.dtype
+        bits = torch.uint8 if got.itemsize == 1 else torch.int32
+        both_nan = got.float().isnan() & want.float().isnan()
+        assert bool(((got.view(bits) == want.view(bits)) | both_nan).all())
+
+
+def test_approximate_factors_take_constant_divisors_as_factors() -> None:
+    """As generated CUDA code; what the interpreter divides is exact."""
+    rows = torch.randn(40, 128, generator=torch.Generator().manual_seed(2)).bfloat16()
+    rows[3] = 0
+    batch, _ = finished(
+        rows, output_format="fp8_group64", output_arithmetic="approximate_factor", output_min_scale=1e-4,
+        output_floor="maximum",
+    )  # fmt: skip
+    groups = rows.float().view(40, 2, 64)
+    largest = groups.abs().amax(-1).clamp(min=1e-4)
+    assert torch.equal(batch.args.output_block_scale, largest * (1 / 448))
+    codes = (groups * (448.0 / largest).unsqueeze(-1)).to(torch.float8_e4m3fn)
+    assert torch.equal(batch.args.output.view(torch.uint8).flatten(), codes.view(torch.uint8).flatten())
 
 
 @pytest.mark.parametrize(("name", "arithmetic", "splits"), APPROXIMATE)

@@ -43,6 +43,45 @@ def dynamic(width: int, scale_of: Callable[[Tensor], Tensor], multiply: bool = F
     return function
 
 
+def factor(width: int, factor_of: Callable[[Tensor], Tensor], inverse: bool = False) -> Callable[..., Any]:
+    def function(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        x = o.float().view(-1, COLUMNS // width, width)
+        most = largest(x).clamp(min=1e-4)
+        by = factor_of(most)
+        return rounded(x * by).view(-1, COLUMNS), (by.reciprocal() if inverse else most / 448.0).flatten(1)
+
+    return function
+
+
+def int8(limit: float, multiply: bool = False) -> Callable[..., Any]:
+    def function(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        x = o.float()
+        scale = (largest(x) / limit).clamp(min=1e-7)
+        codes = torch.round(x * (1.0 / scale) if multiply else x / scale)
+        return codes.clamp(-128, 127).to(torch.int8), scale
+
+    return function
+
+
+def mx_ceil(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    x = o.float().view(-1, COLUMNS // 32, 32)
+    descale = largest(x) / 448.0
+    exponent = (torch.ceil(torch.log2(descale)).clamp(-127, 127) + 127).to(torch.uint8)
+    exponent = torch.where(descale.isnan(), 255, torch.where(descale.isinf(), 254, exponent))
+    power = torch.where(exponent == 0, 1.0, torch.exp2(127 - exponent.float()))
+    by = torch.where(exponent == 255, descale, torch.where(exponent == 254, 2.0**-127, power))
+    return rounded(x * by).view(-1, COLUMNS), exponent.view(torch.float8_e8m0fnu).flatten(1)
+
+
+def mx_floor(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    x = o.float().view(-1, COLUMNS // 32, 32)
+    most = largest(x)
+    exponent = (((most.view(torch.int32) >> 23) & 255) - 8).clamp(min=0)
+    exponent = torch.where(most.isnan(), 255, exponent)
+    scale = (exponent << 23).view(torch.float32).clamp(min=2.0**-126)
+    return rounded(x / scale).view(-1, COLUMNS), exponent.to(torch.uint8).view(torch.float8_e8m0fnu).flatten(1)
+
+
 def nvfp4(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     groups = o.float().view(-1, COLUMNS // 16, 16)
     block = rounded(groups.abs().amax(-1) / 6.0 / s)
@@ -79,6 +118,14 @@ BASES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "groups, powers of two": dynamic(64, lambda m: torch.exp2(torch.ceil(torch.log2(floor(m))))),
     "groups by an op": lambda o, s: torch.ops.vattn.quant_fp8_group(o.float(), 64, False, False),
     "nvfp4": nvfp4,
+    "groups times a factor": factor(128, lambda m: 448.0 / m),
+    "token times a factor, its inverse kept": factor(COLUMNS, lambda m: 448.0 / m, True),
+    "groups times a quotient": factor(64, lambda m: torch.full_like(m, 448.0) / m),
+    "int8": int8(127.0),
+    "int8, multiplied": int8(127.0, True),
+    "int8, full range": int8(127.5),
+    "mx, ceil": mx_ceil,
+    "mx, floor": mx_floor,
 }
 
 
@@ -410,7 +457,7 @@ class Adversary:
         with gm.graph.inserting_before(node.next):
             try:
                 changed = CHANGES[change](Site(node, held[node.name], rng))
-            except (RuntimeError, TypeError, IndexError, ValueError):
+            except (RuntimeError, TypeError, IndexError, ValueError, ZeroDivisionError):
                 return None
         if changed.meta["val"].shape != node.meta["val"].shape or changed.meta["val"].dtype != node.meta["val"].dtype:
             return None

@@ -136,7 +136,12 @@ def own_inputs(seed: int) -> Tensor:
     every = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16)
     if seed > 1:
         every = every[torch.randperm(len(every), generator=rng)]
-    rows = torch.cat((x.bfloat16(), every.view(-1, COLUMNS)))
+    # Every mantissa under every maximum: a factor that is off in its last place shows at a tie.
+    mantissas = 1 + torch.arange(128) / 128
+    pairs = torch.cat((mantissas, mantissas / 2)).repeat(128, 1)
+    pairs = torch.where(pairs > mantissas[:, None], 0, pairs)
+    pairs[:, 0] = mantissas
+    rows = torch.cat((x.bfloat16(), every.view(-1, COLUMNS), pairs.bfloat16()))
     return rows if seed == 1 else rows[torch.randperm(len(rows), generator=rng)]
 
 
@@ -165,7 +170,7 @@ def meaning(form: Form, function: Callable[[Tensor, Tensor], Any] | None = None)
             floor = zeros[1].float().min() if rest else None
             if len(rest) > 1:
                 return None
-            references = _references(x.float(), s, rest, floor)
+            references = _references(x.float(), s, codes, rest, floor)
             found = {
                 name
                 for name, make in references
@@ -192,12 +197,24 @@ def _dtypes(made: Any) -> list[torch.dtype]:
 Reference = tuple[str, Callable[[], tuple[Tensor, "Tensor | None"]]]
 
 
-def _references(x: Tensor, s: Tensor, rest: list[Tensor], floor: Tensor | None) -> Iterator[Reference]:
+def _references(x: Tensor, s: Tensor, codes: Tensor, rest: list[Tensor], floor: Tensor | None) -> Iterator[Reference]:
     """Yield formats by name, and how to get their codes and scales."""
     if rest and rest[0].dtype == E4M3:
         yield "nvfp4", lambda: _nvfp4(x, s, False)
         yield "nvfp4 swizzled", lambda: _nvfp4(x, s, True)
+    elif rest and rest[0].dtype in (torch.uint8, torch.float8_e8m0fnu):
+        yield "mx ceil", partial(_mx, x, True)
+        yield "mx floor", partial(_mx, x, False)
     elif rest:
+        limits = (127, 127.5) if codes.dtype == torch.int8 else (448,)
+        for limit, size, by in itertools.product(limits, (COLUMNS, 128, 64), FACTORS):
+            for least in (0.0, 1e-12, 1e-10, 1e-4, 1e-3):
+                yield f"factor {limit} {size} {by} {least}", partial(_by_factor, x, limit, size, by, least)
+        if codes.dtype == torch.int8:
+            for limit, sign, rule in itertools.product(limits, "/*", ("least", "zero")):
+                name = f"int8 {limit} {sign} {rule}"
+                yield name, partial(_dynamic, x, floor, COLUMNS, False, sign, rule, limit)
+            return
         for size in dict.fromkeys((COLUMNS, 128, 64)):
             for power in (False,) if size == COLUMNS else (False, True):
                 for sign, rule in itertools.product("/*", ("least", "rounded" if power else "zero")):
@@ -211,14 +228,61 @@ def _references(x: Tensor, s: Tensor, rest: list[Tensor], floor: Tensor | None) 
             yield f"static * {name}", partial(lambda factor: (rounded(x * factor), None), factor)
 
 
-def _dynamic(x: Tensor, floor: Tensor, size: int, power: bool, sign: str, rule: str) -> tuple[Tensor, Tensor]:
+FACTORS: dict[str, Callable[[Tensor, float], Tensor]] = {
+    "product": lambda m, limit: (1 / m) * limit,
+    "quotient": lambda m, limit: torch.tensor(limit) / m,
+}
+
+
+def _codes(x: Tensor, limit: float) -> Tensor:
+    if limit == 448:
+        return rounded(x)
+    return torch.where(x.isnan(), 0, x.round().clamp(-128, 127)).to(torch.int8)
+
+
+def _by_factor(x: Tensor, limit: float, size: int, by: str, least: float) -> tuple[Tensor, Tensor]:
+    """Quantise groups of columns by factors; the scale is a maximum over the limit, or the inverse."""
+    groups = x.view(-1, COLUMNS // size, size)
+    largest = groups.abs().amax(-1).clamp(min=least)
+    factor = FACTORS[by.removeprefix("inverse of ")](largest, limit)
+    scales = 1 / factor if by.startswith("inverse") else largest / limit
+    return _codes(groups * factor.unsqueeze(-1), limit).view(-1, COLUMNS), scales
+
+
+FACTORS |= {f"inverse of {name}": factor for name, factor in FACTORS.items()}
+
+
+def _mx(x: Tensor, ceil: bool) -> tuple[Tensor, Tensor]:
+    """Quantise groups of 32 columns; powers of two by `frexp`."""
+    groups = x.view(-1, COLUMNS // 32, 32)
+    largest = groups.abs().amax(-1)
+    mantissa, exponent = (largest / 448 if ceil else largest).double().frexp()
+    exponent = exponent - (mantissa == 0.5).int() if ceil else exponent - 9
+    exponent = torch.where(largest == 0, -127, exponent).clamp(min=-127)
+    power = torch.exp2(exponent.double())
+    values = groups.double()
+    if ceil:
+        exponent = torch.where(largest.isinf(), 127, exponent)
+        factor = torch.where(largest.isinf(), 2.0**-127, torch.where(exponent == -127, 1.0, 1 / power))
+        scaled = values * torch.where(largest.isnan(), torch.nan, factor).unsqueeze(-1)
+    else:
+        exponent = torch.where(largest.isinf(), 120, exponent)
+        power = torch.where(largest.isinf(), 2.0**120, power.clamp(min=2.0**-126))
+        scaled = values / torch.where(largest.isnan(), torch.inf, power).unsqueeze(-1)
+    scales = torch.where(largest.isnan(), 255, exponent + 127).to(torch.uint8)
+    return rounded(scaled.float()).view(-1, COLUMNS), scales.view(torch.float8_e8m0fnu)
+
+
+def _dynamic(
+    x: Tensor, floor: Tensor, size: int, power: bool, sign: str, rule: str, limit: float = 448
+) -> tuple[Tensor, Tensor]:
     """Quantise groups of columns; `floor` is whatever the form itself gives a row of zeros.
 
     Args:
         rule: whether the floor is the least scale, before or after it is rounded, or replaces zero alone.
     """
     groups = x.view(-1, COLUMNS // size, size)
-    scales = groups.abs().amax(-1) / 448
+    scales = groups.abs().amax(-1) / limit
     if bool(floor > 0) and rule == "zero":
         scales = torch.where(scales == 0, floor, scales)
     elif bool(floor > 0) and rule == "least":
@@ -230,7 +294,7 @@ def _dynamic(x: Tensor, floor: Tensor, size: int, power: bool, sign: str, rule: 
     if rule == "rounded":
         scales = torch.where(scales.isnan(), scales, torch.maximum(scales, floor))
     wide = scales.unsqueeze(-1)
-    return rounded(groups / wide if sign == "/" else groups * (1 / wide)).view(-1, COLUMNS), scales
+    return _codes(groups / wide if sign == "/" else groups * (1 / wide), limit).view(-1, COLUMNS), scales
 
 
 def nearest_e2m1(x: Tensor) -> Tensor:
@@ -262,7 +326,7 @@ def _nvfp4(x: Tensor, s: Tensor, is_swizzled: bool) -> tuple[Tensor, Tensor]:
 
 def _agree(form: Form, codes: Tensor, rest: list[Tensor], want: tuple[Tensor, Tensor | None]) -> bool:
     wanted = form.moved(want[0].view(torch.uint8)).flatten()
-    if codes.numel() != wanted.numel() or codes.dtype not in (E4M3, torch.uint8) or len(rest) != (want[1] is not None):
+    if codes.numel() != wanted.numel() or codes.dtype != want[0].dtype or len(rest) != (want[1] is not None):
         return False
     got = codes.flatten().view(torch.uint8)
     same = got == wanted
@@ -270,6 +334,8 @@ def _agree(form: Form, codes: Tensor, rest: list[Tensor], want: tuple[Tensor, Te
         same |= got.view(E4M3).float().isnan() & wanted.view(E4M3).float().isnan()
     if want[1] is None or not bool(same.all()):
         return bool(same.all())
+    if want[1].dtype == torch.float8_e8m0fnu:
+        return torch.equal(rest[0].view(torch.uint8).flatten(), want[1].view(torch.uint8).flatten())
     scales = form.moved(want[1].float()).flatten()
     made = rest[0].float().flatten()
     return made.shape == scales.shape and torch.equal(made.nan_to_num(-1), scales.nan_to_num(-1))

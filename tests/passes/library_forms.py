@@ -257,6 +257,8 @@ def torchao_forms() -> dict[str, Callable[..., Any]]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
+        from torchao.prototype.mx_formats.config import ScaleCalculationMode
+        from torchao.prototype.mx_formats.mx_tensor import to_mx
         from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
         from torchao.quantization import PerRow, PerTensor
         from torchao.quantization.quant_primitives import (
@@ -265,6 +267,7 @@ def torchao_forms() -> dict[str, Callable[..., Any]]:
             _quantize_affine_float8_non_decomposed,
         )
         from torchao.quantization.quantize_.workflows.float8.float8_tensor import Float8Tensor
+        from torchao.quantization.quantize_.workflows.int8.int8_tensor import Int8Tensor
 
     def from_hp(o: Tensor, granularity: Any, **bounds: float) -> tuple[Tensor, Tensor]:
         made = Float8Tensor.from_hp(o, E4M3, granularity, **bounds)
@@ -284,7 +287,17 @@ def torchao_forms() -> dict[str, Callable[..., Any]]:
         scales, codes = nvfp4_quantize(o, 16, s)
         return codes, scales
 
+    def mx(mode: Any) -> Callable[[Tensor, Tensor], tuple[Tensor, ...]]:
+        return lambda o, s: to_mx(o, E4M3, 32, mode)[::-1]
+
+    def int8(o: Tensor) -> tuple[Tensor, Tensor]:
+        made = Int8Tensor.from_hp(o, PerRow())
+        return made.qdata, made.scale
+
     return {
+        **{f"to_mx, {mode.name}": mx(mode) for mode in ScaleCalculationMode},
+        "Int8Tensor.from_hp, PerRow": lambda o, s: int8(o),
+        "Int8Tensor.from_hp, PerRow of fp32": lambda o, s: int8(o.float()),
         "quantize_affine_float8": lambda o, s: _quantize_affine_float8(o, s),
         "quantize_affine_float8_non_decomposed": lambda o, s: _quantize_affine_float8_non_decomposed(o, s),
         "choose_scale_float8 of rows": lambda o, s: chosen(o, COLUMNS),
@@ -301,6 +314,7 @@ def torchao_forms() -> dict[str, Callable[..., Any]]:
 
 
 def compressed_tensors_forms() -> dict[str, Callable[..., Any]]:
+    from compressed_tensors.compressors.nvfp4.helpers import pack_fp4_to_uint8
     from compressed_tensors.quantization import QuantizationArgs
     from compressed_tensors.quantization.lifecycle.forward import fake_quantize, quantize
     from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
@@ -313,6 +327,23 @@ def compressed_tensors_forms() -> dict[str, Callable[..., Any]]:
         scale, _ = compute_dynamic_scales_and_zp(o, args, nn.Module())
         return quantize(o, scale, None, args, dtype=E4M3), scale
 
+    def int8(o: Tensor) -> tuple[Tensor, Tensor]:
+        scale, _ = compute_dynamic_scales_and_zp(o.unsqueeze(0), integers, nn.Module())
+        return quantize(o, scale.squeeze(0), None, integers, dtype=torch.int8), scale
+
+    def nvfp4(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        scale, zero = compute_dynamic_scales_and_zp(o, fp4, nn.Module(), global_scale=s)
+        return pack_fp4_to_uint8(quantize(o, scale, zero, fp4, global_scale=s)), scale.to(E4M3)
+
+    def mxfp8(o: Tensor) -> tuple[Tensor, Tensor]:
+        scale, zero = compute_dynamic_scales_and_zp(o, mx, nn.Module())
+        return quantize(o, scale, zero, mx, dtype=E4M3), scale
+
+    integers = QuantizationArgs(num_bits=8, type="int", symmetric=True, strategy="token", dynamic=True)
+    fp4 = QuantizationArgs(
+        num_bits=4, type="float", strategy="tensor_group", group_size=16, dynamic="local", scale_dtype=E4M3
+    )
+    mx = arguments("group", dynamic=True, group_size=32, scale_dtype=torch.uint8)
     tensor, token = arguments("tensor"), arguments("token", dynamic=True)
     group = arguments("group", dynamic=True, group_size=128)
     return {
@@ -320,6 +351,9 @@ def compressed_tensors_forms() -> dict[str, Callable[..., Any]]:
         "quantize, tensor, bf16": lambda o, s: quantize(o, s.bfloat16(), None, tensor, dtype=E4M3),
         "quantize, token": lambda o, s: dynamic(o.float(), token),
         "quantize, token, bf16": lambda o, s: dynamic(o, token),
+        "quantize, int8 token": lambda o, s: int8(o.float()),
+        "quantize, NVFP4": nvfp4,
+        "quantize, MX": lambda o, s: mxfp8(o.float()),
         "quantize, group": lambda o, s: dynamic(o.float(), group),
         "fake_quantize, tensor": lambda o, s: fake_quantize(o.float(), s, None, tensor),
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from forms import E4M3, rounded
 from grammar import Form
@@ -55,6 +57,55 @@ def product_over_the_maximum(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     return (o.float() * 448.0 / largest).to(E4M3), largest / 448.0
 
 
+def factor_kept(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """The scale is stored as the reciprocal of the factor."""
+    factor = 448.0 / o.abs().amax(dim=1, keepdim=True).float().clamp(1e-4)
+    return rounded(o.float() * factor), factor.reciprocal()
+
+
+def quotient_kept(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    largest = groups(o).abs().amax(-1, keepdim=True).clamp(min=1e-10)
+    factor = torch.full_like(largest, 448.0) / largest
+    return rounded(groups(o) * factor).view(o.shape), factor.reciprocal().squeeze(-1)
+
+
+def int8_tokens(
+    o: Tensor,
+    s: Tensor,
+    limit: float = 127.0,
+    rounding: Callable[[Tensor], Tensor] = torch.round,
+    size: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    x = groups(o, size or o.shape[1])
+    scale = (x.abs().amax(-1, keepdim=True) / limit).clamp(min=1e-5)
+    return rounding(x / scale).clamp(-128, 127).to(torch.int8).view(o.shape), scale.squeeze(-1)
+
+
+def int8_by_reciprocal(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """Limited before it is rounded."""
+    scale = (o.float().abs().amax(-1, keepdim=True) / 127).clamp(min=1e-7)
+    return torch.round((o.float() * (1.0 / scale)).clamp(-127, 127)).to(torch.int8), scale
+
+
+def int8_by_factor(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    largest = o.float().abs().amax(-1, keepdim=True).clamp(min=1e-10)
+    return torch.round(o.float() * (127.0 / largest)).to(torch.int8), largest / 127
+
+
+def int8_static(o: Tensor, s: Tensor) -> Tensor:
+    return torch.round(o.float() / s).clamp(-128, 127).to(torch.int8)
+
+
+def mx(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    """Powers of two by their bits, as the OCP's document on MX has them."""
+    x = groups(o, 32)
+    largest = x.abs().amax(-1, keepdim=True)
+    exponent = ((largest.view(torch.int32) >> 23) - 8).clamp(min=0)
+    exponent = torch.where(largest.isnan(), 255, exponent)
+    scale = (exponent << 23).view(torch.float32).clamp(min=2.0**-126)
+    return rounded(x / scale).view(o.shape), exponent.to(torch.uint8).squeeze(-1)
+
+
 SERVED: dict[str, Form] = {
     name: Form(name, function)
     for name, function in {
@@ -66,5 +117,15 @@ SERVED: dict[str, Form] = {
         "DeepGEMM: groups times a factor": factor_of_groups,
         "TensorRT-LLM: tokens times a factor": factor_of_tokens,
         "tokens times 448 over the maximum": product_over_the_maximum,
+        "tokens times a factor, its reciprocal kept": factor_kept,
+        "groups times a quotient, its reciprocal kept": quotient_kept,
+        "int8 tokens": int8_tokens,
+        "int8 tokens, 127.5": lambda o, s: int8_tokens(o, s, 127.5),
+        "int8 tokens, limited, times the reciprocal": int8_by_reciprocal,
+        "int8 tokens times a factor": int8_by_factor,
+        "int8 tokens, truncated": lambda o, s: int8_tokens(o, s, rounding=torch.trunc),
+        "int8 groups": lambda o, s: int8_tokens(o, s, size=64),
+        "int8, a scale given": int8_static,
+        "MX by the exponents' bits": mx,
     }.items()
 }

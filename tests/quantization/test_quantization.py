@@ -328,7 +328,10 @@ def test_output_formats_write_everything_and_come_back(name: str, shape: tuple[i
     assert relative_l2(decoded, x.float()) <= bound
 
 
-@pytest.mark.parametrize("name", [name for name in OUTPUT_FORMATS if name != "none"])
+WITH_FUNCTIONS = [f.name for f in OUTPUT_FORMATS.values() if f.container not in (None, torch.int8) and not f.exponents]
+
+
+@pytest.mark.parametrize("name", WITH_FUNCTIONS)
 def test_output_formats_agree_with_the_quantising_functions(name: str) -> None:
     shape, fmt = (7, 4, 96), OUTPUT_FORMATS[name]
     x = torch.randn(shape)
@@ -346,6 +349,65 @@ def test_output_formats_agree_with_the_quantising_functions(name: str) -> None:
     assert (scales is None) == (expected is None)
     if scales is not None and expected is not None:
         assert codes_of(scales) == codes_of(expected)
+
+
+@pytest.mark.parametrize(("name", "limit"), [("int8_per_token", 127), ("int8_per_token_full", 127.5)])
+def test_int8_rows_are_maxima_over_127(name: str, limit: float) -> None:
+    rows = torch.randn(9, 96)
+    rows[1], rows[2, 5], rows[3, 4] = 0, torch.nan, torch.inf
+    codes, scales = qz.quantise_rows(rows, OUTPUT_FORMATS[name])
+    whole = rows.isfinite().all(1)
+    wanted = rows[whole].abs().amax(1, keepdim=True).clamp(min=1e-10) / limit
+    assert codes.dtype == torch.int8 and torch.equal(scales[whole], wanted)
+    assert torch.equal(codes[whole], (rows[whole] / wanted).round().clamp(-128, 127).to(torch.int8))
+    assert codes[0].int().abs().max() >= 127 and codes[2].eq(0).all()
+    assert scales[2].isnan() and scales[3].isinf()
+    assert qz.to_int8(torch.tensor([0.5, 1.5, -2.5, 126.5, 900.0, -900.0, torch.nan])).tolist() == [
+        0, 2, -2, 126, 127, -128, 0
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["mxfp8_ceil", "mxfp8_floor"])
+def test_mx_scales_are_powers_of_two_around_the_maximum(name: str) -> None:
+    """Against powers that `math` finds, at the ends of what e8m0 and fp32 hold too."""
+    largest = [448.0, 449.0, 447.0, 256.0, 255.0, 512.0, 1e-3, 3e38, 2.0**-118, 2.0**-119, 2.0**-130, 1e-40, 0.0]
+    rows = torch.tensor(largest)[:, None] * torch.tensor([1.0, -0.5, 0.3, 0.0] * 8)
+    codes, scales = qz.quantise_rows(rows, OUTPUT_FORMATS[name])
+    assert scales.dtype == torch.uint8 and scales.shape == (len(largest), 1)
+    for m, row, code, byte in zip(largest, rows, codes, scales.flatten().tolist(), strict=True):
+        if name == "mxfp8_ceil":
+            exponent = math.ceil(math.log2(m / 448)) if m else -127
+        else:
+            exponent = math.floor(math.log2(m)) - 8 if m else -127
+        assert byte == max(exponent, -127) + 127, m
+        if byte:
+            step = 2.0 ** (byte - 127)
+        else:
+            step = 1.0 if name == "mxfp8_ceil" else 2.0**-126
+        assert codes_of(code) == codes_of((row.double() / step).clamp(-448, 448).float().to(torch.float8_e4m3fn))
+    for value, byte, finite in ((torch.nan, 255, 255), (torch.inf, 254, 247)):
+        rows = torch.ones(1, 32)
+        rows[0, 7] = value
+        _, scales = qz.quantise_rows(rows, OUTPUT_FORMATS[name])
+        assert scales.item() == (byte if name == "mxfp8_ceil" else finite)
+
+
+@pytest.mark.parametrize("arithmetic", ["factor", "factor_inverse", "quotient", "quotient_inverse"])
+@pytest.mark.parametrize("name", ["fp8_per_token", "fp8_group64", "int8_per_token"])
+def test_factors_are_made_of_maxima(name: str, arithmetic: str) -> None:
+    fmt = OUTPUT_FORMATS[name]
+    rows = torch.randn(50, 128).bfloat16()
+    rows[4] *= 1e-5
+    codes, scales = qz.quantise_rows(rows, fmt, None, arithmetic, 1e-3, "maximum")
+    groups = rows.float().view(50, -1, 64 if fmt.group_size > 0 else 128)
+    largest = groups.abs().amax(-1).clamp(min=1e-3)
+    factor = fmt.limit / largest  # Python's division multiplies the reciprocal
+    if "quotient" in arithmetic:
+        factor = torch.tensor(fmt.limit) / largest
+    assert torch.equal(scales, 1 / factor if "inverse" in arithmetic else largest / fmt.limit)
+    product = groups * factor.unsqueeze(-1)
+    wanted = product.round().to(torch.int8) if name == "int8_per_token" else product.to(torch.float8_e4m3fn)
+    assert codes_of(codes) == codes_of(wanted)
 
 
 def _traced(x: Tensor, scale: Tensor) -> tuple[Tensor, ...]:

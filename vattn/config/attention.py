@@ -22,6 +22,7 @@ from vattn.quantization.formats import (
     KV_FORMATS,
     MODEL_DTYPES,
     OUTPUT_ARITHMETICS,
+    OUTPUT_FACTORS,
     OUTPUT_FLOORS,
     OUTPUT_FORMATS,
     QUERY_FORMATS,
@@ -79,19 +80,26 @@ def check_output(config: Any, columns: int) -> None:
         f"rows that are a multiple of {fmt.group_size}",
         "use another group size or per-token scales",
     )
-    fp8 = fmt.container is not None and fmt.container.is_floating_point
     _check(
-        lowest is None or (fp8 and not fmt.static_scale and lowest >= 0),
+        config.output_arithmetic in fmt.arithmetics,
+        f"output_arithmetic={config.output_arithmetic!r} with output_format={config.output_format!r}",
+        ", ".join(fmt.arithmetics),
+        "use output_arithmetic='divide'",
+    )
+    _check(
+        lowest is None or (fmt.has_fp32_scales and lowest >= 0),
         f"output_min_scale={lowest} with output_format={config.output_format!r}",
-        "a number from 0 up with FP8 output formats that compute scales",
+        "a number from 0 up with output formats that compute scales in fp32",
         "pass None for the default",
     )
-    floor = config.output_floor
+    floor, factor = config.output_floor, config.output_arithmetic.removeprefix("approximate_") in OUTPUT_FACTORS
+    fits = {"scale": True, "maximum": True, "rounded_scale": fmt.power_of_two, "zero": not fmt.power_of_two}
     _check(
-        floor == "scale" or (lowest is not None and fmt.power_of_two == (floor == "rounded_scale")),
-        f"output_floor={floor!r} with output_format={config.output_format!r} and output_min_scale={lowest}",
-        "an output_min_scale; 'rounded_scale' where scales are powers of two, 'zero' where they are not",
-        "use output_floor='scale'",
+        factor == (floor == "maximum") and fits[floor] and (floor == "scale" or lowest is not None),
+        f"output_floor={floor!r} with output_format={config.output_format!r}, "
+        f"output_arithmetic={config.output_arithmetic!r} and output_min_scale={lowest}",
+        "an output_min_scale; 'maximum' with factors, 'rounded_scale' where scales are powers of two, 'zero' elsewhere",
+        "use output_floor='scale', or 'maximum' with a factor",
     )
 
 
@@ -117,12 +125,13 @@ class AttentionConfig(encoding.Encoded):
             `"multiply"` by its reciprocal, in fp32.
         output_format: name in `vattn.quantization.formats.OUTPUT_FORMATS`.
         output_arithmetic: `"divide"` by the scale, or `"multiply"` by its reciprocal; a static `output_scale` is then
-            that reciprocal. FP8 formats only. `"approximate_divide"` and `"approximate_multiply"` divide as code that
-            Inductor generates for CUDA does, which may differ in the last two places (`vattn.quantization.formats`).
-        output_min_scale: computed FP8 scales are at least this; `None`: `vattn.quantization.codecs.MIN_ABSMAX / 448`.
+            that reciprocal. Names of `OUTPUT_FACTORS` scale by a factor made of the maximum. Names with `approximate_`
+            divide as code that Inductor generates for CUDA does, which may differ in the last two places. See
+            `vattn.quantization.formats`.
+        output_min_scale: computed fp32 scales are at least this; `None`: `vattn.quantization.codecs.MIN_ABSMAX / 448`.
             With 0, rows of zeros become NaN.
         output_floor: `"scale"`: a smaller scale is raised to it; `"rounded_scale"`: after it is rounded to a power of
-            two; `"zero"`: a scale of zero alone is replaced by it.
+            two; `"zero"`: a scale of zero alone is replaced by it; `"maximum"`: with factors, it is the least maximum.
         attn_type: see `AttentionType`. `"encoder_decoder"`: queries and keys count their positions apart, so every row
             sees every key of its request, and nothing that compares positions can be requested.
         causality: `"causal"`, `"bidirectional"`, or `"per_request"` with `causal_flags`.
@@ -243,7 +252,6 @@ class AttentionConfig(encoding.Encoded):
             "set query_format='fp8_e4m3'",
         )
         self._check_head_pairs()
-        self._check_output_variant()
         check_output(self, self.num_heads * self.head_size_v)
 
     def _check_head_pairs(self) -> None:
@@ -268,17 +276,6 @@ class AttentionConfig(encoding.Encoded):
             f"{asked}kv_cache_dtype={self.kv_cache_dtype!r}",
             ", ".join(name for name in KV_FORMATS if name not in packed),
             "choose a format that stores plain rows",
-        )
-
-    def _check_output_variant(self) -> None:
-        fmt = OUTPUT_FORMATS[self.output_format]
-        fp8 = fmt.container is not None and fmt.container.is_floating_point
-        divides = self.output_arithmetic.removeprefix("approximate_") == "divide"
-        _check(
-            self.output_arithmetic == "divide" or fp8 or (divides and fmt.container is not None),
-            f"output_arithmetic={self.output_arithmetic!r} with output_format={self.output_format!r}",
-            "multiplication with FP8 output formats, approximate arithmetic with quantised ones",
-            "use output_arithmetic='divide'",
         )
 
     def _check_mask(self) -> None:

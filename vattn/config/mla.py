@@ -140,13 +140,6 @@ class MLAConfig(encoding.Encoded):
             "v_head_dim that is a multiple of 16",
             "use an FP8 output format",
         )
-        fp8 = fmt.container is not None and fmt.container.is_floating_point
-        _check(
-            self.output_arithmetic == "divide" or fp8,
-            f"output_arithmetic={self.output_arithmetic!r} with output_format={self.output_format!r}",
-            "other arithmetic with FP8 output formats",
-            "use output_arithmetic='divide'",
-        )
 
     @property
     def dcp_shard(self) -> DCPShard | None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from vattn.config import encoding
 from vattn.config.encoding import check
-from vattn.quantization.formats import OUTPUT_ARITHMETICS
+from vattn.quantization.formats import OUTPUT_DIVISIONS
 
 ROPE_STYLES = ("neox", "interleaved")
 """Which columns are rotated together: i and i + rotary_dim / 2 (NeoX, Llama), or 2i and 2i + 1 (GPT-J)."""
@@ -53,7 +53,7 @@ class RopeConfig(encoding.Encoded):
             "an even number from 2 up",
             "give the number of rotated columns, not of pairs",
         )
-        choices = {"style": ROPE_STYLES, "norm": ROPE_NORMS, "query_arithmetic": OUTPUT_ARITHMETICS}
+        choices = {"style": ROPE_STYLES, "norm": ROPE_NORMS, "query_arithmetic": OUTPUT_DIVISIONS}
         encoding.check_names(self, choices)
         check(
             self.norm_eps >= 0 and (self.norm != "none" or self.norm_eps == 0),

@@ -14,7 +14,7 @@ from vattn.passes.region_moves import MOVES
 from vattn.passes.region_precision import CASTS
 from vattn.passes.region_run import SATURATES, same_bits, unsaturated_cast
 from vattn.quantization import codecs as quantization
-from vattn.quantization.formats import FP4_E2M1_MAX, FP8_E4M3_MAX, NVFP4_GROUP_SIZE
+from vattn.quantization.formats import FP4_E2M1_MAX, FP8_E4M3_MAX, INT8_MAX, MX_GROUP_SIZE, NVFP4_GROUP_SIZE
 
 Way = Callable[[Tensor, float, "float | None"], Tensor]
 """Codes of rows `[T, N]` under a static scale, or with a least value of computed scales."""
@@ -26,14 +26,17 @@ def _clamped(x: Tensor) -> Tensor:
     return x.clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX).to(_E4M3)
 
 
-def static_ways(packed: bool = False) -> dict[str, Way]:
+def static_ways(dtype: torch.dtype | None) -> dict[str, Way]:
     """Return unsupported quantisers with a given scale, by the reason for the report.
 
     Args:
-        packed: those to bytes of two e2m1 values, instead of those to FP8.
+        dtype: that of the codes; `uint8`: two e2m1 values a byte.
     """
-    if packed:
+    if dtype == torch.uint8:
         return _nvfp4_ways()
+    if dtype == torch.int8:
+        given = "int8 with a given scale is no supported format; use one scale per token, or FP8"
+        return {given: lambda rows, scale, _: quantization.to_int8(rows.float() / torch.tensor(scale))}
 
     def of_scale(quantise: Callable[[Tensor, Tensor], Tensor]) -> Way:
         return lambda rows, scale, _: quantise(rows.float(), torch.tensor(scale))
@@ -86,6 +89,11 @@ def _nvfp4_ways() -> dict[str, Way]:
             lambda x, b, s: x * ((1 / s) / b),
             lambda x: torch.where(x.isnan(), 4, quantization.encode_e2m1(x)).to(torch.uint8),
         ),
+        f"NVFP4 as compressed-tensors writes it, maxima / 6 rounded to bf16 and zeros without signs; {library}": of(
+            lambda largest, s: (largest.bfloat16() / 6).float() * s,
+            lambda x, b, s: x / (torch.where(b == 0, torch.finfo(_E4M3).eps, b) / s) + 0.0,
+            lambda x: torch.where(x.isnan(), 8 * x.signbit(), quantization.encode_e2m1(x)).to(torch.uint8),
+        ),
         "NVFP4, but ties round away from zero; round them to even codes": of(encode=_ties_away),
         "NVFP4, but the odd column is in the low four bits; the op has the even one there": of(
             pack=lambda codes: codes[..., 1::2] | (codes[..., 0::2] << 4)
@@ -108,8 +116,8 @@ def _floored_maximum(x: Tensor, scale: Tensor) -> Tensor:
     return torch.where(scale == largest / FP8_E4M3_MAX, largest, scale * FP8_E4M3_MAX)
 
 
-def _by_factor(x: Tensor, scale: Tensor) -> Tensor:
-    return x * (FP8_E4M3_MAX / _floored_maximum(x, scale))
+def _by_inverse(x: Tensor, scale: Tensor) -> Tensor:
+    return x / (FP8_E4M3_MAX / _floored_maximum(x, scale)).reciprocal()
 
 
 def _by_product(x: Tensor, scale: Tensor) -> Tensor:
@@ -148,8 +156,56 @@ def _added(size: int) -> Way:
     return quantise
 
 
-def dynamic_ways(columns: int) -> dict[str, Way]:
-    """Return unsupported quantisers that compute their scales, for rows of so many columns."""
+def _integers(size: int | None, to_int8: Callable[[Tensor], Tensor] = quantization.to_int8) -> Way:
+    """Return the int8 quantiser of groups of `size` values, of all if `None`."""
+
+    def quantise(rows: Tensor, _: float, floor: float | None) -> Tensor:
+        groups = rows.float().view(-1, size or rows.numel())
+        scale = groups.abs().amax(-1, keepdim=True) / INT8_MAX
+        return to_int8(groups / scale.clamp(min=floor or 0.0)).view(rows.shape)
+
+    return quantise
+
+
+def _truncated(x: Tensor) -> Tensor:
+    return x.nan_to_num(0.0, 127.0, -128.0).clamp(-128, 127).to(torch.int8)
+
+
+def _int8_ways(columns: int) -> dict[str, Way]:
+    """Return unsupported quantisers to int8 that compute their scales."""
+    ways = {
+        "int8, but values are truncated; round them with torch.round before the cast": _integers(columns, _truncated),
+        "int8, but ties round away from zero; round them with torch.round": _integers(
+            columns, lambda x: _truncated(x + torch.copysign(torch.tensor(0.5), x))
+        ),
+        "one dynamic scale for the whole tensor in int8 is no supported format; use one per token": _integers(None),
+    }
+    for size in (16, 32, 64, 128, 256, 512):
+        if size != columns and columns % size == 0:
+            ways[f"groups of {size} columns in int8 are no supported format; use one scale per token"] = _integers(size)
+    return ways
+
+
+def _mx(power: Callable[[Tensor], Tensor]) -> Way:
+    """Return the quantiser of groups of 32 columns that divides by the power of two made of their maxima."""
+
+    def quantise(rows: Tensor, _scale: float, _floor: float | None) -> Tensor:
+        groups = rows.float().view(-1, MX_GROUP_SIZE)
+        largest = groups.abs().amax(-1, keepdim=True)
+        exponent = ((power(largest).view(torch.int32) >> 23) - 8).clamp(min=1)
+        step = (exponent << 23).view(torch.float32)
+        return _clamped(groups / torch.where(largest.isnan(), torch.inf, step)).view(rows.shape)
+
+    return quantise
+
+
+_MX_ROUNDS = "MX, but scales are {}; round them down (FLOOR) or maximum / 448 up (RCEIL)"
+
+
+def dynamic_ways(columns: int, dtype: torch.dtype | None) -> dict[str, Way]:
+    """Return unsupported quantisers that compute their scales, for rows of so many columns and a dtype of codes."""
+    if dtype == torch.int8:
+        return _int8_ways(columns)
     ways = {
         "one dynamic scale for the whole tensor is no supported format; use one per token": _grouped(None),
         "powers of two as scales are supported for groups of 64 and 128 columns, not for whole tokens": _grouped(
@@ -159,13 +215,19 @@ def dynamic_ways(columns: int) -> dict[str, Way]:
     for size in (16, 32, 256, 512):
         if size != columns and columns % size == 0:
             ways[f"groups of {size} columns are no supported format; use 64 or 128"] = _grouped(size)
+    if columns % MX_GROUP_SIZE == 0:
+        # Half a unit of three mantissa bits is added.
+        ways[_MX_ROUNDS.format("the power of two nearest to the maximum / 256 (EVEN)")] = _mx(
+            lambda m: (m.view(torch.int32) + (1 << 19)).view(torch.float32)
+        )
+        ways[_MX_ROUNDS.format("maximum / 256 rounded up (CEIL)")] = _mx(quantization.ceil_power_of_two)
     for size in (columns, 128, 64):
         if columns % size == 0:
             one = f"one scale per {'token' if size == columns else f'group of {size}'}, but"
             ways[
-                f"{one} multiplied by 448 / maximum, which rounds ties otherwise than the op does; "
-                "divide by maximum / 448"
-            ] = _grouped(size, _by_factor)
+                f"{one} divided by the reciprocal of 448 / maximum; multiply by 448 / maximum, or divide by maximum / "
+                "448"
+            ] = _grouped(size, _by_inverse)
             ways[
                 f"{one} multiplied by 448 and then divided by the maximum, which rounds otherwise than the op does; "
                 "divide by maximum / 448"
@@ -224,7 +286,7 @@ def _is_odd_scale(node: Node, made: Tensor, reduces: bool, rows: Tensor) -> bool
         return False
     if not reduces:
         return name not in _SCALE_ARITHMETIC | _MAXIMA
-    sizes = (rows.shape[1], 128, 64, NVFP4_GROUP_SIZE)
+    sizes = (rows.shape[1], 128, 64, MX_GROUP_SIZE, NVFP4_GROUP_SIZE)
     whole = made.numel() == 1 and rows.shape[0] > 1
     return name not in _MAXIMA or whole or not any(made.numel() * size == rows.numel() for size in sizes)
 

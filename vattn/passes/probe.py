@@ -131,10 +131,17 @@ class _InputFinder:
             self.roots[node] = None
         else:
             spreads = can_run(node) and op_name(node.target) in _SPREADS and depth > 0
-            if not spreads or not all(self.take(source, depth - 1) for source in node.all_input_nodes):
+            spreads = spreads and all(self.take(source, depth - 1) for source in node.all_input_nodes)
+            if not spreads and not self._is_filled(node, depth):
                 return False
             self.derived[node] = None
         return True
+
+    def _is_filled(self, node: Node, depth: int) -> bool:
+        """Keep a tensor that is made of numbers by elementwise ops, such as zero points; false if it is not."""
+        pointwise = can_run(node) and torch.Tag.pointwise in getattr(node.target, "tags", ())
+        sources = node.all_input_nodes
+        return pointwise and depth > 0 and all(self.take(s, depth - 1) and s not in self.roots for s in sources)
 
     def inputs(self) -> Inputs:
         """Return everything, with as few unknown values as possible."""
@@ -297,7 +304,7 @@ def constant_scales(nodes: Sequence[Node], inputs: Inputs) -> list[float]:
     for tensor in inputs.constants.values():
         if tensor.numel() and tensor.is_floating_point() and bool((tensor == tensor.flatten()[0]).all()):
             found[float(tensor.flatten()[0])] = None
-        elif tensor.numel() == 1 and abs(int(tensor)) < 64:
+        elif tensor.numel() == 1 and not tensor.is_floating_point() and abs(int(tensor)) < 64:
             found[2.0 ** int(tensor)] = None  # of ldexp
     for node in (*inputs.derived, *nodes):
         scales = op_name(node.target) in ("mul", "div", "true_divide", "full")

@@ -20,7 +20,7 @@ from vattn.passes.region import FP8_DTYPES, Refusal, dtype_of, is_size, op_name
 from vattn.passes.region_moves import MOVES, reduced_dims
 from vattn.passes.region_precision import CASTS
 from vattn.passes.region_run import SATURATES
-from vattn.quantization.formats import FP8_E4M3_MAX
+from vattn.quantization.formats import FP8_E4M3_MAX, INT8_MAX
 
 _SCATTERS = frozenset({"slice_scatter", "select_scatter"})
 PLACING = MOVES | _SCATTERS | {"copy"}
@@ -217,8 +217,8 @@ def dependants(nodes: Iterable[Node], starts: Iterable[Node]) -> set[Node]:
     return found
 
 
-def rounded(nodes: Sequence[Node], output: Node) -> list[tuple[Node, bool]]:
-    """Return what is rounded to FP8, and whether it is scaled yet: ops of libraries scale it themselves."""
+def rounded(nodes: Sequence[Node], output: Node, integers: bool = False) -> list[tuple[Node, bool]]:
+    """Return what is rounded to FP8, or to integers, and whether it is scaled yet: ops of libraries do."""
     found: dict[Node, bool] = {}
     unrounded = {output}
     for node in nodes:
@@ -229,6 +229,8 @@ def rounded(nodes: Sequence[Node], output: Node) -> list[tuple[Node, bool]]:
             found[sources[0]] = False
         elif dtype_of(node) in FP8_DTYPES and op_name(node.target) not in MOVES - {"view"}:
             found[sources[-1]] = True
+        elif integers and node.target is torch.ops.aten.round.default:
+            found[sources[0]] = True
         else:
             unrounded.add(node)
     return list(found.items())
@@ -244,6 +246,12 @@ def same_scaled(got: Tensor, wanted: Tensor) -> bool:
         return x.nan_to_num(500.0, 500.0, 500.0).view(torch.int32)
 
     return torch.equal(shown(got), shown(wanted.clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX)))
+
+
+def same_rounded(got: Tensor, wanted: Tensor) -> bool:
+    """Return whether numbers are equal, or so large that they have the same int8 codes in any case."""
+    limited = (x.clamp(-INT8_MAX, INT8_MAX).nan_to_num(500.0).view(torch.int32) for x in (got, wanted))
+    return torch.equal(*limited)
 
 
 def check_scaled(

@@ -163,8 +163,8 @@ class Region:
     Attributes:
         output: the attention output; not itself part of `nodes`.
         nodes: in graph order, the quantised tensors included, nothing that depends on them.
-        quantised: FP8 tensors that cover the whole output, and bytes that cover it two values each; where there are
-            none, FP8 tensors of other sizes.
+        quantised: FP8 or int8 tensors that cover the whole output, and bytes that cover it two values each; where there
+            are none, FP8 tensors of other sizes.
     """
 
     output: Node
@@ -217,9 +217,12 @@ def check_backend(config: AttentionConfig, node: Node, work: str) -> None:
 
 def find_region(output: Node) -> Region:
     """Walk from an attention output to everything that can be run from it."""
-    reached, ends = _reach(output, whole=True)
+    reached, ends = _reach(output, FP8_DTYPES)
+    if not ends and not any(_covers(node, output, (torch.uint8,), 2) for node in reached):
+        # Codes that are packed may be int8 before.
+        reached, ends = _reach(output, (torch.int8,))
     if not ends:
-        part, ends_of_part = _reach(output, whole=False)
+        part, ends_of_part = _reach(output)
         # Bytes that are reached through FP8 codes alone are those codes: of half the output, as many as packed ones.
         if not any(_covers(node, output, (torch.uint8,), 2) for node in part):
             reached, ends = part, ends_of_part
@@ -235,11 +238,12 @@ def find_region(output: Node) -> Region:
     return Region(output, tuple(nodes), tuple(quantised))
 
 
-def _reach(output: Node, whole: bool) -> tuple[set[Node], set[Node]]:
+def _reach(output: Node, whole: tuple[torch.dtype, ...] = ()) -> tuple[set[Node], set[Node]]:
     """Return what can be run from an output, and where the walk ends: at the last part of what is written in parts.
 
     Args:
-        whole: end at FP8 tensors that cover the output; otherwise at every one, for a part of it may be quantised.
+        whole: end at tensors of these dtypes that cover the output; if empty, at every FP8 one, for a part of the
+            output may be quantised.
     """
     reached, stack, ends = {output}, [output], set()
     while stack and len(reached) <= LARGEST_REGION:
@@ -248,7 +252,7 @@ def _reach(output: Node, whole: bool) -> tuple[set[Node], set[Node]]:
             if user in reached or is_check(user) or not can_run(user):
                 continue
             reached.add(user)
-            is_end = _covers(user, output, FP8_DTYPES) if whole else dtype_of(user) in FP8_DTYPES
+            is_end = _covers(user, output, whole) if whole else dtype_of(user) in FP8_DTYPES
             if is_end and not _lacks_parts(user):
                 ends.add(user)
             else:
@@ -267,7 +271,7 @@ def _is_scatter(node: Node) -> bool:
 
 def unknown_readers(output: Node) -> list[str]:
     """Return names of unknown ops that read an output, or what is computed from it, and may quantise it."""
-    reached, _ = _reach(output, whole=True)
+    reached, _ = _reach(output, FP8_DTYPES)
     found: dict[str, None] = {}
     for node in sorted((output, *reached), key=lambda node: node.name):
         for user in node.users:

@@ -17,7 +17,7 @@ from torch.fx import Node
 
 from vattn.passes.inductor import rounds_divisions
 from vattn.passes.region import Match, Refusal, op_name, value
-from vattn.quantization.formats import FP8_E4M3_MAX, OUTPUT_FORMATS
+from vattn.quantization.formats import OUTPUT_FORMATS
 
 _DIVISIONS = ("div", "true_divide")
 _QUOTIENTS = frozenset((*_DIVISIONS, "reciprocal", "pow", "rsqrt", "addcdiv"))
@@ -125,9 +125,10 @@ def _floor(match: Match, nodes: Sequence[Node], constants: Iterable[Tensor]) -> 
     numbers = [torch.tensor(float(at)) for node in nodes for at in node.args if isinstance(at, (int, float))]
     numbers += [value.flatten()[0].float() for value in constants if value.numel() and value.is_floating_point()]
     numbers += [number.to(dtype).float() for number in numbers for dtype in (torch.bfloat16, torch.float16)]
-    for number in numbers:
-        if float(number / FP8_E4M3_MAX) == match.min_scale:
-            return float(number * torch.tensor(1.0 / FP8_E4M3_MAX))
+    limit = OUTPUT_FORMATS[match.output_format].limit
+    for number in numbers if match.floor != "maximum" else ():
+        if float(number / limit) == match.min_scale:
+            return float(number * torch.tensor(1.0 / limit))
     if all(float(number) != match.min_scale for number in numbers):
         why = f"the floor under its scale, {match.min_scale:.4g}, is computed, which generated code may round otherwise"
         raise Refusal(f"{why}: write it as one number", nodes[match.codes[0]], near=True)

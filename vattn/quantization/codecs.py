@@ -8,7 +8,9 @@ Rules that hold for every format:
 - Values are divided by their scale in fp32 and rounded to nearest, ties to even.
 - FP8 casts clamp first: above the range an eager CUDA cast gives NaN, CPU and compiled casts saturate.
 - NaN stays NaN under a given scale, infinities saturate to the largest finite value.
-- A dynamic FP8 row or group that holds NaN or an infinity has a non-finite scale and dequantises to NaN throughout.
+- A dynamic FP8 or int8 row or group that holds NaN or an infinity has a non-finite scale and dequantises to NaN
+  throughout. NaN has no int8 code: it is stored as 0.
+- A group of an MX format that holds NaN has the e8m0 scale NaN.
 - Dynamic FP8 scales are at least `MIN_ABSMAX / 448`, so rows of zeros are stored as zeros under a finite scale.
 - An NVFP4 group stores zeros if its e4m3 block scale rounds to zero. e2m1 has no NaN: a NaN makes the block scale NaN.
 """
@@ -85,7 +87,7 @@ def encode_query(query: Tensor, q_scale: Tensor, num_kv_heads: int, arithmetic: 
     """Quantise a query `[T, H, D]` to e4m3 with one value or one per KV head.
 
     Args:
-        arithmetic: name in `OUTPUT_ARITHMETICS`: divided by the scale, or multiplied by its reciprocal.
+        arithmetic: name in `OUTPUT_DIVISIONS`: divided by the scale, or multiplied by its reciprocal.
     """
     scale = _over_query_heads(q_scale, query.shape[1], num_kv_heads)
     wide = query.float()
@@ -155,31 +157,82 @@ def _column_major(scales: Tensor) -> Tensor:
     return columns.copy_(scales.t()).t()
 
 
-def _quant_fp8_groups(
-    input: Tensor,
-    group_size: int,
-    power_of_two: bool,
+def _quant_fp8_groups(input: Tensor, group_size: int, power_of_two: bool) -> tuple[Tensor, Tensor]:
+    fmt = OutputFormat("", torch.float8_e4m3fn, group_size=group_size, power_of_two=power_of_two)
+    return _quant_groups(input, fmt, "divide", None, "scale")
+
+
+def _quant_groups(
+    input: Tensor, fmt: OutputFormat, arithmetic: str, min_scale: float | None, floor: str
+) -> tuple[Tensor, Tensor]:
+    groups = _grouped(input, input.shape[1] if fmt.group_size < 0 else fmt.group_size)
+    scales, step, multiplies = scales_of(groups.abs().amax(dim=-1), fmt, arithmetic, min_scale, floor)
+    scaled = groups * step.unsqueeze(-1) if multiplies else groups / step.unsqueeze(-1)
+    codes = to_int8(scaled) if fmt.container is torch.int8 else to_e4m3(scaled)
+    return codes.flatten(1).contiguous(), scales.contiguous()
+
+
+def scales_of(
+    largest: Tensor,
+    fmt: OutputFormat,
     arithmetic: str = "divide",
     min_scale: float | None = None,
     floor: str = "scale",
-) -> tuple[Tensor, Tensor]:
-    groups = _grouped(input, group_size)
-    largest = groups.abs().amax(dim=-1)
-    if min_scale is None:
-        scales = divide(largest.clamp(min=MIN_ABSMAX), FP8_E4M3_MAX)
-    else:
-        scales = divide(largest, FP8_E4M3_MAX)
+) -> tuple[Tensor, Tensor, bool]:
+    """Return the scales that a format stores for groups with some maxima, and what their values are scaled by.
+
+    The latter are multiplied with (`True`) or divided by (`False`). Other arguments: see `quantise_output`.
+    """
+    if fmt.exponents:
+        return _mx_scales(largest, fmt)
+    if floor == "maximum":
+        return *_factors(largest, fmt.limit, arithmetic, min_scale or 0.0), True
+    scales, multiplies = _fp32_scales(largest, fmt, min_scale, floor), _multiplies(arithmetic)
+    return scales, scales.reciprocal() if multiplies else scales, multiplies
+
+
+def _fp32_scales(largest: Tensor, fmt: OutputFormat, min_scale: float | None, floor: str) -> Tensor:
+    scales = divide(largest.clamp(min=MIN_ABSMAX) if min_scale is None else largest, fmt.limit)
     if min_scale is not None and floor == "scale":
         scales = scales.clamp(min=min_scale)
     elif min_scale is not None and floor == "zero":
         scales = torch.where(scales == 0, min_scale, scales)
-    if power_of_two:
+    if fmt.power_of_two:
         scales = ceil_power_of_two(scales)
-    if floor == "rounded_scale":
-        scales = scales.clamp(min=min_scale)
-    wide = scales.unsqueeze(-1)
-    codes = to_e4m3(groups * wide.reciprocal() if _multiplies(arithmetic) else groups / wide)
-    return codes.flatten(1).contiguous(), scales.contiguous()
+    return scales.clamp(min=min_scale) if floor == "rounded_scale" else scales
+
+
+def _factors(largest: Tensor, limit: float, arithmetic: str, min_absmax: float) -> tuple[Tensor, Tensor]:
+    """Return stored scales and factors, as `OUTPUT_FACTORS` says."""
+    largest, name = largest.clamp(min=min_absmax), arithmetic.removeprefix("approximate_")
+    factor = largest.reciprocal() * limit if name.startswith("factor") else torch.full_like(largest, limit) / largest
+    return factor.reciprocal() if name.endswith("inverse") else divide(largest, limit), factor
+
+
+def _mx_scales(largest: Tensor, fmt: OutputFormat) -> tuple[Tensor, Tensor, bool]:
+    """Return bytes of e8m0 scales, and what values are multiplied by (`True`), or divided by (`False`).
+
+    fp32 arithmetic need not have subnormal numbers: under a scale of 2**-127, the least, "ceil" stores values as they
+    are, which are zeros then, and "floor" divides by 2**-126.
+    """
+    if fmt.exponents == "floor":
+        exponent = ((largest.view(torch.int32) >> 23) - 8).clamp(min=0)
+        exponent = torch.where(largest.isnan(), 255, exponent)
+        step = (exponent.clamp(min=1) << 23).view(torch.float32)
+    else:
+        scale = divide(largest, fmt.limit)
+        bits = scale.view(torch.int32)
+        # Adding the mantissa mask carries into the exponent exactly when some mantissa bit is set.
+        exponent = torch.where(bits <= 1 << 22, 0, ((bits + 0x7FFFFF) >> 23).clamp(max=254))
+        power = torch.where(exponent == 254, 2.0**-127, ((254 - exponent) << 23).view(torch.float32))
+        step = torch.where(scale.isnan(), scale, torch.where(exponent == 0, 1.0, power))
+        exponent = torch.where(scale.isnan(), 255, exponent)
+    return exponent.to(torch.uint8), step, fmt.exponents == "ceil"
+
+
+def to_int8(x: Tensor) -> Tensor:
+    """Return int8 values: saturating, nearest even; NaN becomes 0."""
+    return torch.where(x.isnan(), 0.0, x).round().clamp(-128, 127).to(torch.int8)
 
 
 def _multiplies(arithmetic: str) -> bool:
@@ -317,8 +370,7 @@ def quantise_rows(
     Arguments: see `quantise_output`.
     """
     if output_scale is None:
-        group_size = rows.shape[1] if fmt.group_size < 0 else fmt.group_size
-        codes, scales = _quant_fp8_groups(rows, group_size, fmt.power_of_two, arithmetic, min_scale, floor)
+        codes, scales = _quant_groups(rows, fmt, arithmetic, min_scale, floor)
         return codes, _column_major(scales) if fmt.column_major else scales
     if fmt.container is torch.uint8:
         return quant_nvfp4(rows, output_scale, fmt.swizzled)
@@ -347,4 +399,5 @@ def dequantise_output(
     if fmt.static_scale:
         return output.float() * scale.reshape(())
     rows = output.flatten(1).float().unflatten(1, (scale.shape[1], -1))
+    scale = scale.view(torch.float8_e8m0fnu).float() if fmt.exponents else scale
     return (rows * scale.unsqueeze(-1)).reshape(output.shape)

@@ -17,6 +17,9 @@ FP8_E4M3_MAX = 448.0
 FP8_E5M2_MAX = 57344.0
 FP4_E2M1_MAX = 6.0
 NVFP4_GROUP_SIZE = 16
+MX_GROUP_SIZE = 32
+INT8_MAX = 127.0
+INT8_RANGE = 255.0
 
 MODEL_DTYPES: dict[str, torch.dtype] = {
     "float16": torch.float16,
@@ -220,13 +223,16 @@ class OutputFormat:
     Attributes:
         name: canonical name.
         container: dtype of the output tensor; `None` means the model dtype. `uint8` holds two e2m1 values a byte,
-            the even column in the low nibble, so its last dimension is `head_size_v // 2`.
+            the even column in the low nibble, so its last dimension is `head_size_v // 2`. `int8` is -128 to 127.
         static_scale: whether `output_scale` (one fp32 value) is an input: the FP8 scale, or NVFP4's global scale.
         group_size: columns of the flattened row `num_heads * head_size_v` that share one scale; 0: none,
             -1: the whole row (per token).
         power_of_two: scales are rounded up to powers of two.
         column_major: `output_block_scale` is `[num_tokens, groups]` with strides `(1, num_tokens)`.
         swizzled: NVFP4 scales in tiles of 128 x 4, padded with zeros to whole tiles.
+        exponents: of MX formats, whose scales are e8m0, kept in `uint8` since Inductor has no e8m0 on a CPU. `"ceil"`
+            rounds maximum / 448 up to a power of two, `"floor"` takes the power of two at or below maximum / 256.
+        limit: computed scales are maximum / limit.
     """
 
     name: str
@@ -236,12 +242,30 @@ class OutputFormat:
     power_of_two: bool = False
     column_major: bool = False
     swizzled: bool = False
+    exponents: str = ""
+    limit: float = FP8_E4M3_MAX
+
+    @property
+    def has_fp32_scales(self) -> bool:
+        """Whether the op computes scales and stores them in fp32."""
+        return self.block_scale_dtype is torch.float32
+
+    @property
+    def arithmetics(self) -> tuple[str, ...]:
+        """Names of `OUTPUT_ARITHMETICS` that the format can have."""
+        if self.container is None:
+            return ("divide",)
+        if self.container is torch.uint8 or self.exponents:
+            return "divide", "approximate_divide"
+        return OUTPUT_DIVISIONS if self.static_scale or self.power_of_two else OUTPUT_ARITHMETICS
 
     @property
     def block_scale_dtype(self) -> torch.dtype | None:
         """Dtype of `output_block_scale`, `None` if the format writes none."""
         if self.container is torch.uint8:
             return torch.float8_e4m3fn
+        if self.exponents:
+            return torch.uint8
         return torch.float32 if self.group_size else None
 
     def output_columns(self, head_size_v: int) -> int:
@@ -279,6 +303,10 @@ def _output_formats() -> dict[str, OutputFormat]:
         OutputFormat("none"),
         OutputFormat("fp8_static", e4m3, static_scale=True),
         OutputFormat("fp8_per_token", e4m3, group_size=-1),
+        OutputFormat("int8_per_token", torch.int8, group_size=-1, limit=INT8_MAX),
+        OutputFormat("int8_per_token_full", torch.int8, group_size=-1, limit=INT8_RANGE / 2),
+        OutputFormat("mxfp8_ceil", e4m3, group_size=MX_GROUP_SIZE, exponents="ceil"),
+        OutputFormat("mxfp8_floor", e4m3, group_size=MX_GROUP_SIZE, exponents="floor"),
         OutputFormat("nvfp4", torch.uint8, static_scale=True, group_size=NVFP4_GROUP_SIZE),
         OutputFormat("nvfp4_swizzled", torch.uint8, static_scale=True, group_size=NVFP4_GROUP_SIZE, swizzled=True),
     ]
@@ -293,19 +321,31 @@ OUTPUT_FORMATS: dict[str, OutputFormat] = _output_formats()
 QUERY_FORMATS: tuple[str, ...] = ("none", "fp8_e4m3")
 """Dtype of the query in the product: the model dtype, or e4m3 with `q_scale`."""
 
-OUTPUT_ARITHMETICS: tuple[str, ...] = ("divide", "multiply", "approximate_divide", "approximate_multiply")
-"""How output values are scaled: divided by the scale, or multiplied by its reciprocal in fp32. The two round ties
+OUTPUT_DIVISIONS: tuple[str, ...] = ("divide", "multiply", "approximate_divide", "approximate_multiply")
+"""How values are scaled by a scale: divided by it, or multiplied by its reciprocal in fp32. The two round ties
 differently, so a fused epilogue uses the arithmetic of the code that it replaces. The approximate ones divide as
 Inductor's generated CUDA code does: by the hardware's `div.full` (at most two units in the last place off), and by
 multiplying with the reciprocal of a divisor that is known at compile time."""
 
-OUTPUT_FLOORS: tuple[str, ...] = ("scale", "rounded_scale", "zero")
-"""What `output_min_scale` raises: a scale that is smaller, before or after it is rounded up to a power of two, or a
-scale of zero alone."""
+OUTPUT_FACTORS: tuple[str, ...] = ("factor", "factor_inverse", "quotient", "quotient_inverse")
+"""How values are scaled by a factor made of their maximum, in fp32: `"factor"` is (1 / maximum) * limit, which is what
+`448.0 / maximum` computes in Python, `"quotient"` is limit / maximum, rounded once. The stored scale is maximum /
+limit, or the reciprocal of the factor (`"_inverse"`)."""
 
-QUERY_LOADS: tuple[str, ...] = ("plain", *OUTPUT_ARITHMETICS)
+OUTPUT_ARITHMETICS: tuple[str, ...] = (
+    *OUTPUT_DIVISIONS,
+    *OUTPUT_FACTORS,
+    *(f"approximate_{name}" for name in OUTPUT_FACTORS),
+)
+"""How output values are scaled."""
+
+OUTPUT_FLOORS: tuple[str, ...] = ("scale", "rounded_scale", "zero", "maximum")
+"""What `output_min_scale` raises: a scale that is smaller, before or after it is rounded up to a power of two, a scale
+of zero alone, or a maximum that is smaller, where a factor is made of it."""
+
+QUERY_LOADS: tuple[str, ...] = ("plain", *OUTPUT_DIVISIONS)
 """How an e4m3 query is passed to the op: as e4m3 (`"plain"`), or in the model dtype; the kernel then quantises it with
-`q_scale` and this arithmetic of `OUTPUT_ARITHMETICS`."""
+`q_scale` and this arithmetic of `OUTPUT_DIVISIONS`."""
 
 SCALE_KINDS: tuple[str, ...] = ("none", "tensor", "head")
 """Granularity of k/v/q scales: none, one value, or one value per KV head."""

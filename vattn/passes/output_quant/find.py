@@ -34,7 +34,7 @@ from vattn.passes.region_tokens import token_counts
 from vattn.passes.verdicts import judged, region_fingerprint
 from vattn.quantization.formats import OUTPUT_FORMATS, OutputFormat
 
-_HELD = operator.attrgetter("container", "group_size", "power_of_two", "static_scale")
+_HELD = operator.attrgetter("container", "group_size", "power_of_two", "static_scale", "exponents", "limit")
 """What formats that differ in the layout of their scales alone have in common."""
 
 
@@ -72,9 +72,6 @@ def find(attention: AttentionNode, names: Sequence[str]) -> Found:
     """
     region = find_region(attention.output)
     if not region.quantised:
-        for node in region.nodes:
-            if dtype_of(node) == torch.int8 and same_size(value(node).numel(), value(region.output).numel()):
-                raise Refusal("it casts to int8; output formats hold float8_e4m3fn or packed e2m1", node, near=True)
         readers = unknown_readers(attention.output)
         doubt = f", unless {' or '.join(readers)} does it, of which nothing is known here" if readers else ""
         raise Refusal(f"the output is not quantised{doubt}", attention.output)

@@ -22,7 +22,7 @@ from vattn.passes.region import Match, Refusal, Region, dtype_of, op_name
 from vattn.passes.region_precision import LOW, roundings
 from vattn.passes.region_run import same_bits
 from vattn.quantization import codecs as quantization
-from vattn.quantization.formats import FP8_E4M3_MAX, MODEL_DTYPES
+from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
 
 ROUNDED = (
     "values are rounded to bf16 or fp16 between its operations, which generated code does in one place and leaves out "
@@ -64,9 +64,12 @@ class Classifier:
         self.reorders = any(op_name(node.target) in _REORDERING for node in nodes)
         self.same_as_codes = [n for n in nodes if dtype_of(n) == dtype_of(quantised)]
         self.packed = dtype_of(quantised) == torch.uint8
+        self.integers = dtype_of(quantised) == torch.int8
+        self.limits = tuple({f.limit: None for f in OUTPUT_FORMATS.values() if f.container is dtype_of(quantised)})
+        self.inverts = any(_inverts(node, inputs) for node in nodes)
         self.chooses = any(op_name(node.target) in _CHOICES for node in nodes)
         self.needed = region.ancestors([quantised])
-        self.rounded = proof.rounded(self.needed, region.output)
+        self.rounded = proof.rounded(self.needed, region.output, self.integers)
         if self.packed:
             self.rounded = [(node, is_scaled) for node, is_scaled in self.rounded if not is_scaled]
         self.conditions = proof.Conditions((*inputs.derived, *self.needed), [region.output, *inputs.roots])
@@ -196,7 +199,7 @@ class Classifier:
                 factors += [number, 1 / number]
         columns = sample.rows.shape[1]
         floors = self._floors(sample, constants)
-        for way in quantisers(columns, self.quantised, floors, self.chooses):
+        for way in quantisers(columns, self.quantised, floors, self.chooses, self.inverts):
             if not way.fmt.static_scale:
                 if not self.inputs.roots:
                     yield _Candidate(way, None)
@@ -212,8 +215,8 @@ class Classifier:
         """Return possible least computed scales: numbers of the region, and the scale of a row of zeros."""
         floors: dict[float | None, None] = {None: None, 0.0: None}
         for number in numbers:
-            rounded = torch.tensor(number).to(MODEL_DTYPES[self.dtype]).float()
-            for least in (torch.tensor(number), torch.tensor(number) / FP8_E4M3_MAX, rounded / FP8_E4M3_MAX, rounded):
+            exact, rounded = torch.tensor(number), torch.tensor(number).to(MODEL_DTYPES[self.dtype]).float()
+            for least in (exact, rounded, *(at / limit for at in (exact, rounded) for limit in self.limits)):
                 if 0 < float(least) < 1:
                     floors[float(least)] = None
         tokens, columns = sample.rows.shape
@@ -226,7 +229,7 @@ class Classifier:
             zeros = val.reshape(tokens, -1)[at, :1] if val.numel() % tokens == 0 else val.flatten()[:1]
             if isinstance(place, Tensor) and place.shape == val.shape:
                 zeros = val[place // columns == at].flatten()[:1]
-            for least in (zeros.float(), zeros.float() / FP8_E4M3_MAX):
+            for least in (zeros.float(), *(zeros.float() / limit for limit in self.limits)):
                 if least.numel() and 0 < float(least) < float("inf"):
                     floors[float(least)] = None
         return list(floors)[:_MOST_FLOORS]
@@ -244,7 +247,9 @@ class Classifier:
             return False
         scaled = candidate.way.scaled(sample.rows, scale, scales) if self.rounded else sample.rows
         for node, is_scaled in self.rounded:
-            same = proof.same_scaled if is_scaled and not self.packed else same_bits
+            same: Callable[[Tensor, Tensor], bool] = same_bits
+            if is_scaled and not self.packed:
+                same = proof.same_rounded if self.integers else proof.same_scaled
             wanted = scaled if is_scaled else sample.rows.float()
             if not self._holds(node, wanted, sample, same):
                 return False
@@ -326,14 +331,14 @@ class Classifier:
                     return False
             return True
 
-        for reason, way in static_ways(self.packed).items():
+        for reason, way in static_ways(dtype_of(self.quantised)).items():
             if any(is_it(way, scale, None) for scale in scales):
                 return reason
-        for reason, way in dynamic_ways(seen[0].rows.shape[1]).items():
+        for reason, way in dynamic_ways(seen[0].rows.shape[1], dtype_of(self.quantised)).items():
             if any(is_it(way, None, floor) for floor in floors):
                 return reason
-        if dtype_of(self.quantised) not in (torch.float8_e4m3fn, torch.uint8):
-            return f"it casts to {dtype_of(self.quantised)}; output formats hold float8_e4m3fn or packed e2m1"
+        if dtype_of(self.quantised) not in (torch.float8_e4m3fn, torch.int8, torch.uint8):
+            return f"it casts to {dtype_of(self.quantised)}; output formats hold float8_e4m3fn, int8 or packed e2m1"
         finite = [s for s in seen if bool(s.rows.isfinite().all())]
         if finite and any(not bool(s.values[self.quantised].float().isfinite().all()) for s in finite):
             return "finite values become NaN: clamp to +-448 before the cast"
@@ -360,9 +365,16 @@ class Classifier:
         return same_bits(got.reshape(groups)[finite], codes.reshape(groups)[finite])
 
 
+def _inverts(node: Node, inputs: Inputs) -> bool:
+    """Return whether a node may be the reciprocal of a maximum, or a number divided by one."""
+    name, first = op_name(node.target), node.args[0]
+    filled = isinstance(first, Node) and (first in inputs.constants or op_name(first.target).startswith("full"))
+    return name in ("reciprocal", "pow") or (filled and name in ("div", "true_divide"))
+
+
 def _holds(got: Tensor, scales: Tensor) -> bool:
     if got.numel() != scales.numel():
         return False
-    if got.dtype == torch.uint8:
-        scales = scales.contiguous().view(torch.uint8)
+    if torch.uint8 in (got.dtype, scales.dtype) and got.itemsize == 1:
+        got, scales = (held.contiguous().view(torch.uint8) for held in (got, scales))
     return same_bits(got, scales)

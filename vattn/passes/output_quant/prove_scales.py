@@ -25,6 +25,8 @@ from vattn.quantization.codecs import encode_e2m1, pack_e2m1
 from vattn.quantization.formats import FP4_E2M1_MAX, MODEL_DTYPES
 
 _BLOCK_SCALES = "NVFP4, but block scales are not rounded from maximum / 6 / scale, bit for bit; write that"
+_LIMITS = frozenset("clamp clamp_min clamp_max minimum maximum hardtanh".split())
+"""Ops that may follow the rounding to integers."""
 _MOST_PARTS = 64
 _MOST_RUNS = 64
 """How often a region of few tokens is run to see every quotient."""
@@ -82,6 +84,8 @@ class ScaleProver(Prover):
             self._check_quotients(reads_all)
         if self.packs:
             self._check_packing(self.ends[0])
+        if self.way.fmt.container is torch.int8:
+            self._check_integers()
 
     def _computes_scales(self) -> bool:
         """Return whether the region computes scales, and not an op of a library."""
@@ -153,7 +157,7 @@ class ScaleProver(Prover):
             made = self._of_maxima(small, {node: every.to(dtype_of(node)) for node in maxima}, env)
             wanted = self.way.factors(every, self.scale_of(env))
             for node, got in made.items():
-                if isinstance(got, Tensor) and got.is_floating_point():
+                if isinstance(got, Tensor) and (got.is_floating_point() or got.dtype == torch.uint8):
                     fits[node] = {name for name in fits.get(node, wanted) if _fits(name, got, wanted[name])}
         good = {node for node, names in fits.items() if names - {"unrounded"}} | maxima.keys()
         for node in small:  # the bytes of scales
@@ -277,6 +281,20 @@ class ScaleProver(Prover):
         for x in batches:
             self.check(self.run(x, self.roots(0)))
 
+    def _check_integers(self) -> None:
+        """Refuse integers that are more than limited, by numbers, once they are rounded.
+
+        Raises:
+            Refusal: they are.
+        """
+        after = proof.dependants(self.needed, self.ends) - {*self.ends}
+        for node in [node for node in self.needed if node in after]:
+            name = op_name(node.target)
+            plain = name in proof.PLACING | CASTS or node.target is torch.ops.aten.round.default
+            limits = name in _LIMITS and all(n in after or n in self.inputs.constants for n in node.all_input_nodes)
+            if not plain and not limits:
+                raise Refusal(f"{name} changes values that are rounded to integers already", node, near=True)
+
     def _check_packing(self, end: Node) -> None:
         """Refuse values, scaled already, that are not rounded to e2m1 and packed in pairs.
 
@@ -314,6 +332,9 @@ def _is_library(node: Node) -> bool:
 def _fits(name: str, got: Tensor, wanted: Tensor) -> bool:
     if name == "unrounded":
         return proof.same_scaled(got.float(), wanted)
+    if torch.uint8 in (got.dtype, wanted.dtype):
+        return same_bits(got, wanted)
+    got = got.float() if got.itemsize == 1 else got
     return same_bits(got.double(), wanted.double())
 
 

@@ -31,7 +31,7 @@ from vattn.kernels.triton.common.tiles import (
 )
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, VarlenAttentionArgs
 from vattn.ops.arguments_mla import MLAAttentionArgs
-from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, PackedPart
+from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FACTORS, OUTPUT_FORMATS, PackedPart
 from vattn.quantization.packed import query_factor
 
 TRITON_DTYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
@@ -249,13 +249,18 @@ def finish(
 def finish_constants(config: AttentionConfig | MLAConfig, width: int, split: bool, native_fp8: bool) -> dict[str, Any]:
     """Return the constexpr arguments of the finishing kernel but SCALE_COLUMNS; `width`: columns of a head."""
     fmt = OUTPUT_FORMATS[config.output_format]
-    kind = "fp8_group" if fmt.name.startswith("fp8_group") else fmt.name
+    named = fmt.static_scale or not fmt.group_size
+    kind = fmt.name if named else "token" if fmt.group_size < 0 else "group"
+    scales, arithmetic = scale_kind(config), config.output_arithmetic
+    if scales in (*OUTPUT_FACTORS, "mx_ceil"):
+        arithmetic = "factor"
     columns = next_power_of_two(config.num_heads * width)
     least = -1.0 if config.output_min_scale is None else config.output_min_scale
     return {
         "H": config.num_heads, "V": width, "MODEL": TRITON_DTYPES[MODEL_DTYPES[config.dtype]],
-        "ARITHMETIC": config.output_arithmetic, "MIN_SCALE": least,
-        "OUTPUT": kind, "GROUP": fmt.group_size, "SCALES": scale_kind(config), "SPLIT": split,
+        "ARITHMETIC": arithmetic, "APPROXIMATE": config.output_arithmetic.startswith("approximate"),
+        "LIMIT": fmt.limit, "MIN_SCALE": least, "INT8": fmt.container is torch.int8,
+        "OUTPUT": kind, "GROUP": fmt.group_size, "SCALES": scales, "SPLIT": split,
         # A whole row in registers if it has one scale.
         "BLOCK": max(16, min(columns, 256 if split else 8192 if fmt.group_size < 0 else 1024)),
         "NATIVE_FP8": native_fp8,

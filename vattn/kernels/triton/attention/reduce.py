@@ -11,10 +11,12 @@ import triton.language as tl
 from vattn.kernels.triton.common.codec import cast, encode_quotient
 from vattn.kernels.triton.common.epilogue import (
     absolute_maximum,
-    dynamic_scale,
+    computed_scales,
+    encode_int8,
     quantise_dynamic,
     quantise_nvfp4,
     quantise_static,
+    scaled,
     swizzled_offset,
 )
 from vattn.kernels.triton.common.mask import LN2, LOG2E
@@ -70,9 +72,11 @@ def load_columns(
 
 
 @triton.jit
-def codes_of(x, scale, ARITHMETIC: tl.constexpr, NATIVE_FP8: tl.constexpr):
-    """Return e4m3 bytes of values under computed scales, which broadcast."""
-    if ARITHMETIC == "divide" and NATIVE_FP8:
+def codes_of(x, scale, ARITHMETIC: tl.constexpr, INT8: tl.constexpr, NATIVE_FP8: tl.constexpr):
+    """Return e4m3 bytes of values under computed scales, which broadcast; INT8: int8 instead."""
+    if INT8:
+        return encode_int8(scaled(x, scale, ARITHMETIC))
+    elif ARITHMETIC == "divide" and NATIVE_FP8:
         return encode_quotient(x, scale, "fp8_e4m3", True)
     else:
         return quantise_dynamic(x, scale, ARITHMETIC, NATIVE_FP8)
@@ -80,11 +84,11 @@ def codes_of(x, scale, ARITHMETIC: tl.constexpr, NATIVE_FP8: tl.constexpr):
 
 @triton.jit
 def store_token(
-    output, lse, x, log, row_scale, row, column, inside, stride_ot, stride_oh, stride_lt, stride_lh, V: tl.constexpr,
-    SPLIT: tl.constexpr, BLOCK: tl.constexpr, ARITHMETIC: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    output, lse, x, log, step, row, column, inside, stride_ot, stride_oh, stride_lt, stride_lh, V: tl.constexpr,
+    SPLIT: tl.constexpr, BLOCK: tl.constexpr, ARITHMETIC: tl.constexpr, INT8: tl.constexpr, NATIVE_FP8: tl.constexpr,
 ):  # fmt: skip
-    """Store columns of a row under the row's scale `[1]`, and the log-sum-exps of the heads that start there."""
-    code = tl.reshape(codes_of(x[None, :], row_scale[:, None], ARITHMETIC, NATIVE_FP8), [BLOCK])
+    """Store columns of a row that share a step `[1]`, and the log-sum-exps of the heads that start there."""
+    code = tl.reshape(codes_of(x[None, :], step[:, None], ARITHMETIC, INT8, NATIVE_FP8), [BLOCK])
     tl.store(output + row.to(tl.int64) * stride_ot + column // V * stride_oh + column % V, code, mask=inside)
     if SPLIT and lse is not None:
         pointers = lse + row.to(tl.int64) * stride_lt + column // V * stride_lh
@@ -97,12 +101,13 @@ def finish_kernel(
     num_tokens, num_splits, stride_ot, stride_oh, stride_br, stride_bg, stride_lt, stride_lh,
     H: tl.constexpr, V: tl.constexpr, MODEL: tl.constexpr, OUTPUT: tl.constexpr, GROUP: tl.constexpr,
     SCALES: tl.constexpr, SCALE_COLUMNS: tl.constexpr, SPLIT: tl.constexpr, BLOCK: tl.constexpr,
-    ARITHMETIC: tl.constexpr, MIN_SCALE: tl.constexpr, NATIVE_FP8: tl.constexpr,
+    ARITHMETIC: tl.constexpr, APPROXIMATE: tl.constexpr, LIMIT: tl.constexpr, MIN_SCALE: tl.constexpr,
+    INT8: tl.constexpr, NATIVE_FP8: tl.constexpr,
 ):  # fmt: skip
     """Finish one block of columns of a row. Grid: rows (of padded scales if swizzled), column blocks.
 
-    OUTPUT is "none", "fp8_static", "fp8_per_token", "fp8_group", "nvfp4" or "nvfp4_swizzled"; SCALE_COLUMNS is the
-    padded number of swizzled scales of a row.
+    OUTPUT is "none", "fp8_static", "token", "group", "nvfp4" or "nvfp4_swizzled"; SCALE_COLUMNS is the padded number of
+    swizzled scales of a row.
     """
     COLUMNS: tl.constexpr = H * V
     row = tl.program_id(0)
@@ -113,15 +118,16 @@ def finish_kernel(
             zero = tl.zeros([BLOCK // GROUP], tl.uint8)
             tl.store(output_block_scale + swizzled_offset(row, group, SCALE_COLUMNS), zero, mask=group < SCALE_COLUMNS)
             return
-    if OUTPUT == "fp8_per_token":
+    if OUTPUT == "token":
         if COLUMNS <= BLOCK:
             # The whole row is in registers.
             inside = column < COLUMNS
             x, log = load_columns(source, source_lse, sinks, row, column, inside, num_splits, H, V,
                                   MODEL, SPLIT)  # fmt: skip
-            row_scale = dynamic_scale(absolute_maximum(x[None, :]), SCALES, MIN_SCALE, ARITHMETIC)
-            store_token(output, lse, x, log, row_scale, row, column, inside, stride_ot, stride_oh, stride_lt, stride_lh,
-                        V, SPLIT, BLOCK, ARITHMETIC, NATIVE_FP8)  # fmt: skip
+            row_scale, step = computed_scales(absolute_maximum(x[None, :]), SCALES, MIN_SCALE, ARITHMETIC, APPROXIMATE,
+                                              LIMIT)  # fmt: skip
+            store_token(output, lse, x, log, step, row, column, inside, stride_ot, stride_oh, stride_lt, stride_lh,
+                        V, SPLIT, BLOCK, ARITHMETIC, INT8, NATIVE_FP8)  # fmt: skip
         else:
             absmax = tl.zeros([BLOCK], tl.float32)
             for base in range(0, COLUMNS, BLOCK):
@@ -129,13 +135,14 @@ def finish_kernel(
                 x, _ = load_columns(source, source_lse, sinks, row, c, c < COLUMNS, num_splits, H, V,
                                     MODEL, SPLIT)  # fmt: skip
                 absmax = tl.where((x != x) | (absmax != absmax), float("nan"), tl.maximum(absmax, tl.abs(x)))
-            row_scale = dynamic_scale(absolute_maximum(absmax[None, :]), SCALES, MIN_SCALE, ARITHMETIC)
+            row_scale, step = computed_scales(absolute_maximum(absmax[None, :]), SCALES, MIN_SCALE, ARITHMETIC,
+                                              APPROXIMATE, LIMIT)  # fmt: skip
             for base in range(0, COLUMNS, BLOCK):
                 c = base + tl.arange(0, BLOCK)
                 x, log = load_columns(source, source_lse, sinks, row, c, c < COLUMNS, num_splits, H, V,
                                       MODEL, SPLIT)  # fmt: skip
-                store_token(output, lse, x, log, row_scale, row, c, c < COLUMNS, stride_ot, stride_oh, stride_lt,
-                            stride_lh, V, SPLIT, BLOCK, ARITHMETIC, NATIVE_FP8)  # fmt: skip
+                store_token(output, lse, x, log, step, row, c, c < COLUMNS, stride_ot, stride_oh, stride_lt,
+                            stride_lh, V, SPLIT, BLOCK, ARITHMETIC, INT8, NATIVE_FP8)  # fmt: skip
         tl.store(output_block_scale + row * stride_br + tl.arange(0, 1), row_scale)
     else:
         inside = column < COLUMNS
@@ -153,9 +160,10 @@ def finish_kernel(
             GROUPS: tl.constexpr = BLOCK // GROUP
             group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
             x_groups = tl.reshape(x, [GROUPS, GROUP])
-            if OUTPUT == "fp8_group":
-                scale = dynamic_scale(absolute_maximum(x_groups), SCALES, MIN_SCALE, ARITHMETIC)
-                code = tl.reshape(codes_of(x_groups, scale[:, None], ARITHMETIC, NATIVE_FP8), [BLOCK])
+            if OUTPUT == "group":
+                scale, step = computed_scales(absolute_maximum(x_groups), SCALES, MIN_SCALE, ARITHMETIC, APPROXIMATE,
+                                              LIMIT)  # fmt: skip
+                code = tl.reshape(codes_of(x_groups, step[:, None], ARITHMETIC, INT8, NATIVE_FP8), [BLOCK])
                 tl.store(output + offsets, code, mask=inside)
                 scale_offsets = row.to(tl.int64) * stride_br + group.to(tl.int64) * stride_bg
                 tl.store(output_block_scale + scale_offsets, scale, mask=group < COLUMNS // GROUP)

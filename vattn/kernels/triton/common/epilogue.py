@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
@@ -23,21 +24,33 @@ from vattn.kernels.triton.common.codec import (
     encode_e4m3,
     encode_native,
 )
-from vattn.quantization.formats import OUTPUT_FORMATS
+from vattn.quantization.formats import OUTPUT_FACTORS, OUTPUT_FORMATS
 
 EVERY_NAN = tl.constexpr(tl.PropagateNan.ALL)
 MIN_ABSMAX = tl.constexpr(1e-10)
 """`vattn.quantization.codecs.MIN_ABSMAX`; a test compares them."""
 
 
+def needs_finishing(config: Any) -> bool:
+    """Return whether the finishing kernel alone makes the codes and scales of an output: int8, MX and factors."""
+    fmt = OUTPUT_FORMATS[config.output_format]
+    return bool(fmt.exponents) or fmt.container is torch.int8 or scale_kind(config) in OUTPUT_FACTORS
+
+
 def groups_fit_heads(config: AttentionConfig) -> bool:
     """Return whether a kernel with whole heads per program can compute the scales of the output format."""
     fmt = OUTPUT_FORMATS[config.output_format]
-    return fmt.group_size > 0 and not fmt.swizzled and config.head_size_v % fmt.group_size == 0
+    fits = fmt.group_size > 0 and not fmt.swizzled and config.head_size_v % fmt.group_size == 0
+    return fits and not needs_finishing(config)
 
 
 def scale_kind(config: Any) -> str:
-    """Return SCALES of `dynamic_scale` for a config of attention."""
+    """Return SCALES of `computed_scales` for a config of attention."""
+    exponents, factor = OUTPUT_FORMATS[config.output_format].exponents, config.output_arithmetic
+    if exponents:
+        return f"mx_{exponents}"
+    if factor.removeprefix("approximate_") in OUTPUT_FACTORS:
+        return str(factor.removeprefix("approximate_"))
     if OUTPUT_FORMATS[config.output_format].power_of_two:
         return "floored_power_of_two" if config.output_floor == "rounded_scale" else "power_of_two"
     return "zero_replaced" if config.output_floor == "zero" else "plain"
@@ -132,13 +145,29 @@ def quantise_static(x, scale, ARITHMETIC: tl.constexpr, NATIVE_FP8: tl.constexpr
 
 
 @triton.jit
-def quantise_dynamic(x, scale, ARITHMETIC: tl.constexpr, NATIVE_FP8: tl.constexpr = False):
-    """Return e4m3 bytes of x under a computed scale."""
+def scaled(x, scale, ARITHMETIC: tl.constexpr):
+    """Return what is rounded to codes of x under a computed scale; "factor": it is a factor."""
     if ARITHMETIC == "multiply" or ARITHMETIC == "approximate_multiply":
         one = tl.zeros_like(scale) + 1.0
-        return encode_output(x * divide(one, scale, ARITHMETIC == "approximate_multiply"), NATIVE_FP8)
+        return x * divide(one, scale, ARITHMETIC == "approximate_multiply")
+    elif ARITHMETIC == "factor":
+        return x * scale
     else:
-        return encode_output(divide(x, scale, ARITHMETIC == "approximate_divide"), NATIVE_FP8)
+        return divide(x, scale, ARITHMETIC == "approximate_divide")
+
+
+@triton.jit
+def quantise_dynamic(x, scale, ARITHMETIC: tl.constexpr, NATIVE_FP8: tl.constexpr = False):
+    """Return e4m3 bytes of x under a computed scale."""
+    return encode_output(scaled(x, scale, ARITHMETIC), NATIVE_FP8)
+
+
+@triton.jit
+def encode_int8(x):
+    """Return fp32 values as int8: saturating, nearest even, NaN as 0."""
+    limited = tl.minimum(tl.maximum(tl.where(x == x, x, 0.0), -128.0), 127.0)
+    # 1.5 * 2**23 has a unit in the last place of 1, so the adder rounds.
+    return ((limited + 12582912.0).to(tl.int32, bitcast=True) - 0x4B400000).to(tl.int8)
 
 
 @triton.jit
@@ -160,21 +189,23 @@ def absolute_maximum(x, AXIS: tl.constexpr = -1):
 
 
 @triton.jit
-def dynamic_scale(absmax, SCALES: tl.constexpr, MIN_SCALE: tl.constexpr, ARITHMETIC: tl.constexpr):
-    """Return the FP8 scale of a row or group with this absolute maximum; a negative MIN_SCALE means the default.
+def dynamic_scale(
+    absmax, SCALES: tl.constexpr, MIN_SCALE: tl.constexpr, ARITHMETIC: tl.constexpr, LIMIT: tl.constexpr = 448.0
+):
+    """Return the scale of a row or group with this absolute maximum; a negative MIN_SCALE means the default.
 
     SCALES: "plain", "zero_replaced" (MIN_SCALE replaces zero alone), "power_of_two" (MIN_SCALE, then rounded up), or
     "floored_power_of_two" (rounded up, then MIN_SCALE).
     """
     APPROXIMATE: tl.constexpr = ARITHMETIC == "approximate_divide" or ARITHMETIC == "approximate_multiply"
     if MIN_SCALE >= 0.0:
-        scale = divide_by_constant(absmax, 448.0, APPROXIMATE)
+        scale = divide_by_constant(absmax, LIMIT, APPROXIMATE)
         if SCALES == "zero_replaced":
             scale = tl.where(scale == 0.0, MIN_SCALE, scale)
         elif SCALES != "floored_power_of_two":
             scale = tl.where(scale < MIN_SCALE, MIN_SCALE, scale)
     else:
-        scale = divide_by_constant(tl.where(absmax < MIN_ABSMAX, MIN_ABSMAX, absmax), 448.0, APPROXIMATE)
+        scale = divide_by_constant(tl.where(absmax < MIN_ABSMAX, MIN_ABSMAX, absmax), LIMIT, APPROXIMATE)
     if SCALES == "power_of_two" or SCALES == "floored_power_of_two":
         # Adding the mantissa mask carries into the exponent exactly when some mantissa bit is set.
         bits = (scale.to(tl.uint32, bitcast=True) + 0x7FFFFF) & 0x7F800000
@@ -182,6 +213,56 @@ def dynamic_scale(absmax, SCALES: tl.constexpr, MIN_SCALE: tl.constexpr, ARITHME
     if SCALES == "floored_power_of_two":
         scale = tl.where(scale < MIN_SCALE, MIN_SCALE, scale)
     return scale
+
+
+@triton.jit
+def mx_scales(absmax, CEIL: tl.constexpr, APPROXIMATE: tl.constexpr):
+    """Return the e8m0 bytes of groups with these maxima, and factors (CEIL) or divisors, as `codecs._mx_scales`."""
+    if CEIL:
+        scale = divide_by_constant(absmax, 448.0, APPROXIMATE)
+        bits = scale.to(tl.int32, bitcast=True)
+        exponent = tl.where(bits <= 0x400000, 0, tl.minimum((bits + 0x7FFFFF) >> 23, 254))
+        # Beside 2**-127, which is subnormal, powers are made by their exponents.
+        power = tl.where(exponent == 254, 0x400000, (254 - exponent) << 23).to(tl.float32, bitcast=True)
+        step = tl.where(scale == scale, tl.where(exponent == 0, 1.0, power), scale)
+    else:
+        exponent = tl.maximum((absmax.to(tl.int32, bitcast=True) >> 23) - 8, 0)
+        exponent = tl.where(absmax == absmax, exponent, 255)
+        step = (tl.maximum(exponent, 1) << 23).to(tl.float32, bitcast=True)
+    return tl.where(absmax == absmax, exponent, 255).to(tl.uint8), step
+
+
+@triton.jit
+def factor_scales(absmax, KIND: tl.constexpr, LEAST: tl.constexpr, APPROXIMATE: tl.constexpr, LIMIT: tl.constexpr):
+    """Return the stored scales of groups with these maxima, and the factors of their values; KIND: `OUTPUT_FACTORS`."""
+    largest = tl.where(absmax < LEAST, LEAST, absmax)
+    one = tl.zeros_like(largest) + 1.0
+    if KIND == "factor" or KIND == "factor_inverse":
+        factor = divide(one, largest, APPROXIMATE) * LIMIT
+    else:
+        factor = divide(one * LIMIT, largest, APPROXIMATE)
+    if KIND == "factor_inverse" or KIND == "quotient_inverse":
+        return divide(one, factor, APPROXIMATE), factor
+    else:
+        return divide_by_constant(largest, LIMIT, APPROXIMATE), factor
+
+
+@triton.jit
+def computed_scales(
+    absmax, SCALES: tl.constexpr, MIN_SCALE: tl.constexpr, ARITHMETIC: tl.constexpr, APPROXIMATE: tl.constexpr,
+    LIMIT: tl.constexpr,
+):  # fmt: skip
+    """Return the stored scales of rows or groups with these absolute maxima, and `scale` of `scaled`.
+
+    SCALES: that of `dynamic_scale`, "mx_ceil", "mx_floor", or a name of `OUTPUT_FACTORS`.
+    """
+    if SCALES == "mx_ceil" or SCALES == "mx_floor":
+        return mx_scales(absmax, SCALES == "mx_ceil", APPROXIMATE)
+    elif SCALES == "factor" or SCALES == "factor_inverse" or SCALES == "quotient" or SCALES == "quotient_inverse":
+        return factor_scales(absmax, SCALES, MIN_SCALE, APPROXIMATE, LIMIT)
+    else:
+        scale = dynamic_scale(absmax, SCALES, MIN_SCALE, ARITHMETIC, LIMIT)
+        return scale, scale
 
 
 @triton.jit

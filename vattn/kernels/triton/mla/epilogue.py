@@ -20,6 +20,7 @@ from vattn.kernels.triton.common.epilogue import (
     group_codes,
     group_scales,
     load_scale,
+    needs_finishing,
     nvfp4_codes,
     quantise_dynamic,
     quantise_static,
@@ -39,7 +40,7 @@ def kind_of(config: MLAConfig) -> str:
     fmt = OUTPUT_FORMATS[config.output_format]
     if fmt.group_size == 0:
         return config.output_format
-    if fmt.group_size < 0 or config.v_head_dim % fmt.group_size:
+    if fmt.group_size < 0 or config.v_head_dim % fmt.group_size or needs_finishing(config):
         return "rows"
     return "swizzled" if fmt.swizzled else "groups"
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from vattn.config.mla import MLAConfig
 from vattn.kernels.triton.attention.launch import TRITON_DTYPES
 from vattn.kernels.triton.common.codec import INTERPRETED, cast, dot
-from vattn.kernels.triton.common.epilogue import absolute_maximum
+from vattn.kernels.triton.common.epilogue import absolute_maximum, needs_finishing
 from vattn.kernels.triton.common.tiles import Limits, next_power_of_two
 from vattn.kernels.triton.mla.epilogue import (
     epilogue_arguments,
@@ -253,5 +253,6 @@ def project_to(
 
 
 def spans_heads(config: MLAConfig) -> bool:
-    """Return whether groups of columns that share a scale span heads, which this projection does not compute."""
-    return kind_of(config) == "rows" and OUTPUT_FORMATS[config.output_format].group_size > 0
+    """Return whether the finishing kernel computes the scales: of groups that span heads, or of formats of its own."""
+    spans = OUTPUT_FORMATS[config.output_format].group_size > 0 or needs_finishing(config)
+    return spans and kind_of(config) == "rows"
