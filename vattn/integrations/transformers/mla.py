@@ -16,12 +16,13 @@ from vattn.config.arguments import check_switches
 from vattn.config.attention import CacheConfig
 from vattn.errors import UnsupportedRequestError
 from vattn.integrations.transformers.attention_interface import NAME, attend, no_mask
+from vattn.integrations.transformers.attention_notes import AttentionCall
 from vattn.integrations.transformers.available import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
 from vattn.integrations.transformers.checkpoint_scales import remove_cache_hooks
 from vattn.integrations.transformers.checks import check_model, check_quant_config
 from vattn.integrations.transformers.enabling import disable
 from vattn.integrations.transformers.model_layers import install, plain_cache, stores_plainly
-from vattn.integrations.transformers.observe import AttentionCall, observe, set_attention
+from vattn.integrations.transformers.observe import observe, set_attention
 from vattn.integrations.transformers.packed_model import PackedCache, PackedModel
 from vattn.integrations.transformers.prove import Proof
 from vattn.integrations.transformers.rope_frequencies import fix_frequencies

@@ -13,7 +13,7 @@ from vattn.calibration.calibrate import Calibration
 from vattn.config.attention import CacheConfig
 from vattn.errors import ConfigError, ScaleError
 from vattn.integrations.transformers.attention_interface import NAME, ModelAttention
-from vattn.integrations.transformers.observe import AttentionCall
+from vattn.integrations.transformers.attention_notes import AttentionCall
 from vattn.layers import QuantConfig
 from vattn.layers.weight_parts import heads_of_rank
 from vattn.quantization.formats import KV_FORMATS, resolve_kv_cache_dtype

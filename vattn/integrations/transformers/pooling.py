@@ -21,13 +21,14 @@ from vattn.integrations.transformers.attention_interface import (
     attend,
     register,
 )
+from vattn.integrations.transformers.attention_notes import AttentionCall
 from vattn.integrations.transformers.available import transformers
 from vattn.integrations.transformers.checkpoint import folder_of
 from vattn.integrations.transformers.checkpoint_scales import remove_cache_hooks
 from vattn.integrations.transformers.checks import check_inputs, check_model
 from vattn.integrations.transformers.enabling import disable
 from vattn.integrations.transformers.model_layers import install
-from vattn.integrations.transformers.observe import AttentionCall, observe, set_attention
+from vattn.integrations.transformers.observe import observe, set_attention
 from vattn.integrations.transformers.packed_model import PackedCache
 from vattn.integrations.transformers.prove import Proof
 from vattn.integrations.transformers.replaced_forwards import replace_forwards, replaced_modules

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from vattn.errors import MetadataError, UnsupportedRequestError
+from vattn.integrations.transformers.attention_notes import MaskCall
 from vattn.integrations.transformers.dense_caches import BLOCK, pack_step
-from vattn.integrations.transformers.observe import MaskCall
 
 ELSEWHERE = "load this model with attn_implementation='sdpa', or another of transformers' own"
 
