@@ -180,7 +180,7 @@ class Generator(StepLoop):
 
         Args:
             prompt: text, for a generator with a tokenizer; token ids, in a list or a tensor; what a tokenizer returned,
-                with `input_ids`; a `Chat`; or `PromptEmbeddings`.
+                with `input_ids`, or a processor, with images too; a `Chat`; or `PromptEmbeddings`.
             sampling: default `default_sampling`.
             cache_salt: text, bytes or an integer. Requests share cached blocks with those of the same salt alone: give
                 it to keep tenants apart, and for all that makes equal ids mean something else, such as images.

@@ -76,7 +76,7 @@ def encoded_rows(encoded: Mapping[str, Any]) -> list[Any]:
     Raises:
         RequestError: inputs besides ids.
     """
-    others = sorted(set(encoded) - {"input_ids", "attention_mask", "token_type_ids"})
+    others = sorted(set(encoded) - {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
     if others:
         raise RequestError(
             f"a prompt with {', '.join(others)}", "input_ids and attention_mask, for a text model", "pass its input_ids"
@@ -89,6 +89,15 @@ def encoded_rows(encoded: Mapping[str, Any]) -> list[Any]:
     if mask is None or not _nested(mask):
         return list(ids)
     return [[token for token, real in zip(*row, strict=True) if real] for row in zip(ids, mask, strict=True)]
+
+
+def has_media(prompt: Any) -> bool:
+    """Return whether a prompt is what a processor returned for images, sound or other media."""
+    return (
+        isinstance(prompt, Mapping)
+        and "input_ids" in prompt
+        and any(name not in ("input_ids", "attention_mask") and not name.endswith("token_type_ids") for name in prompt)
+    )
 
 
 def _nested(rows: Any) -> bool:

@@ -77,6 +77,7 @@ class Scheduler:
                 f"{self.max_seq_len} tokens together",
                 "shorten the prompt or request fewer tokens; a larger max_seq_len= needs a cache and a model for it",
             )
+        self._check_ranges(choices[0])
         # The last token is chosen and never computed.
         needed = blocks_needed(self.blocks.cache, prompt + new - 1, self.token_budget)
         usable = self.pool.num_blocks - self.pool.reserved
@@ -95,6 +96,19 @@ class Scheduler:
         for request in choices:
             request.holder = self.mark
         self.waiting += choices
+
+    def _check_ranges(self, request: Request) -> None:
+        """Refuse a prompt with tokens that see each other both ways and that no step holds together."""
+        ranges = () if request.inputs is None else request.inputs.ranges
+        longest = max((end - start + 1 for start, end in ranges), default=0)
+        decodes = (self.max_num_reqs - 1) * (1 + (self.source.num_drafts if self.source is not None else 0))
+        most = self.token_budget - decodes
+        if ranges and longest > most:
+            raise RequestError(
+                f"a prompt with {longest} tokens that see each other both ways, such as an image",
+                f"{most} tokens: the token_budget of {self.token_budget} without {decodes} for decodes",
+                "raise token_budget=, or lower max_num_reqs=",
+            )
 
     def schedule(self) -> Batch:
         """Plan the next step and take its blocks."""

@@ -250,7 +250,8 @@ def make_builder(
 ) -> AttentionMetadataBuilder:
     """Return the builder of a cache's steps."""
     kind = GroupedMetadataBuilder if cache.groups else AttentionMetadataBuilder
-    return kind(max_num_reqs, max_num_tokens, max_seq_len, cache.block_size, cache.device, layers=model)
+    sizes = max_num_reqs, max_num_tokens, max_seq_len, cache.block_size, cache.device
+    return kind(*sizes, layers=model, max_mm_ranges=getattr(model, "max_ranges", 0))
 
 
 def check_vocabulary(model: Any, draft: Any) -> None:

@@ -14,7 +14,7 @@ from vattn.errors import ConfigError, RequestError, VattnError
 from vattn.generation.chat import Chat, is_conversation
 from vattn.generation.grammar import GrammarCompiler
 from vattn.generation.prompt_embeddings import PromptEmbeddings
-from vattn.generation.prompts import Prompt, check_sampling, encoded_rows, read_bad_words, read_prompt
+from vattn.generation.prompts import Prompt, check_sampling, encoded_rows, has_media, read_bad_words, read_prompt
 from vattn.generation.request import FAILED, Request
 from vattn.generation.sampling import Sampling
 from vattn.kv_transfer.connector import Salt, salt_digest
@@ -54,7 +54,15 @@ def read_submissions(prompts: Any, tokenizer: Any, **settings: Any) -> list[Subm
         ConfigError: no list of prompts, texts without a tokenizer, chats without a chat template, or settings that are
             neither one nor as many as the prompts.
     """
-    if isinstance(prompts, Mapping) and "input_ids" in prompts:
+    if has_media(prompts):
+        if len(prompts["input_ids"]) != 1:
+            raise ConfigError(
+                f"prompts={sorted(prompts)}, a batch of prompts with images",
+                "a list of prompts",
+                "call the processor for each prompt, and pass a list of what it returned",
+            )
+        prompts = [prompts]
+    elif isinstance(prompts, Mapping) and "input_ids" in prompts:
         prompts = encoded_rows(prompts)
     if isinstance(prompts, (str, bytes, Mapping, Chat, PromptEmbeddings)) or not isinstance(prompts, Iterable):
         raise ConfigError(f"prompts={prompts!s:.60}", "a list of prompts", "pass [prompt] for one")
@@ -122,10 +130,16 @@ class SubmissionReader:
 
     def _prompt(self, prompt: Any, sampling: Sampling, vocab_size: int | None) -> tuple[list[int], PromptInputs | None]:
         """Return the ids of a prompt, and what it is besides them."""
-        if not isinstance(prompt, PromptEmbeddings):
+        with_media = has_media(prompt)
+        if not with_media and not isinstance(prompt, PromptEmbeddings):
             return read_prompt(prompt, self._tokenizer, vocab_size), None
         if self._on_ranks:
-            raise RequestError("embeddings for a generator with group=", "token ids", "run such prompts on one device")
+            raise RequestError(
+                "embeddings or images for a generator with group=", "token ids", "run such prompts on one device"
+            )
+        if with_media:
+            read: Any = getattr(self._model, "read_media", None)
+            return read(prompt) if read is not None else (read_prompt(prompt, self._tokenizer, vocab_size), None)
         inputs = prompt.inputs(self._model, sampling)
         if prompt.token_ids is None:
             return [0] * prompt.rows.shape[0], inputs

@@ -229,7 +229,10 @@ def set_attention(model: Any, name: str) -> None:
     if replaced_modules(model):
         model.config._attn_implementation = name
     else:
-        model.set_attn_implementation(name)
+        # The encoders of images keep their own attention.
+        text, config = model.config.get_text_config(), model.config
+        parts = [key for key in config.sub_configs if getattr(config, key, None) is text]
+        model.set_attn_implementation({"": name, **dict.fromkeys(parts, name)} if parts else name)
     if model.config._attn_implementation != name:
         raise unsupported(f"{type(model).__name__} has no exchangeable attention")
 

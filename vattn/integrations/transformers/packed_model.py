@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vattn.cache.allocation import KVCacheAllocation, allocate_kv_cache
-from vattn.errors import ConfigError, MetadataError, UnsupportedRequestError
+from vattn.errors import ConfigError, MetadataError, RequestError, UnsupportedRequestError
 from vattn.integrations.transformers import linears
 from vattn.integrations.transformers.available import transformers
 from vattn.integrations.transformers.checks import check_inputs, model_dtype
+from vattn.integrations.transformers.media import MOST_RANGES, read_media, run_with_added, takes_media
 from vattn.integrations.transformers.pipeline import StageModel, stage_of
 from vattn.integrations.transformers.state_rows import RowGroup, row_groups
 from vattn.metadata import forward_context as context
-from vattn.metadata.prompt_inputs import StepEmbeddings
+from vattn.metadata.prompt_inputs import PromptInputs, StepEmbeddings
 
 
 class _NoStates(list[Any]):
@@ -111,6 +112,7 @@ class PackedModel(nn.Module):
         adapters: what `enable_adapters` returned; `None` before.
         takes_embeddings: whether rows of a step may come as embeddings.
         embedding_size, embedding_dtype: of such rows.
+        max_ranges: most ranges of a prompt whose tokens see each other both ways.
 
     Example: see `enable`.
     """
@@ -125,6 +127,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.model, self.rope_length, self.first_position = model, rope_length, first_position
         self.takes_embeddings = takes_embeddings and stage_of(model) is None
+        self.max_ranges = MOST_RANGES if self.takes_embeddings and takes_media(model) else 0
         self.kv_cache: KVCacheAllocation | None = None
         self.adapters: Any = None
         self.vocab_size: int | None = getattr(model.config.get_text_config(), "vocab_size", None)  # type: ignore[operator,union-attr]
@@ -211,8 +214,25 @@ class PackedModel(nn.Module):
         if given is None:
             return self.model(input_ids=input_ids[None], **options).logits[0]
         rows = self.model.get_input_embeddings()(input_ids)  # type: ignore[operator]
-        rows = rows.index_copy(0, given.rows, given.embeddings)
-        return self.model(inputs_embeds=rows[None], **options).logits[0]
+        options["inputs_embeds"] = rows.index_copy(0, given.rows, given.embeddings)[None]
+        if given.added is None:
+            return self.model(**options).logits[0]
+        return run_with_added(self.model, given, rows.shape[0], **options).logits[0]  # type: ignore[no-any-return]
+
+    def read_media(self, encoded: Mapping[str, Any]) -> tuple[list[int], PromptInputs]:
+        """Return the ids of a prompt with images, and what it gives the model besides them; see `media.read_media`.
+
+        Raises:
+            RequestError: also for a model without images.
+        """
+        if not (self.takes_embeddings and takes_media(self.model)):
+            names = sorted(set(encoded) - {"input_ids", "attention_mask"})
+            raise RequestError(
+                f"a prompt with {', '.join(names)} for {type(self.model).__name__}, a model of text",
+                "input_ids and attention_mask",
+                "pass its input_ids, or load a model that takes images",
+            )
+        return read_media(self.model, encoded)
 
     def model_options(self, positions: Tensor, logits_indices: Tensor | None) -> dict[str, Any]:
         """Return what the model's forward takes in a step besides token ids."""

@@ -245,6 +245,10 @@ class BoundCache(CacheScales):
                 "share the cache of an equal layer",
             )
 
+    def why_no_ranges(self) -> str | None:
+        """Return why the layer takes no steps with multimodal ranges; `None` if it does."""
+        return self._refused.get(("causal", False, True))
+
     @typed_on_error
     def bind_kv_cache(
         self,
