@@ -15,7 +15,7 @@ transformers = pytest.importorskip("transformers")
 
 import vattn.integrations.transformers  # noqa: E402  registers the name
 from tests.integrations.hf_families import make_model  # noqa: E402
-from vattn.integrations.transformers import continuous_batching, disable, enable  # noqa: E402
+from vattn.integrations.transformers import continuous_batching, dense_attention, disable, enable  # noqa: E402
 from vattn.integrations.transformers.continuous_batching import attend_batch  # noqa: E402
 
 FAMILIES = ["llama", "mistral", "qwen3", "gemma2", "gemma3", "gpt_oss", "phi3", "cohere2", "gpt2", "deepseek_v3"]
@@ -57,6 +57,19 @@ def test_generate_gives_eager_tokens(family: str, rows: str, cache: str) -> None
     model, inputs = make_model(family), batch(FIRST[rows])
     options = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
     assert_same(generate(model, "vattn", inputs, **options), generate(model, "eager", inputs, **options))
+
+
+@pytest.mark.parametrize("rows", list(FIRST))
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss"])
+def test_single_rows_run_by_a_kernel_of_their_own(monkeypatch: pytest.MonkeyPatch, family: str, rows: str) -> None:
+    """As on a GPU: windows, a soft cap, sinks and padding in Triton's interpreter, no op for a decode."""
+    pytest.importorskip("triton")
+    model, inputs, ops = make_model(family), batch(FIRST[rows]), list[torch.Tensor]()
+    expected, own = generate(model, "eager", inputs, max_new_tokens=4, min_new_tokens=4), dense_attention.attend_blocks
+    monkeypatch.setattr(dense_attention, "_is_direct", lambda *tensors: True)
+    monkeypatch.setattr(dense_attention, "attend_blocks", lambda *args: (ops.append(args[0]), own(*args))[1])
+    assert_same(generate(model, "vattn", inputs, max_new_tokens=4, min_new_tokens=4), expected)
+    assert len(ops) == model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])

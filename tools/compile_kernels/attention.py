@@ -27,6 +27,7 @@ from vattn.kernels.triton import sample
 from vattn.kernels.triton.attention import (
     advance_step,
     dcp_rows,
+    dense_decode,
     encoder,
     external_rows,
     launch,
@@ -84,6 +85,7 @@ def all_launches() -> Iterator[Launch]:
     for target in TARGETS:
         yield from _small_kernels(target)
         yield from _adapters(target)
+        yield from _dense_decodes(target)
         for name in MODEL_DTYPES:
             yield from _caches(target, name)
             yield from _packed_formats(target, name)
@@ -111,6 +113,16 @@ def _adapters(target: str) -> Iterator[Launch]:
         lists = integers(8192), integers(264, 3)
         args = LoRAArgs(x, output, a, b, meta(8, len(sizes)), *lists, list(sizes))
         yield from record(f"{dtype} {sizes} {rows} {rank}", target, partial(launch_lora, args, None, TARGETS[target]))
+
+
+def _dense_decodes(target: str) -> Iterator[Launch]:
+    """Yield single rows over dense keys, of common and wide heads."""
+    shapes = (32, 8, 128), (8, 8, 64), (16, 1, 80), (8, 4, 256)
+    for dtype, (heads, kv_heads, width) in itertools.product(("float16", "bfloat16"), shapes):
+        query, key = (meta(2, *shape, width, dtype=MODEL_DTYPES[dtype]) for shape in ((heads, 1), (kv_heads, 4096)))
+        sinks, cap = (meta(heads, dtype=MODEL_DTYPES[dtype]), 30.0) if width == 80 else (None, None)
+        call = partial(dense_decode.decode, query, key, key, integers(2), 0.088, None, cap, sinks)
+        yield from record(f"{dtype} {heads} {kv_heads} {width}", target, call)
 
 
 def _config(dtype: str, cache: tuple[str, str], shape: str, **changes: Any) -> AttentionConfig:

@@ -10,9 +10,18 @@ from torch import Tensor, nn
 
 import vattn.ops.schemas  # noqa: F401  registers the ops
 from vattn.config.attention import AttentionConfig
+from vattn.config.device import has_triton
 from vattn.errors import GradientError, UnsupportedRequestError
 from vattn.integrations.transformers.available import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
-from vattn.integrations.transformers.dense_caches import BLOCK, DenseStep, as_blocks, unpack_step, with_room
+from vattn.integrations.transformers.dense_caches import (
+    BLOCK,
+    DenseStep,
+    as_blocks,
+    is_decode,
+    pack_decode,
+    unpack_step,
+    with_room,
+)
 from vattn.integrations.transformers.step_masks import ELSEWHERE, step_mask
 from vattn.quantization.formats import dtype_name
 
@@ -58,14 +67,19 @@ def attend_dense(
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     refuse_options(module, causal, dropout, options, query)
     batch_size, _, query_len, _ = query.shape
-    step = None
-    if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.int32 and attention_mask.dim() == 4:
-        step = _unpacked(attention_mask, batch_size, key.shape[2])
+    mask = attention_mask
+    is_step = isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4
+    if is_step and is_decode(mask):
+        is_step = (mask.shape[0], query_len, mask.shape[3]) == (batch_size, 1, key.shape[2])
+        if is_step and _is_direct(query, key, value):
+            _check_window(mask.shape[2] == 2, sliding_window)
+            scale = query.shape[3] ** -0.5 if scaling is None else scaling
+            return _decode(query, key, value, mask, scale, sliding_window, softcap, _as_sinks(s_aux, query)), None
+        mask = _packed(mask, sliding_window) if is_step else mask
+    step = _unpacked(mask, batch_size, key.shape[2]) if is_step else None
     if step is None:
         raise _refused(_describe_mask(attention_mask, batch_size, key.shape[2]))
-    if step.windowed != (sliding_window is not None):
-        seen = "a window" if step.windowed else "no window"
-        raise _refused(f"sliding_window={sliding_window} beside a mask with {seen}")
+    _check_window(step.windowed, sliding_window)
     if query_len > 1 and step.block_size == BLOCK:
         key, value = with_room(key), with_room(value)
     key_blocks, pitch = as_blocks(key, step.block_size)
@@ -84,6 +98,12 @@ def attend_dense(
         queries, key_blocks, value_blocks, step.query_start_loc, step.seq_lens, table, scaling, window, softcap, s_aux
     )
     return out.view(batch_size, query_len, -1, value.shape[3]), None
+
+
+def _check_window(windowed: bool, sliding_window: int | None) -> None:
+    if windowed != (sliding_window is not None):
+        seen = "a window" if windowed else "no window"
+        raise _refused(f"sliding_window={sliding_window} beside a mask with {seen}")
 
 
 def register_dense() -> None:
@@ -110,12 +130,31 @@ def attend_blocks(
         key_blocks.shape[1], window, softcap, s_aux is not None,
     )  # fmt: skip
     out = queries.new_empty(queries.shape[0], queries.shape[1], value_blocks.shape[3])
-    sinks = None if s_aux is None else s_aux.detach().to(queries.device, queries.dtype)
+    sinks = _as_sinks(s_aux, queries)
     torch.ops.vattn.attention(
         queries, key_blocks, value_blocks, query_start_loc, seq_lens, block_table, out, None, None, None, None, None,
         None, None, sinks, None, None, None, None, None, [], None, config,
     )  # fmt: skip
     return out
+
+
+def _as_sinks(s_aux: Tensor | None, query: Tensor) -> Tensor | None:
+    return None if s_aux is None else s_aux.detach().to(query.device, query.dtype)
+
+
+def _is_direct(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether the kernel of single rows over dense keys runs a call, without an op."""
+    if torch.compiler.is_compiling() or not query.is_cuda or not has_triton():
+        return False
+    from vattn.kernels.triton.attention import dense_decode
+
+    return dense_decode.accepts(query, key, value)
+
+
+def _decode(*args: Any) -> Tensor:
+    from vattn.kernels.triton.attention import dense_decode
+
+    return dense_decode.decode(*args)
 
 
 @torch.compiler.assume_constant_result
@@ -179,6 +218,17 @@ def refuse_options(module: nn.Module, causal: bool, dropout: float, options: dic
     for name, given in options.items():
         if isinstance(given, Tensor) and name not in _NO_PART_OF_ATTENTION:
             raise _refused(f"{name} as an argument of attention")
+
+
+def _packed(first: Tensor, window: int | None) -> Tensor:
+    """Return `pack_decode`; outside of compiled code once for all layers."""
+    _check_window(first.shape[2] == 2, window)
+    if torch.compiler.is_compiling():
+        return pack_decode(first, window)
+    known: dict[int | None, Tensor] = first.__dict__.setdefault("_vattn_packed", {})
+    if window not in known:
+        known[window] = pack_decode(first, window)
+    return known[window]
 
 
 def _unpacked(packed: Tensor, batch_size: int, num_keys: int) -> DenseStep | None:

@@ -2,12 +2,14 @@
 
 Blocks of the view begin at every token and overlap, so a request may begin at any token of its row. `pack_step` makes
 the tensors of a step. They travel in one tensor, which takes the place of the attention mask: they are made once in a
-forward and are an input of compiled code.
+forward and are an input of compiled code. Of a step of one query row over keys that are all written, `view_decode`
+makes a view of each row's first key: its kernel needs no more.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from functools import lru_cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -83,6 +85,38 @@ def pack_step(
     parts = [part.reshape(-1).to(torch.int32) for part in (starts, lengths, table)]
     packed = torch.cat([torch.nn.functional.pad(part, (0, -part.shape[0] % ALIGNED)) for part in parts])
     return packed.view(1, 1, 1 if window is None else 2, -1)
+
+
+def view_decode(
+    batch_size: int, num_keys: int, start: Tensor | None, window: int | None, whole_blocks: bool, device: Any
+) -> Tensor:
+    """Return int32 `[B, 2 to 4, 1 or 2, L]` of each row's first visible key, a view of `[B]` or of one number.
+
+    Its second size says whether rows have padding, and whether whole blocks follow it; its third one whether layers
+    have a window. The arguments are those of `pack_step`.
+    """
+    first = _zero(str(device)) if start is None else start.to(torch.int32)
+    padding = 2 if start is None else 3 if whole_blocks else 4
+    return first.view(-1, 1, 1, 1).expand(batch_size, padding, 1 if window is None else 2, num_keys)
+
+
+def is_decode(mask: Tensor) -> bool:
+    """Return whether `view_decode` made a tensor of four dimensions, rather than `pack_step`."""
+    return mask.shape[1] > 1
+
+
+def pack_decode(first: Tensor, window: int | None) -> Tensor:
+    """Return what `pack_step` makes of a step that `view_decode` made."""
+    batch_size, padding, _, num_keys = first.shape
+    start = None if padding == 2 else first[:, 0, 0, :1].long()
+    whole_blocks = padding < 4 and num_keys >= BLOCK and (window is None or window >= BLOCK)
+    return pack_step(batch_size, 1, num_keys, num_keys, start, window, whole_blocks, first.device)
+
+
+@lru_cache(maxsize=64)
+def _zero(device: str) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def unpack_step(packed: Tensor, batch_size: int, num_keys: int) -> DenseStep | None:

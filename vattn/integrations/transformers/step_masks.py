@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vattn.errors import MetadataError, UnsupportedRequestError
 from vattn.integrations.transformers.attention_notes import MaskCall
-from vattn.integrations.transformers.dense_caches import BLOCK, pack_step
+from vattn.integrations.transformers.dense_caches import BLOCK, pack_step, view_decode
 
 ELSEWHERE = "load this model with attn_implementation='sdpa', or another of transformers' own"
 
@@ -67,6 +67,8 @@ def step_mask(
         is_static = isinstance(q_offset, Tensor)
         _assert_filled(attention_mask, q_offset, q_length, start if is_static and whole_blocks else None, kv_length)
         whole_blocks = whole_blocks and is_static
+    if not traced and q_length == 1 and isinstance(end, int) and end == kv_length:
+        return view_decode(batch_size, kv_length, start, window, whole_blocks, device)
     return pack_step(batch_size, q_length, kv_length, end, start, window, whole_blocks, device)
 
 

@@ -1,0 +1,222 @@
+"""One query row for each row of a batch over keys and values `[B, heads, L, D]` as they lie: one launch, and little
+work on the host.
+
+Programs share the keys of a head where the card has room. The last one to end merges what all of them found, and sets
+its counter back, so that partial results need no second launch and counters no clearing.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.runtime.jit import JITFunction
+
+from vattn.config.device import multiprocessors
+from vattn.kernels.triton.common.tiles import next_power_of_two
+
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+TILE = 64
+"""Keys that a program reads at a time."""
+
+MOST_SPLITS, LEAST_KEYS, PROGRAMS = 32, 128, 2
+"""Programs that share a head; keys of one of them; programs of a multiprocessor for which heads are shared."""
+
+MOST_WIDTH, MOST_GROUP = 256, 16
+
+
+@triton.jit(do_not_specialize=["num_keys", "oldest", "share", "splits"])
+def dense_decode_kernel(
+    query, key, value, first, sinks, output, partial, counters, num_keys, oldest, share, splits, scale, soft_cap,
+    query_row, query_head, key_row, key_head, key_token, value_row, value_head, value_token, first_row,
+    GROUP: tl.constexpr, NUM_KV_HEADS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_V: tl.constexpr, SOFT_CAP: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, COLUMNS_V: tl.constexpr, TILE: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """See `decode`. Grid: KV heads, rows of the batch, splits of the keys."""
+    head, row, split = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    member, column, column_v = tl.arange(0, ROWS), tl.arange(0, COLUMNS), tl.arange(0, COLUMNS_V)
+    exists = member < GROUP
+    heads = head * GROUP + member
+    q = tl.load(
+        query + row * query_row + heads[:, None] * query_head + column[None, :],
+        mask=exists[:, None] & (column < WIDTH)[None, :], other=0)  # fmt: skip
+    begin = tl.maximum(tl.maximum(tl.load(first + row * first_row), oldest), 0)
+    low = begin + split * share
+    high = tl.minimum(low + share, num_keys)
+    keys = key + row * key_row + head.to(tl.int64) * key_head
+    values = value + row * value_row + head.to(tl.int64) * value_head
+    largest = tl.full([ROWS], -float("inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    found = tl.zeros([ROWS, COLUMNS_V], tl.float32)
+    for start in range(low, high, TILE):
+        place = start + tl.arange(0, TILE)
+        inside = place < high
+        k = tl.load(
+            keys + place.to(tl.int64)[:, None] * key_token + column[None, :],
+            mask=inside[:, None] & (column < WIDTH)[None, :], other=0)  # fmt: skip
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if SOFT_CAP:
+            scores = soft_cap * (1 - 2 / (1 + tl.exp2(scores)))
+        scores = tl.where(inside[None, :], scores, -float("inf"))
+        most = tl.maximum(largest, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - most[:, None])
+        shrink = tl.exp2(largest - most)
+        v = tl.load(
+            values + place.to(tl.int64)[:, None] * value_token + column_v[None, :],
+            mask=inside[:, None] & (column_v < WIDTH_V)[None, :], other=0)  # fmt: skip
+        total = total * shrink + tl.sum(weights, axis=1)
+        found = found * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        largest = most
+    last = splits == 1
+    if splits > 1:
+        slot = ((row * NUM_KV_HEADS + head) * splits + split) * (ROWS * (COLUMNS_V + 2))
+        stats, sums = (
+            partial + slot + member,
+            partial + slot + 2 * ROWS + member[:, None] * COLUMNS_V + column_v[None, :],
+        )
+        tl.store(stats, largest)
+        tl.store(stats + ROWS, total)
+        tl.store(sums, found)
+        tl.debug_barrier()
+        counter = counters + row * NUM_KV_HEADS + head
+        last = tl.atomic_add(counter, 1, sem="acq_rel") == splits - 1
+        if last:
+            tl.debug_barrier()
+            tl.store(counter, 0)
+            part = tl.arange(0, SPLITS)
+            base = partial + (row * NUM_KV_HEADS + head) * splits * (ROWS * (COLUMNS_V + 2))
+            place = base + part[:, None] * (ROWS * (COLUMNS_V + 2)) + member[None, :]
+            maxima = tl.load(place, mask=(part < splits)[:, None], other=-float("inf"), cache_modifier=".cg")
+            totals = tl.load(place + ROWS, mask=(part < splits)[:, None], other=0.0, cache_modifier=".cg")
+            largest = tl.max(maxima, axis=0)
+            # A row that sees no key has no maximum.
+            finite = tl.where(largest == -float("inf"), 0.0, largest)
+            total = tl.sum(totals * tl.exp2(maxima - finite[None, :]), axis=0)
+            found = tl.zeros([ROWS, COLUMNS_V], tl.float32)
+            for other in range(splits):
+                stats = base + other * (ROWS * (COLUMNS_V + 2)) + member
+                sums = base + other * (ROWS * (COLUMNS_V + 2)) + 2 * ROWS
+                sums = sums + member[:, None] * COLUMNS_V + column_v[None, :]
+                shrink = tl.exp2(tl.load(stats, cache_modifier=".cg") - finite)
+                found += tl.load(sums, cache_modifier=".cg") * shrink[:, None]
+    if last:
+        if sinks is not None:
+            sink = tl.load(sinks + heads, mask=exists, other=-float("inf")).to(tl.float32) * LOG2E
+            most = tl.maximum(largest, sink)
+            finite = tl.where(most == -float("inf"), 0.0, most)
+            found *= tl.exp2(largest - finite)[:, None]
+            total = total * tl.exp2(largest - finite) + tl.exp2(sink - finite)
+        result = found / tl.where(total > 0, total, 1.0)[:, None]
+        target = output + (row * (NUM_KV_HEADS * GROUP) + heads[:, None]) * WIDTH_V + column_v[None, :]
+        tl.store(target, result.to(output.dtype.element_ty), mask=exists[:, None] & (column_v < WIDTH_V)[None, :])
+
+
+_compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
+"""By all that the kernel is compiled for: its compiled form, and its constants."""
+
+_scratch: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
+"""Partial results and counters of a stream, which runs one launch after the other."""
+
+
+def accepts(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Return whether `decode` takes a call: 16-bit tensors on the current GPU, of strides that 16 divides, in few heads a group."""
+    device, (_, heads, _, width) = query.get_device(), query.shape
+    kinds = type(query), type(key), type(value)
+    if kinds != (Tensor, Tensor, Tensor) or device < 0 or device != torch.cuda.current_device():
+        return False
+    if torch._C._len_torch_dispatch_stack() or torch.cuda.is_current_stream_capturing():
+        return False
+    if not (query.dtype is key.dtype is value.dtype and query.dtype in _DTYPES):
+        return False
+    if width > MOST_WIDTH or value.shape[3] > MOST_WIDTH or heads > MOST_GROUP * key.shape[1] or not key.shape[2]:
+        return False
+    strides = *query.stride(), *key.stride(), *value.stride()
+    bits = query.data_ptr() | key.data_ptr() | value.data_ptr() | width | value.shape[3]
+    for stride in strides[:2] + strides[4:7] + strides[8:11]:
+        bits |= stride
+    return not bits & 15 and max(strides) < 1 << 31 and (strides[3], strides[7], strides[11]) == (1, 1, 1)
+
+
+_DTYPES = frozenset({torch.float16, torch.bfloat16})
+_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+
+
+def decode(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: Tensor,
+    scale: float,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return attention `[B, 1, heads, D_v]` of a query row each to the keys from its first one on.
+
+    Args:
+        query: `[B, heads, 1, D]`.
+        key, value: `[B, num_kv_heads, L, D]` and `[..., D_v]`.
+        first: int32, its first dimension `[B]` or 1 row for all: the first visible key of each row.
+        window: only so many last keys are visible; `None` for all.
+        soft_cap: of the scores, `None` for none.
+        sinks: `[heads]` in the dtype of the query.
+    """
+    (batch, heads, _, width), (_, num_kv_heads, num_keys, width_v) = query.shape, value.shape
+    oldest = 0 if window is None else max(0, num_keys - window)
+    cap = soft_cap or None
+    factor = scale * LOG2E.value if cap is None else 2 * scale * LOG2E.value / cap
+    output = query.new_empty((batch, 1, heads, width_v))
+    group, device = heads // num_kv_heads, query.get_device()
+    rows, columns = max(16, next_power_of_two(group)), max(16, next_power_of_two(width_v))
+    splits, share = _cut(num_keys - oldest, batch * num_kv_heads, query.device)
+    partial, counters = _room(query, batch * num_kv_heads * splits * rows * (columns + 2), batch * num_kv_heads)
+    (query_row, query_head, *_), (key_row, key_head, key_token, _) = query.stride(), key.stride()
+    value_row, value_head, value_token, _ = value.stride()
+    values = [
+        query, key, value, first, sinks, output, partial, counters, num_keys, oldest, share, splits, factor,
+        1.0 if cap is None else cap * LOG2E.value, query_row, query_head, key_row, key_head, key_token, value_row,
+        value_head, value_token, first.stride(0) if first.shape[0] > 1 else 0,
+    ]  # fmt: skip
+    grid, sink_bits = (num_kv_heads, batch, splits), None if sinks is None else sinks.data_ptr() & 15
+    kind = query.dtype, group, num_kv_heads, width, width_v, cap is None, sink_bits, values[-1], device
+    known = _compiled.get(kind)
+    if known is not None:
+        known[0][grid](*values, *known[1])
+        return output
+    constants = {
+        "GROUP": group, "NUM_KV_HEADS": num_kv_heads, "WIDTH": width, "WIDTH_V": width_v, "SOFT_CAP": cap is not None,
+        "ROWS": rows, "COLUMNS": max(16, next_power_of_two(width)), "COLUMNS_V": columns,
+        "TILE": TILE if max(width, width_v) <= 128 else TILE // 2, "SPLITS": MOST_SPLITS,
+    }  # fmt: skip
+    compiled = dense_decode_kernel[grid](*values, **constants, num_warps=4, num_stages=3)
+    if query.is_cuda and isinstance(dense_decode_kernel, JITFunction) and compiled is not None:
+        _compiled[kind] = compiled, list(constants.values())
+    return output
+
+
+def _cut(num_keys: int, heads: int, device: torch.device) -> tuple[int, int]:
+    """Return how many programs share the keys of a head, and how many keys of them each gets."""
+    processors = multiprocessors(device) if device.type == "cuda" else 8
+    splits = max(1, min(MOST_SPLITS, PROGRAMS * processors // heads, -(-num_keys // LEAST_KEYS)))
+    share = -(-num_keys // (splits * TILE)) * TILE
+    return max(1, -(-num_keys // share)), share
+
+
+def _room(query: Tensor, partial: int, counters: int) -> tuple[Tensor, Tensor]:
+    """Return fp32 room for partial results and int32 counters at 0, of the current stream."""
+    device = query.get_device()
+    key = device, _stream(device) if query.is_cuda else 0
+    found = _scratch.get(key)
+    if found is None or found[0].numel() < partial or found[1].numel() < counters:
+        before = (0, 0) if found is None else (found[0].numel(), found[1].numel())
+        sizes = [next_power_of_two(max(size, old)) for size, old in zip((partial, counters), before, strict=True)]
+        with torch.inference_mode(False):
+            found = _scratch[key] = (
+                torch.empty(sizes[0], dtype=torch.float32, device=query.device),
+                torch.zeros(sizes[1], dtype=torch.int32, device=query.device),
+            )
+    return found
