@@ -8,6 +8,7 @@ import torch
 pytest.importorskip("triton")
 
 from vattn.generation.draws import draw, truncate, uniforms
+from vattn.generation.logprobs import likeliest
 from vattn.kernels.triton import sample as kernels
 
 
@@ -53,6 +54,23 @@ def test_draws_are_those_of_torch(monkeypatch: pytest.MonkeyPatch, dtype: torch.
         assert tokens.tolist() == expected.tolist() and usable.all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_least_kept_logit_is_found_whatever_the_values(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    """Zeros of both signs, infinities, ties, tiny and huge values, wide gaps; a greedy row takes the first largest."""
+    monkeypatch.setattr(kernels, "_MOST", 64)
+    logits = torch.randn(24, 150, generator=torch.Generator().manual_seed(9))
+    logits[::4] *= 10.0 ** torch.randint(-30, 30, (6, 150), generator=torch.Generator().manual_seed(2))
+    logits[1::4] = logits[1::4].round()
+    logits[2::4, ::3], logits[2::4, 1::3] = -torch.inf, 0.0
+    logits[2::4, 2::3] = -0.0
+    logits[3::4] *= 1e-20
+    for seed, options in enumerate(
+        [(True, False, False, True), (False, True, False, False), (True, True, False, True)]
+    ):
+        tokens, usable, expected = run(logits.to(dtype), seed, *options)
+        assert tokens.tolist() == expected.tolist() and usable.all()
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_large_vocabularies(dtype: torch.dtype) -> None:
@@ -87,7 +105,11 @@ def test_totals_and_ranks(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -
     monkeypatch.setattr(kernels, "_MOST", 64)
     logits = (torch.randn(5, 170) * 5).to(dtype)
     tokens = torch.tensor([0, 169, 64, 63, 100])
-    totals, ranks = kernels.normalise(logits, tokens)
+    totals, ranks, maxima = kernels.normalise(logits, tokens, 2)
+    assert maxima is not None and torch.equal(maxima, logits.float().unflatten(1, (-1, 2)).amax(-1))
     scores = logits.float()
     torch.testing.assert_close(totals, scores.double().logsumexp(-1, keepdim=True).float(), rtol=1e-6, atol=1e-6)
     assert torch.equal(ranks, (scores > scores.gather(1, tokens[:, None])).sum(-1, keepdim=True) + 1)
+    values, ids = likeliest(logits, maxima, 7)
+    assert torch.equal(values, logits.topk(7).values) and torch.equal(logits.gather(1, ids), values)
+    assert all(len(set(row)) == 7 for row in ids.tolist())

@@ -14,6 +14,9 @@ from vattn.generation.transfers import has_kernels, on_device
 _SLICE = 256
 """Rows of logits that are converted to fp32 at once."""
 
+_GROUP = 32
+"""Neighbours in the vocabulary of which the likeliest one is found first."""
+
 
 @dataclass
 class StepLogprobs:
@@ -87,20 +90,38 @@ def compute_logprobs(
 
 
 def _compute(logits: Tensor, tokens: Tensor, count: int) -> Tensor:
+    maxima, vocab_size = None, logits.shape[1]
     if has_kernels(logits):
         from vattn.kernels.triton.sample import normalise
 
-        scores = logits
-        total, rank = normalise(logits, tokens)
+        scores, in_groups = logits, count and vocab_size % _GROUP == 0 and vocab_size >= 8 * _GROUP * count
+        total, rank, maxima = normalise(logits, tokens, _GROUP if in_groups else 0)
     else:
         scores = logits.float()
         total = scores.logsumexp(dim=-1, keepdim=True)
         rank = (scores > scores.gather(1, tokens[:, None])).sum(dim=-1, keepdim=True) + 1
     parts = [scores.gather(1, tokens[:, None]).float() - total, rank]
     if count:
-        best = scores.topk(count, dim=-1)
-        parts += [best.values.float() - total, best.indices]
+        values, ids = scores.topk(count, dim=-1) if maxima is None else likeliest(scores, maxima, count)
+        parts += [values.float() - total, ids]
     return torch.cat([part.double() for part in parts], dim=1)
+
+
+def likeliest(scores: Tensor, maxima: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """Return the largest values of each row, and their places, as `torch.topk` does, in less time.
+
+    They lie in the groups with the largest maxima.
+
+    Args:
+        scores: `[n, V]`.
+        maxima: `[n, V / group]`, the largest value of each group of neighbours.
+        count: how many.
+    """
+    group = scores.shape[1] // maxima.shape[1]
+    groups = maxima.topk(count, dim=-1, sorted=False).indices
+    places = (groups[:, :, None] * group + torch.arange(group, device=scores.device)).flatten(1)
+    best = scores.gather(1, places).topk(count, dim=-1)
+    return best.values, places.gather(1, best.indices)
 
 
 def _token(values: list[float], count: int) -> TokenLogprobs:

@@ -123,7 +123,7 @@ _scratch: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
 
 def accepts(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Return whether `decode` takes a call: 16-bit tensors on the current GPU, of strides that 16 divides, in few heads a group."""
+    """Return whether `decode` takes a call: 16-bit tensors on the current GPU, and strides that 16 divides."""
     device, (_, heads, _, width) = query.get_device(), query.shape
     kinds = type(query), type(key), type(value)
     if kinds != (Tensor, Tensor, Tensor) or device < 0 or device != torch.cuda.current_device():
