@@ -84,6 +84,38 @@ def test_rows_see_their_keys(monkeypatch: pytest.MonkeyPatch, case: tuple[object
         assert not counters.any()
 
 
+def test_a_launch_passes_what_the_first_one_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By position, with addresses instead of tensors."""
+    names, calls = dense_decode.dense_decode_kernel.arg_names, list[dict[str, object]]()
+
+    class Compiled:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            return lambda *args, stream: calls.append(dict(zip(names, args, strict=True)))
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, ...]) -> object:
+            def run(*args: object, num_warps: int, num_stages: int, **options: object) -> Compiled:
+                given = dict(zip(names, args, strict=False)) | options
+                calls.append(
+                    {name: getattr(each, "data_ptr", lambda each=each: each)() for name, each in given.items()}
+                )
+                return Compiled()
+
+            return run
+
+    monkeypatch.setattr(dense_decode, "dense_decode_kernel", Kernel())
+    monkeypatch.setattr(dense_decode, "JITFunction", Kernel)
+    monkeypatch.setattr(dense_decode, "_stream", lambda device: 0)
+    monkeypatch.setattr(dense_decode, "_launchers", {})
+    query, key, value = (torch.zeros(2, heads, length, 32) for heads, length in ((4, 1), (2, 40), (2, 40)))
+    first = torch.zeros(2, dtype=torch.int32)
+    for _ in range(2):
+        dense_decode.decode(query, key, value, first, 0.3, 9, 20.0, torch.zeros(4))
+    for name in ("output", "sinks"):
+        assert isinstance(calls[1].pop(name), int) and isinstance(calls[0].pop(name), int)
+    assert calls[0] == calls[1] and len(calls[0]) == len(names) - 2
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype, error", [(torch.bfloat16, 0.03), (torch.float16, 4e-3)])
 @pytest.mark.parametrize("case", [*CASES, (1, 32, 8, 128, 128, 5000, None, None, False)], ids=str)

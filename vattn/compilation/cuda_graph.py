@@ -318,8 +318,19 @@ class CUDAGraphRunner:
         fitting = [key for key in self._entries if key.num_reqs >= num_reqs and key.num_tokens >= num_tokens]
         return min(fitting, key=lambda key: (key.num_tokens, key.num_reqs), default=None)
 
-    def build(self, query_lens: Lengths, seq_lens: Lengths, block_tables: Tables, **options: Any) -> AttentionMetadata:
+    def build(
+        self,
+        query_lens: Lengths,
+        seq_lens: Lengths,
+        block_tables: Tables,
+        check_model: bool = True,
+        **options: Any,
+    ) -> AttentionMetadata:
         """Build a step padded to the smallest capture that holds it; arguments of `AttentionMetadataBuilder.build`.
+
+        Args:
+            check_model: whether to call `check_model`, which takes up to a millisecond for a large model. A caller that
+                does so while the device runs drops the result of a step that it refuses.
 
         Raises:
             GraphContractError: no capture holds the step (ask `key_for` first), it contradicts the capture, or the
@@ -334,15 +345,25 @@ class CUDAGraphRunner:
             raise GraphContractError(
                 f"a step of {num_reqs} requests and {num_tokens} tokens", f"up to {sizes}", "run it without the runner"
             )
-        if self._entries[key].graph is not None and self._identity is not None:
-            self._identity.look()
-            if self._identity.moves:
-                raise GraphContractError(
-                    f"a model that has changed since its capture, in {self._identity.changed}",
-                    "the weights, adapters, hooks and attributes of the capture; weights may get other values in place",
-                    "capture it again by a new runner or generator, or run it without graphs",
-                )
+        if check_model and self._entries[key].graph is not None:
+            self.check_model()
         return self.builder.build(query_lens, seq_lens, block_tables, capture_key=key, **options)
+
+    def check_model(self) -> None:
+        """Refuse a model that has changed since its capture by more than the values of its weights.
+
+        Raises:
+            GraphContractError: it has.
+        """
+        if self._identity is None:
+            return
+        self._identity.look()
+        if self._identity.moves:
+            raise GraphContractError(
+                f"a model that has changed since its capture, in {self._identity.changed}",
+                "the weights, adapters, hooks and attributes of the capture; weights may get other values in place",
+                "capture it again by a new runner or generator, or run it without graphs",
+            )
 
     def __call__(self, *inputs: Tensor, metadata: AttentionMetadata) -> Any:
         """Replay a step.

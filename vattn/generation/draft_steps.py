@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,7 @@ class DraftChain(nn.Module):
         count = builder.max_num_reqs + 1
         self._starts = torch.arange(count, dtype=torch.int32, device=builder.device)
         self._rows = torch.arange(count, device=builder.device)
+        self._offsets = torch.arange(num_drafts - 1, device=builder.device)
 
     def forward(self, ids: Tensor, positions: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
         """Return int64 `[N, num_drafts]` drafts, N the padded number of requests.
@@ -57,20 +58,27 @@ class DraftChain(nn.Module):
         # Not inference tensors: those would compile each layer once more.
         with torch.inference_mode(False):
             starts, numbers = self._starts[: count + 1].data, self._rows[:count].data
-            first, ends = step.seq_lens.long(), ends.clone()
+            places = step.seq_lens.long() + self._offsets[:, None].data
+            # For all further drafts at once, a row each: many small launches take as long as a layer.
+            inside = places < ends
+            places = torch.where(inside, places, 0)
+            slots = table.gather(1, (places // size).T).T.contiguous() * size + places % size
+            slots = torch.where(inside, slots, -1)
+            lengths, slots, places = (_aligned(each) for each in ((places + 1).int(), slots, places))
         for index in range(self.num_drafts - 1):
             with torch.inference_mode(False):
-                places = first + index
-                inside = places < ends
-                places = torch.where(inside, places, 0)
-                slots = table.gather(1, (places // size)[:, None]).squeeze(1) * size + places % size
-                slots = torch.where(inside, slots, -1)
-                lengths = (places + 1).int()
+                place = places[index, :count].data
                 following = self._builder.build_from_tensors(
-                    starts, lengths, table, slots, positions=places, max_query_len=1, copy=False
+                    starts,
+                    lengths[index, :count].data,
+                    table,
+                    slots[index, :count].data,
+                    positions=place,
+                    max_query_len=1,
+                    copy=False,
                 )
             with forward_context(following):
-                drafts.append(self._choose(self.forward_step(drafts[-1], places, numbers)))
+                drafts.append(self._choose(self.forward_step(drafts[-1], place, numbers)))
         return torch.stack(drafts, dim=1)
 
     def _choose(self, logits: Tensor) -> Tensor:
@@ -113,12 +121,16 @@ class DraftSteps(DraftSource):
             forward, builder, capture(forward, builder, GraphSizes(mixed=mixed, max_num_reqs=most))
         )
         following = make_builder(model, cache, most, max(2, most), longest)
-        chain = DraftChain(forward, num_drafts, following)  # type: ignore[arg-type]
-        self._chain = chain
+        self._chain = DraftChain(forward, num_drafts, following)  # type: ignore[arg-type]
         # One token each, or two where a request has the last draft of the step before.
         self._runners = [
             capture_runner(
-                chain, served.graph_sizes, builder, _sample_inputs, tokens_per_request=count, output_rows="requests"
+                self._chain,
+                served.graph_sizes,
+                builder,
+                _sample_inputs,
+                tokens_per_request=count,
+                output_rows="requests",
             )
             for count in ((1, 2) if served.graph_sizes else ())
         ]
@@ -176,11 +188,11 @@ class DraftSteps(DraftSource):
         last = [end - 1 for end in accumulate(step.counts)]
         until = [end + length - 1 if length > 1 else 0 for end, length in zip(step.ends, lengths, strict=True)]
         # Two requests and tokens at least, as the metadata has.
-        ids, rows, ends = (
-            on_device([*each, *([0] * (2 - len(each)))], self._device) for each in (step.ids, last, until)
-        )
+        lists = [[*each, *([0] * (2 - len(each)))] for each in (step.ids, last, until)]
+        ids, rows, ends = on_device([*chain(*lists)], self._device).split([*map(len, lists)])
         if runner is not None:
-            metadata = runner.build(step.counts, step.ends, step.tables)
+            # The runner of a step with drafts looks at the model later.
+            metadata = runner.build(step.counts, step.ends, step.tables, check_model=not any(lengths))
             if begin is not None:
                 begin.record()
             found = runner(*model_inputs(ids, metadata, rows), ends, metadata=metadata)
@@ -200,6 +212,11 @@ class DraftSteps(DraftSource):
             return Ran(flat.clone(), metadata, runner)
         places = [row * self.num_drafts + index for row, length in enumerate(lengths) for index in range(length)]
         return Ran(flat.index_select(0, on_device(places, self._device)), metadata, runner)
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """Return a matrix with room after its rows, so that each begins at 16 bytes."""
+    return nn.functional.pad(rows, (0, -rows.shape[1] % (16 // rows.itemsize)))
 
 
 def _whole_group(cache: KVCacheAllocation) -> int | None:

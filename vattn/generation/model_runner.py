@@ -104,6 +104,8 @@ class ModelRunner:
         logits, metadata, graphs = self.steps.run(
             self._inputs(batch, before), before, begin if drafted is None else None
         )
+        if drafts is not None and drafts.runner is not None:
+            drafts.runner.check_model()
         self.blocks.save_states(batch.requests, batch.ends)
         if graphs is None:
             # Graphs compute what they captured, whatever has changed; this step did not.

@@ -142,8 +142,13 @@ class ModelSteps:
         counts, ends, tables = on_host(step.counts), on_host(step.ends), step.tables
         graphs = None if step.graphs is None else self.graphs[step.graphs]
         if graphs is not None and graphs.key_for(len(step.counts), len(step.ids)) is not None:
-            metadata = graphs.build(counts, ends, tables, state_slots=step.state_slots)
-            return self._forward(ids[: len(step.ids)], metadata, rows, graphs, begin)
+            # The device waits for a step with drafts, and for no other.
+            later = step.graphs == DRAFTS
+            metadata = graphs.build(counts, ends, tables, check_model=not later, state_slots=step.state_slots)
+            outcome = self._forward(ids[: len(step.ids)], metadata, rows, graphs, begin)
+            if later:
+                graphs.check_model()
+            return outcome
         metadata = self.builder.build(
             counts,
             ends,

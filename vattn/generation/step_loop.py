@@ -43,6 +43,7 @@ class StepLoop:
         self._bindings = CacheBindings(layers, cache_claim)
         self._skips_special_tokens = takes(getattr(tokenizer, "decode", None), "skip_special_tokens")
         self._ahead: Launched | None = None
+        self._error: Exception | None = None
         self._statistics, self._first = Statistics(), list[float]()
         # Reentrant: a signal handler may cancel requests too. It is held for moments, never during a step.
         self._lock, self._stepping = threading.RLock(), False
@@ -163,6 +164,9 @@ class StepLoop:
 
     def _run_step(self) -> list[Progress]:
         begin = time.perf_counter()
+        if self._error is not None:
+            error, self._error = self._error, None
+            raise error
         now, self._ahead = self._ahead or self._launch(None), None
         if now is None:
             return []
@@ -170,10 +174,23 @@ class StepLoop:
         # The device computes the next step while the host handles this one.
         self._ahead = self._launch(now) if self._can_look_ahead(now.batch) else None
         progress = self._accept(now)
+        if self.scheduler.source is not None and self.scheduler.source.launches:
+            self._launch_next()
         tokens = sum(map(len, map(_TOKENS, progress)))
         device = now.device_seconds, now.draft_seconds
         self._statistics.count(now.batch, tokens, time.perf_counter() - begin, now.waited, device)
         return progress
+
+    def _launch_next(self) -> None:
+        """Launch the next step as soon as the tokens of this one are known, so that the device waits for no caller.
+
+        One that fails is undone, and the next call raises its error: the tokens of this step are to be returned.
+        """
+        try:
+            self._ahead = self._launch(None)
+        except Exception as error:
+            self._undo(self.scheduler.snapshot())
+            self._error = error
 
     def _can_look_ahead(self, now: Batch) -> bool:
         """Whether the next step can be launched before the tokens of this one are known on the host."""
@@ -224,6 +241,8 @@ class StepLoop:
         for request, end, drafts in zip(batch.requests[: batch.ready], batch.ends, batch.drafts, strict=False):
             begin, stop = stop, stop + 1 + len(drafts)
             if request.ended is not None:
+                # Cancelled meanwhile: its drafts were neither right nor wrong.
+                self._statistics.drafted_tokens -= len(drafts)
                 continue
             right = self._count_right(drafts, tokens[begin:stop])
             # Later tokens overwrite the keys and values of wrong drafts.

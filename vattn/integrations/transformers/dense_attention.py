@@ -74,7 +74,8 @@ def attend_dense(
         if is_step and _is_direct(query, key, value):
             _check_window(mask.shape[2] == 2, sliding_window)
             scale = query.shape[3] ** -0.5 if scaling is None else scaling
-            return _decode(query, key, value, mask, scale, sliding_window, softcap, _as_sinks(s_aux, query)), None
+            sinks = _as_sinks(s_aux, query)
+            return _kernels().decode(query, key, value, mask, scale, sliding_window, softcap, sinks), None
         mask = _packed(mask, sliding_window) if is_step else mask
     step = _unpacked(mask, batch_size, key.shape[2]) if is_step else None
     if step is None:
@@ -142,19 +143,18 @@ def _as_sinks(s_aux: Tensor | None, query: Tensor) -> Tensor | None:
     return None if s_aux is None else s_aux.detach().to(query.device, query.dtype)
 
 
+@lru_cache(maxsize=1)
+def _kernels() -> Any:
+    from vattn.kernels.triton.attention import dense_decode
+
+    return dense_decode
+
+
 def _is_direct(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether the kernel of single rows over dense keys runs a call, without an op."""
     if torch.compiler.is_compiling() or not query.is_cuda or not has_triton():
         return False
-    from vattn.kernels.triton.attention import dense_decode
-
-    return dense_decode.accepts(query, key, value)
-
-
-def _decode(*args: Any) -> Tensor:
-    from vattn.kernels.triton.attention import dense_decode
-
-    return dense_decode.decode(*args)
+    return bool(_kernels().accepts(query, key, value))
 
 
 @torch.compiler.assume_constant_result

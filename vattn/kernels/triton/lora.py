@@ -103,9 +103,15 @@ def lora_expand_kernel(
             if (begin < BOUNDS[part + 1]) & (begin + FEATURES > BOUNDS[part]):
                 hidden = tl.zeros([ROWS, RANK_TILE], tl.float32)
                 sums = partial + place[:, None] * (PARTS * RANK) + part * RANK + rank[None, :]
-                for _ in range(SPLITS):
-                    hidden += tl.load(sums, mask=exists[:, None] & (rank < RANK)[None, :], other=0)
-                    sums += num_rows * (PARTS * RANK)
+                if RANK_TILE <= 32:
+                    # Unrolled: the loads do not wait for each other.
+                    for _ in tl.static_range(SPLITS):
+                        hidden += tl.load(sums, mask=exists[:, None] & (rank < RANK)[None, :], other=0)
+                        sums += num_rows * (PARTS * RANK)
+                else:
+                    for _ in range(SPLITS):
+                        hidden += tl.load(sums, mask=exists[:, None] & (rank < RANK)[None, :], other=0)
+                        sums += num_rows * (PARTS * RANK)
                 product = tl.dot(cast(hidden, b.dtype), tl.trans(b), input_precision="ieee")
                 mine = (feature >= BOUNDS[part]) & (feature < BOUNDS[part + 1])
                 change += tl.where(mine[None, :], product * tl.load(scales + adapter * PARTS + part), 0.0)

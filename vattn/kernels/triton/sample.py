@@ -68,7 +68,7 @@ def _least(
     place = tl.arange(0, PART)
     turn = 0
     while high - low > 1:
-        by_value = (turn < 2) & (high - low > 256)
+        by_value = (turn < 4) & (high - low > 256)
         k1 = _above(low, high, 1, by_value, SAME)
         k2 = _above(low, high, 2, by_value, SAME)
         k3 = _above(low, high, 3, by_value, SAME)

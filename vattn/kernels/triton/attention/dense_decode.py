@@ -115,8 +115,8 @@ def dense_decode_kernel(
         tl.store(target, result.to(output.dtype.element_ty), mask=exists[:, None] & (column_v < WIDTH_V)[None, :])
 
 
-_compiled: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
-"""By all that the kernel is compiled for: its compiled form, and its constants."""
+_launchers: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
+"""By all that the kernel is compiled for, and the grid: what launches it with pointers as integers, and constants."""
 
 _scratch: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 """Partial results and counters of a stream, which runs one launch after the other."""
@@ -124,25 +124,27 @@ _scratch: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
 def accepts(query: Tensor, key: Tensor, value: Tensor) -> bool:
     """Return whether `decode` takes a call: 16-bit tensors on the current GPU, and strides that 16 divides."""
-    device, (_, heads, _, width) = query.get_device(), query.shape
-    kinds = type(query), type(key), type(value)
-    if kinds != (Tensor, Tensor, Tensor) or device < 0 or device != torch.cuda.current_device():
+    device, heads, width, width_v = query.get_device(), query.shape[1], query.shape[3], value.shape[3]
+    if not (type(query) is type(key) is type(value) is Tensor) or device < 0 or device != _device():
         return False
-    if torch._C._len_torch_dispatch_stack() or torch.cuda.is_current_stream_capturing():
+    if torch._C._len_torch_dispatch_stack() or _is_capturing():
         return False
     if not (query.dtype is key.dtype is value.dtype and query.dtype in _DTYPES):
         return False
-    if width > MOST_WIDTH or value.shape[3] > MOST_WIDTH or heads > MOST_GROUP * key.shape[1] or not key.shape[2]:
+    if width > MOST_WIDTH or width_v > MOST_WIDTH or heads > MOST_GROUP * key.shape[1] or not key.shape[2]:
         return False
-    strides = *query.stride(), *key.stride(), *value.stride()
-    bits = query.data_ptr() | key.data_ptr() | value.data_ptr() | width | value.shape[3]
-    for stride in strides[:2] + strides[4:7] + strides[8:11]:
-        bits |= stride
-    return not bits & 15 and max(strides) < 1 << 31 and (strides[3], strides[7], strides[11]) == (1, 1, 1)
+    (q0, q1, _, q3), (k0, k1, k2, k3), (v0, v1, v2, v3) = query.stride(), key.stride(), value.stride()
+    if not (q3 == k3 == v3 == 1) or max(q0, q1, k0, k1, k2, v0, v1, v2) >= 1 << 31:
+        return False
+    bits = query.data_ptr() | key.data_ptr() | value.data_ptr() | width | width_v
+    return not (bits | q0 | q1 | k0 | k1 | k2 | v0 | v1 | v2) & 15
 
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16})
+# What torch.cuda has around these takes longer than they do.
 _stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
+_device: Any = getattr(torch._C, "_cuda_getDevice", None)
+_is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 
 def decode(
@@ -176,25 +178,30 @@ def decode(
     partial, counters = _room(query, batch * num_kv_heads * splits * rows * (columns + 2), batch * num_kv_heads)
     (query_row, query_head, *_), (key_row, key_head, key_token, _) = query.stride(), key.stride()
     value_row, value_head, value_token, _ = value.stride()
-    values = [
-        query, key, value, first, sinks, output, partial, counters, num_keys, oldest, share, splits, factor,
-        1.0 if cap is None else cap * LOG2E.value, query_row, query_head, key_row, key_head, key_token, value_row,
-        value_head, value_token, first.stride(0) if first.shape[0] > 1 else 0,
-    ]  # fmt: skip
-    grid, sink_bits = (num_kv_heads, batch, splits), None if sinks is None else sinks.data_ptr() & 15
-    kind = query.dtype, group, num_kv_heads, width, width_v, cap is None, sink_bits, values[-1], device
-    known = _compiled.get(kind)
+    first_row = first.stride(0) if first.shape[0] > 1 else 0
+    numbers = (
+        num_keys, oldest, share, splits, factor, 1.0 if cap is None else cap * LOG2E.value, query_row, query_head,
+        key_row, key_head, key_token, value_row, value_head, value_token, first_row,
+    )  # fmt: skip
+    grid, sink = (num_kv_heads, batch, splits), None if sinks is None else sinks.data_ptr()
+    kind = query.dtype, group, width, width_v, cap is None, sink if sink is None else sink & 15, first_row, device, grid
+    known = _launchers.get(kind)
     if known is not None:
-        known[0][grid](*values, *known[1])
+        run, constants = known
+        run(
+            query.data_ptr(), key.data_ptr(), value.data_ptr(), first.data_ptr(), sink, output.data_ptr(),
+            partial.data_ptr(), counters.data_ptr(), *numbers, *constants, stream=_stream(device),
+        )  # fmt: skip
         return output
-    constants = {
+    options = {
         "GROUP": group, "NUM_KV_HEADS": num_kv_heads, "WIDTH": width, "WIDTH_V": width_v, "SOFT_CAP": cap is not None,
         "ROWS": rows, "COLUMNS": max(16, next_power_of_two(width)), "COLUMNS_V": columns,
         "TILE": TILE if max(width, width_v) <= 128 else TILE // 2, "SPLITS": MOST_SPLITS,
     }  # fmt: skip
-    compiled = dense_decode_kernel[grid](*values, **constants, num_warps=4, num_stages=3)
-    if query.is_cuda and isinstance(dense_decode_kernel, JITFunction) and compiled is not None:
-        _compiled[kind] = compiled, list(constants.values())
+    tensors = query, key, value, first, sinks, output, partial, counters
+    compiled = dense_decode_kernel[grid](*tensors, *numbers, **options, num_warps=4, num_stages=3)
+    if isinstance(dense_decode_kernel, JITFunction) and hasattr(compiled, "__getitem__"):
+        _launchers[kind] = compiled[grid], list(options.values())
     return output
 
 
