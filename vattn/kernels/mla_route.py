@@ -17,7 +17,7 @@ from vattn.kernels.hopper.mla import launch as hopper
 from vattn.kernels.hopper.mla import prefill_launch as hopper_prefill
 from vattn.kernels.hopper.mla import sparse_launch as hopper_sparse
 from vattn.kernels.triton.attention.launch import finish
-from vattn.kernels.triton.common.offsets import bounded_step
+from vattn.kernels.triton.common.bounded_step import bounded_step
 from vattn.kernels.triton.common.tiles import Limits
 from vattn.kernels.triton.mla.absorb_rule import has_prompts, longest_absorbed, most_aligned
 from vattn.kernels.triton.mla.epilogue import clear_scales, kind_of

@@ -16,7 +16,7 @@ from vattn.kernels.hopper.epilogue import group_codes, group_maximum, group_scal
 from vattn.kernels.hopper.fp4 import fp4_code, fp4_scale, inverse_of, is_usual, quick_reciprocal
 from vattn.kernels.replay import unrecorded
 from vattn.kernels.triton.attention import launch as attention_launch
-from vattn.kernels.triton.common.epilogue import group_constants
+from vattn.kernels.triton.common.output_constants import group_constants
 from vattn.ops.arguments import AttentionArgs, VarlenAttentionArgs
 from vattn.quantization.formats import NVFP4_GROUP_SIZE, OUTPUT_FORMATS
 

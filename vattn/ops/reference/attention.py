@@ -25,13 +25,11 @@ from torch import Tensor
 from vattn.cache.stored_rows import decode_stored, encode_stored, stored_views, take
 from vattn.config.attention import AttentionConfig
 from vattn.config.dcp import DCPShard
+from vattn.config.lengths import MAX_SEQ_LEN
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, VarlenAttentionArgs
 from vattn.ops.reference.mask import alibi_bias, is_causal, row_positions, tree_bias, visible_keys
 from vattn.quantization.codecs import decode_kv, load_query, quantise_output
 from vattn.quantization.formats import MODEL_DTYPES
-
-MAX_SEQ_LEN = 1 << 30
-"""Longest sequence: sums of lengths and of windows fit int32."""
 
 KeysOfRequest = Callable[[int], "tuple[Tensor, Tensor, Tensor, Tensor]"]
 """Request number -> keys fp32 `[s, K, D]`, values fp32 `[s, K, V]`, bool `[s]`: which of them exist, and int64 `[s]`:

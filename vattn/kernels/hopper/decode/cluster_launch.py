@@ -19,7 +19,7 @@ from vattn.kernels.hopper.decode import launch as decode_fast
 from vattn.kernels.hopper.decode.cluster_kernel import decode_cluster_kernel
 from vattn.kernels.replay import unrecorded
 from vattn.kernels.triton.attention.launch import rows_to_write
-from vattn.kernels.triton.common.epilogue import groups_fit_heads
+from vattn.kernels.triton.common.output_constants import groups_fit_heads
 from vattn.ops.arguments import AttentionArgs
 from vattn.quantization.formats import OUTPUT_FORMATS
 

@@ -37,8 +37,8 @@ from vattn.kernels.hopper.decode.triton_kernel import (
 )
 from vattn.kernels.hopper.schedule import FIELDS, WAVES
 from vattn.kernels.triton.attention.launch import as_bytes, finish, rows_to_write
-from vattn.kernels.triton.common.epilogue import group_constants, groups_fit_heads, row_output
 from vattn.kernels.triton.common.launching import launch as launch_again
+from vattn.kernels.triton.common.output_constants import group_constants, groups_fit_heads, row_output
 from vattn.ops.arguments import AttentionArgs
 from vattn.quantization.formats import KV_FORMATS, OUTPUT_FORMATS
 

@@ -26,8 +26,8 @@ from vattn.kernels.hopper.mla.reduce import merge_parts
 from vattn.kernels.hopper.mla.schedule import Parts, cut_requests, mla_schedule_kernel
 from vattn.kernels.hopper.mla.work_items import LATENT, ROPE, TILE
 from vattn.kernels.hopper.schedule import FIELDS, WAVES
+from vattn.kernels.triton.common.bounded_step import bounded_step
 from vattn.kernels.triton.common.mask import LOG2E
-from vattn.kernels.triton.common.offsets import bounded_step
 from vattn.kernels.triton.common.tiles import next_power_of_two
 from vattn.kernels.triton.mla.absorb_rule import longest_absorbed
 from vattn.kernels.triton.mla.plan_layout import MIXED, step_in, step_room

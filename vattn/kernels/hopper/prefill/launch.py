@@ -36,8 +36,8 @@ from vattn.kernels.hopper.prefill.schedule import RECORD_WORDS, max_row_tiles, p
 from vattn.kernels.hopper.prefill.shape import Shape
 from vattn.kernels.hopper.prefill.softmax import WIDENED_SHRINK
 from vattn.kernels.triton.attention.launch import as_bytes, rows_to_write
-from vattn.kernels.triton.common.epilogue import group_constants, groups_fit_heads, row_output
 from vattn.kernels.triton.common.launching import launch as launch_again
+from vattn.kernels.triton.common.output_constants import group_constants, groups_fit_heads, row_output
 from vattn.ops.arguments import AttentionArgs
 from vattn.quantization.formats import OUTPUT_FORMATS
 

@@ -25,8 +25,9 @@ from vattn.config.features import requested_features
 from vattn.kernels.triton.attention.kernel import find_keys, find_rows
 from vattn.kernels.triton.attention.launch import TRITON_DTYPES, as_bytes, finish, rows_to_write
 from vattn.kernels.triton.common.codec import cast, decode, dot
-from vattn.kernels.triton.common.epilogue import load_scale, row_output, store_rows
+from vattn.kernels.triton.common.epilogue import load_scale, store_rows
 from vattn.kernels.triton.common.mask import LOG2E
+from vattn.kernels.triton.common.output_constants import row_output
 from vattn.kernels.triton.common.tiles import Limits, compute_dtype
 from vattn.ops.arguments import VarlenAttentionArgs
 from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS

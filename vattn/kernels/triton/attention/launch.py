@@ -19,8 +19,8 @@ from vattn.kernels.triton.attention.reduce import finish_kernel
 from vattn.kernels.triton.cache.packed_rows import TRITON_CODECS, part_constants
 from vattn.kernels.triton.cache.packed_update import update_packed
 from vattn.kernels.triton.cache.update import cache_update_kernel
-from vattn.kernels.triton.common.epilogue import row_output, scale_kind
 from vattn.kernels.triton.common.launching import launch
+from vattn.kernels.triton.common.output_constants import row_output, scale_kind
 from vattn.kernels.triton.common.tiles import (
     Limits,
     Tiles,

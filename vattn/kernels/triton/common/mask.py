@@ -9,9 +9,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from vattn.ops.reference import attention as reference
+from vattn.config import lengths
 
-MAX_SEQ_LEN = tl.constexpr(reference.MAX_SEQ_LEN)
+MAX_SEQ_LEN = tl.constexpr(lengths.MAX_SEQ_LEN)
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 

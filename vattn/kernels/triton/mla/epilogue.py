@@ -20,13 +20,12 @@ from vattn.kernels.triton.common.epilogue import (
     group_codes,
     group_scales,
     load_scale,
-    needs_finishing,
     nvfp4_codes,
     quantise_dynamic,
     quantise_static,
-    scale_kind,
     swizzled_offset,
 )
+from vattn.kernels.triton.common.output_constants import needs_finishing, scale_kind
 from vattn.kernels.triton.common.tiles import Limits
 from vattn.ops.arguments_mla import MLAAttentionArgs
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
@@ -48,7 +47,7 @@ def kind_of(config: MLAConfig) -> str:
 def epilogue_constants(config: MLAConfig, limits: Limits) -> dict[str, Any]:
     """Return what a kernel is specialised for that ends in `store_columns`.
 
-    GROUPS: as `vattn.kernels.triton.common.epilogue.group_constants` returns, of groups that need not fit heads.
+    GROUPS: as `vattn.kernels.triton.common.output_constants.group_constants` returns, of groups that need not fit heads.
     """
     fmt = OUTPUT_FORMATS[config.output_format]
     least = -1.0 if config.output_min_scale is None else config.output_min_scale

@@ -18,7 +18,8 @@ from torch import Tensor
 from vattn.config.mla import MLAConfig
 from vattn.kernels.triton.attention.launch import TRITON_DTYPES
 from vattn.kernels.triton.common.codec import INTERPRETED, cast, dot
-from vattn.kernels.triton.common.epilogue import absolute_maximum, needs_finishing
+from vattn.kernels.triton.common.epilogue import absolute_maximum
+from vattn.kernels.triton.common.output_constants import needs_finishing
 from vattn.kernels.triton.common.tiles import Limits, next_power_of_two
 from vattn.kernels.triton.mla.epilogue import (
     epilogue_arguments,
