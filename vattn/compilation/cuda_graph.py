@@ -19,6 +19,7 @@ from vattn.backends import selector
 from vattn.backends.mla.registry import mla_backends
 from vattn.cache.bindings import CacheBindings, cache_address
 from vattn.cache.model_identity import ModelIdentity
+from vattn.compilation.compile_ahead import can_only_compile, is_busy, only_compiling
 from vattn.compilation.graph_edges import start_early
 from vattn.config.arguments import integer, read_count
 from vattn.errors import ConfigError, GraphContractError, UnsupportedRequestError
@@ -106,6 +107,31 @@ class _Entry:
     graph: torch.cuda.CUDAGraph | None = None
 
 
+def sample_step(
+    builder: AttentionMetadataBuilder,
+    batch_size: int,
+    num_tokens: int,
+    step_options: Callable[[int], dict[str, Any]],
+) -> AttentionMetadata:
+    """Return a step of so many requests and tokens, padded to two of each, that writes nothing to a cache.
+
+    Args:
+        step_options: of `build`, for a number of requests.
+    """
+    real = min(batch_size, num_tokens)
+    lengths = [num_tokens // real + (row < num_tokens % real) for row in range(real)]
+    blocks = -(-lengths[0] // builder.block_size)
+    return builder.build(
+        lengths,
+        lengths,
+        [[0] * blocks] * real,
+        slot_mapping=[-1] * num_tokens,
+        num_reqs_padded=max(2, batch_size),
+        num_tokens_padded=min(max(2, num_tokens), builder.max_num_tokens),
+        **step_options(real),
+    )
+
+
 class CUDAGraphRunner:
     """Run steps of one kind (decode, usually) as CUDA graphs.
 
@@ -185,6 +211,8 @@ class CUDAGraphRunner:
         self._pool = torch.cuda.graph_pool_handle() if cuda and memory_of is None else None
         if memory_of is not None:
             self._pool = memory_of._pool
+        if is_busy() and can_only_compile(builder):
+            self._compile(*sizes[0])
         # From large to small: the later captures fit into the memory of the first.
         costs = tuple(cost for size in sizes if (cost := self._prepare(*size)) is not None)
         self._bindings = CacheBindings(self._layers, cache_address)
@@ -245,19 +273,17 @@ class CUDAGraphRunner:
             logger.info("captured a step of %d tokens in %.2f s", cost.num_tokens, seconds)
         return cost
 
+    def _compile(self, batch_size: int, num_tokens: int) -> None:
+        """Let Dynamo and Inductor compile the function while kernels of attention are compiled: it runs without."""
+        with only_compiling():
+            metadata = self._sample_step(batch_size, num_tokens)
+            with torch.inference_mode(False):
+                entry = _Entry(self._static_inputs(metadata))
+            metadata.mark_dynamic()
+            self._run(entry, metadata)
+
     def _sample_step(self, batch_size: int, num_tokens: int) -> AttentionMetadata:
-        real = min(batch_size, num_tokens)
-        lengths = [num_tokens // real + (row < num_tokens % real) for row in range(real)]
-        blocks = -(-lengths[0] // self.builder.block_size)
-        return self.builder.build(
-            lengths,
-            lengths,
-            [[0] * blocks] * real,
-            slot_mapping=[-1] * num_tokens,
-            num_reqs_padded=max(2, batch_size),
-            num_tokens_padded=min(max(2, num_tokens), self.builder.max_num_tokens),
-            **self._step_options(real),
-        )
+        return sample_step(self.builder, batch_size, num_tokens, self._step_options)
 
     def _static_inputs(self, metadata: AttentionMetadata) -> tuple[Tensor, ...]:
         """Return buffers for a step's inputs: views of buffers of the largest size, or the builder's own tensors."""

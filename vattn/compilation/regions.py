@@ -119,8 +119,11 @@ def compile_where_possible(model: nn.Module, *, layers: bool = True, **options: 
         **options: of `torch.compile`.
     """
     check_options("vattn.Generator", options)
-    chosen = [*(repeated_layers(model) if layers else ()), *modules_around(model)]
-    _compile_each(chosen, True, options, falls_back=True)
+    if layers:
+        _compile_each(repeated_layers(model), True, options, falls_back=True)
+    # Once a step, the best of many tiles for a kernel saves less than compiling all of them takes.
+    once = {**options, "options": {**options.get("options", {}), "triton.autotune_pointwise": False}}
+    _compile_each(modules_around(model), True, once, falls_back=True)
 
 
 def restore_regions(model: nn.Module) -> None:

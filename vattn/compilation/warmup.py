@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from vattn.compilation.compile_ahead import can_only_compile, is_compiling_ahead, only_compiling
+from vattn.compilation.cuda_graph import sample_step
 from vattn.config.arguments import integer
 from vattn.config.typed import typed_on_error
 from vattn.errors import ConfigError
@@ -21,6 +24,11 @@ from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.forward_context import forward_context
 from vattn.quantization.formats import MODEL_DTYPES
+
+Runs = tuple[list[tuple[str, Callable[[AttentionMetadata], None]]], tuple[str, ...]]
+
+
+logger = logging.getLogger("vattn")
 
 
 @dataclass(frozen=True)
@@ -138,19 +146,59 @@ def _steps(
     return steps
 
 
+def compile_steps(
+    model: nn.Module,
+    builder: AttentionMetadataBuilder,
+    sizes: Iterable[tuple[int, int]],
+    step_options: Callable[[int], dict[str, Any]] | None = None,
+) -> None:
+    """Have the kernels compiled that schedules, cache updates and attention of steps will launch.
+
+    Call it in `compiling_ahead`. Each kind of layer runs once a step, without a launch: its output is never written.
+
+    Args:
+        model: holds the attention layers, caches bound.
+        builder: builds the steps.
+        sizes: requests and tokens of each step.
+        step_options: of `build`, for a number of requests.
+    """
+    if not is_compiling_ahead() or not can_only_compile(builder):
+        return
+    try:
+        runs, _ = layer_runs(model)
+        with only_compiling(), torch.inference_mode():
+            for num_reqs, num_tokens in dict.fromkeys(sizes):
+                step = sample_step(builder, num_reqs, num_tokens, step_options or (lambda num_reqs: {}))
+                for _, run in runs:
+                    run(step)
+    except Exception as error:
+        # Steps that cannot run raise this where they are needed.
+        logger.debug("kernels are not compiled ahead: %s", error)
+
+
 def _runs(
     model: nn.Module,
     function: Callable[..., Any] | None,
     make_inputs: Callable[[AttentionMetadata], Sequence[Tensor]] | None,
-) -> tuple[list[tuple[str, Callable[[AttentionMetadata], None]]], tuple[str, ...]]:
+) -> Runs:
     """Return what runs every step, by name, and the layers that do not."""
-    if function is not None and make_inputs is not None:
+    if function is None or make_inputs is None:
+        return layer_runs(model)
 
-        def call(step: AttentionMetadata) -> None:
-            with forward_context(step):
-                function(*make_inputs(step))
+    def call(step: AttentionMetadata) -> None:
+        with forward_context(step):
+            function(*make_inputs(step))
 
-        return [("function", call)], ()
+    return [("function", call)], ()
+
+
+def layer_runs(model: nn.Module) -> Runs:
+    """Return what runs a step on one layer of each kind, by the layer's name, and the layers that do not run so.
+
+    Raises:
+        ConfigError: no layer takes a query, a key and a value alone.
+        CacheNotBoundError: a layer without a cache.
+    """
     found: dict[str, tuple[str, Callable[[AttentionMetadata], None]]] = {}
     left_out = []
     for layer in model.modules():

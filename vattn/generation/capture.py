@@ -121,7 +121,7 @@ def capture(
     """
     graphs = Graphs()
     wanted: list[tuple[str, list[Any], Any, dict[str, Any]]] = []
-    shared: dict[str, Any] = {"step_options": lambda count: {"state_slots": [0] * count}} if sizes.with_states else {}
+    shared: dict[str, Any] = {"step_options": state_options} if sizes.with_states else {}
     if sizes.mixed:
         # The largest of all first: the others fit into their memory.
         pairs = [mixed_pair(sizes.max_num_reqs, tokens, builder.max_seq_len) for tokens in sizes.mixed]
@@ -137,6 +137,24 @@ def capture(
         first = first or runner
         graphs = graphs._replace(**{name: runner})
     return graphs
+
+
+def state_options(num_reqs: int) -> dict[str, Any]:
+    """Return what the steps of models with states are built with besides, to capture them."""
+    return {"state_slots": [0] * num_reqs}
+
+
+def steps_ahead(sizes: GraphSizes, token_budget: int, max_seq_len: int) -> list[tuple[int, int]]:
+    """Return requests and tokens of the steps that `capture` captures, and of prompts beyond.
+
+    Kernels go by how many tokens a request has on average.
+    """
+    found = [mixed_pair(sizes.max_num_reqs, tokens, max_seq_len) for tokens in sizes.mixed]
+    found += [(size, size * rows) for size in sizes.decodes for rows in {1, 1 + sizes.num_drafts}]
+    if sizes.decodes and token_budget > max(sizes.mixed, default=0):
+        requests = {1 << power for power in range(sizes.max_num_reqs.bit_length())} | {sizes.max_num_reqs}
+        found += [(count, min(token_budget, count * max_seq_len)) for count in requests]
+    return found
 
 
 def capture_runner(forward: Forward, *arguments: Any, **options: Any) -> CUDAGraphRunner:

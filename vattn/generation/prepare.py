@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vattn.cache.bindings import take_cache
+from vattn.compilation.compile_ahead import compiling_ahead
+from vattn.compilation.warmup import compile_steps
 from vattn.generation.adapter_steps import AdapterSteps
-from vattn.generation.capture import GraphSizes, capture, mixed_sizes
+from vattn.generation.capture import GraphSizes, capture, mixed_sizes, state_options, steps_ahead
 from vattn.generation.compiled_model import CompiledModel
 from vattn.generation.draft_source import DraftSource, ServedModel
 from vattn.generation.model_steps import Graphs, ModelSteps
@@ -72,7 +74,10 @@ def prepare(
         # Replaces what the generator before reads: after all that may refuse this one.
         adapters = find_adapters(model, group, capacity)
         sizes = GraphSizes(served.graph_sizes, num_drafts, mixed, max_num_reqs, cache.states is not None)
-        graphs = capture(forward, builder, sizes)
+        with compiling_ahead(cache.device):
+            steps_to_come = steps_ahead(sizes, served.token_budget, served.max_seq_len)
+            compile_steps(model, builder, steps_to_come, state_options if sizes.with_states else None)
+            graphs = capture(forward, builder, sizes)
     source = None if speculation is None else speculation.start(served)
     if adapters is not None:
         steps: ModelSteps = AdapterSteps.capture(forward, builder, graphs, sizes, adapters.rows)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -39,10 +40,11 @@ class Recording(NamedTuple):
 
 class _Active(threading.local):
     recorder: Recorder | None = None
+    compile_only: bool = False
 
 
 active = _Active()
-"""The recorder of the call that this thread runs, if any."""
+"""Of this thread: the recorder of the call that it runs, if any, and whether launches only compile their kernels."""
 
 
 def tensors_of(args: Iterable[Any]) -> list[Tensor]:
@@ -59,6 +61,9 @@ def replay_or_run(recordings: dict[Any, Any], tensors: list[Tensor], run: Callab
             call that cannot be replayed.
         tensors: of the call, in an order that is the same for all of these.
     """
+    if active.compile_only:
+        run()
+        return
     key = replay(recordings, tensors)
     if key in recordings:
         run()
@@ -97,9 +102,21 @@ def replay(recordings: dict[Any, Any], tensors: list[Tensor]) -> Any:
 
 def unrecorded(kernel: Any) -> Any:
     """Return a kernel for a launch that is not recorded; the call that makes it is never replayed."""
+    if active.compile_only:
+        return _CompileOnly(kernel)
     if active.recorder is not None:
         active.recorder.complete = False
     return kernel
+
+
+class _CompileOnly:
+    """A kernel that is compiled for its launches, which do nothing."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: Any) -> Any:
+        return partial(self.kernel.warmup, grid=grid)
 
 
 class Recorder(TorchDispatchMode):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
@@ -10,6 +11,7 @@ from torch import nn
 from vattn.cache.allocation import check_skip_layers
 from vattn.calibration.calibrate import Calibration, as_calibration
 from vattn.calibration.fp8_saving import own_config
+from vattn.compilation.compile_ahead import compiling_ahead
 from vattn.compilation.regions import restore_regions
 from vattn.config.arguments import check_switches
 from vattn.config.attention import CacheConfig
@@ -29,6 +31,7 @@ from vattn.integrations.transformers.model_layers import (
     find_heads,
     install,
     make_layer,
+    one_of_each,
     plain_cache,
     scales_of,
     scales_of_rank,
@@ -37,7 +40,7 @@ from vattn.integrations.transformers.model_layers import (
 from vattn.integrations.transformers.observe import find_states, observe, set_attention
 from vattn.integrations.transformers.packed_model import PackedCache, PackedModel
 from vattn.integrations.transformers.pipeline import stage_of, use_stage
-from vattn.integrations.transformers.prove import Proof
+from vattn.integrations.transformers.prove import Proof, compile_for_proof
 from vattn.integrations.transformers.replaced_forwards import replace_forwards, replaced_modules, restore_forwards
 from vattn.integrations.transformers.rope_frequencies import fix_frequencies, restore_frequencies
 from vattn.integrations.transformers.state_layers import restore_states
@@ -170,20 +173,22 @@ def enable(
         with_states = {} if states is None else states.modules
         proven = {**modules, **with_states}
         proven = {name: proven[name] for name, _ in model.named_modules() if name in proven}
-        proof = Proof(model, proven, rope_length, seen.first_position) if prove else None
-        replaced = bool(replaced_modules(model))
-        register()
-        replace_forwards(model, attend)
-        set_attention(model, REPLACED if replaced else PACKED)
-        if states is not None:
-            states.install()
-        packed = PackedModel(model, rope_length, seen.first_position, seen.takes_embeddings)
-        if proof is not None:
-            plain, backend = plain_cache(cache_config), attn_backend if stores_plainly(cache_config) else None
-            install(
-                modules, {n: make_layer(call, n, plain, None, backend, batch_invariant) for n, call in calls.items()}
-            )
-            proof.check(packed, plain.block_size)
+        with compiling_ahead(next(model.parameters()).device) if prove else nullcontext():
+            if prove:
+                plain, backend = plain_cache(cache_config), attn_backend if stores_plainly(cache_config) else None
+                trial = {n: make_layer(call, n, plain, None, backend, batch_invariant) for n, call in calls.items()}
+                compile_for_proof(one_of_each(calls, trial), model, plain.block_size)
+                proof = Proof(model, proven, rope_length, seen.first_position)
+            replaced = bool(replaced_modules(model))
+            register()
+            replace_forwards(model, attend)
+            set_attention(model, REPLACED if replaced else PACKED)
+            if states is not None:
+                states.install()
+            packed = PackedModel(model, rope_length, seen.first_position, seen.takes_embeddings)
+            if prove:
+                install(modules, trial)
+                proof.check(packed, plain.block_size)
         install(modules, layers)
         if states is not None:
             states.install()

@@ -101,6 +101,15 @@ def scales_of(
     return lambda name: calibration.quant_config(name, cache_dtype=dtype, per_head=per_head, query_format=query_format)
 
 
+def one_of_each(calls: Mapping[str, AttentionCall], layers: Mapping[str, ModelAttention]) -> list[ModelAttention]:
+    """Return a layer of each kind that kernels are compiled for, which a backend may divide further."""
+    kinds = {
+        (call.num_heads, call.num_kv_heads, call.head_size, call.head_size_v, call.window): layers[name]
+        for name, call in calls.items()
+    }
+    return list(kinds.values())
+
+
 def make_layer(
     call: AttentionCall,
     name: str,

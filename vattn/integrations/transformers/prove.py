@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from torch import Tensor, nn
 
 from vattn.backends.mla.registry import mla_backends
 from vattn.backends.selector import get_backend
+from vattn.cache.allocation import allocate_kv_cache
+from vattn.compilation.compile_ahead import is_busy, is_compiling_ahead, start_inductor
+from vattn.compilation.warmup import compile_steps
 from vattn.errors import UnsupportedRequestError, VattnError
 from vattn.integrations.transformers.attention_interface import NAME
 from vattn.integrations.transformers.available import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
@@ -49,6 +52,27 @@ LOGITS_BOUND_16 = 2.0**-2
 
 NAN, LARGE = 255, 67
 """Bytes that make NaN in every dtype of a model, and finite values of 3 to 200, for libraries that spread NaN."""
+
+
+def compile_for_proof(layers: Sequence[Any], model: Any, block_size: int) -> None:
+    """Have the kernels compiled that `Proof.check` will launch, while the model runs by itself; one layer a kind."""
+    if not is_compiling_ahead():
+        return
+    with suppress(Exception):  # `check` raises it.
+        device = next(model.parameters()).device
+        parts = nn.ModuleList(layers).to(device)
+        allocate_kv_cache(parts, num_blocks=4, device=device, dtype=model_dtype(model))
+        builder = AttentionMetadataBuilder(2, LONGEST + SHORT, LONGEST, block_size, layers=parts)
+        compile_steps(parts, builder, [(2, sum(end - start for start, end in step)) for step in _steps(LONGEST)])
+    if is_busy():
+        # While kernels are compiled there is time for it.
+        start_inductor()
+
+
+def _steps(length: int) -> list[tuple[tuple[int, int], tuple[int, int]]]:
+    """Return first and end token of both requests in each step, for a longer request of `length` tokens."""
+    cut = length * 3 // 7
+    return [((0, cut), (0, SHORT - 1)), ((cut, length), (SHORT - 1, SHORT))]
 
 
 class Proof:
@@ -108,8 +132,7 @@ class Proof:
         builder = AttentionMetadataBuilder(2, length + SHORT, length, layers=packed)
         blocks = list(range(1, num_blocks))
         tables = [blocks[: short - 1 : -1], blocks[:short]]
-        cut = length * 3 // 7
-        for parts in (((0, cut), (0, SHORT - 1)), ((cut, length), (SHORT - 1, SHORT))):
+        for parts in _steps(length):
             step = builder.build(
                 [end - start for start, end in parts], [end for _, end in parts], tables, state_slots=slots
             )

@@ -17,8 +17,9 @@ from vattn.config.device import Sizes, not_allowed
 from vattn.kernels.hopper import fp4_rows
 from vattn.kernels.hopper.decode import launch as decode_fast
 from vattn.kernels.hopper.decode.cluster_kernel import decode_cluster_kernel
-from vattn.kernels.replay import unrecorded
+from vattn.kernels.replay import active, unrecorded
 from vattn.kernels.triton.attention.launch import rows_to_write
+from vattn.kernels.triton.common.launching import finished
 from vattn.kernels.triton.common.output_constants import groups_fit_heads
 from vattn.ops.arguments import AttentionArgs
 from vattn.quantization.formats import OUTPUT_FORMATS
@@ -90,6 +91,9 @@ def launch_in_clusters(kernel: Any, grid: tuple[int, ...], size: int, arguments:
     Clusters of the compiler's own divide every tensor among their CTAs, or let one CTA alone store it.
     """
     compiled = kernel.warmup(grid=grid, **arguments)
+    if active.compile_only:
+        return
+    compiled = finished(compiled)
     warps, _, shared = compiled.packed_metadata
     compiled.packed_metadata = (warps, size, shared)
     unrecorded(kernel)[grid](**arguments)

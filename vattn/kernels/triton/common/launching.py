@@ -27,12 +27,15 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], con
         # Triton's interpreter.
         kernel[grid](**arguments, **constants)
         return
+    if active.compile_only:
+        kernel.warmup(**arguments, **constants, grid=grid)
+        return
     marks = [_mark(value) for value in arguments.values()]
     key = (id(kernel), torch.cuda.current_device(), *arguments, *marks, *constants.values())
     known = _compiled.get(key)
     first = known is None
     if known is None:
-        compiled = kernel[grid](**arguments, **constants)
+        compiled = finished(kernel[grid](**arguments, **constants))
         if compiled is None:  # A hook of Triton's refused it.
             unrecorded(kernel)
             return
@@ -49,6 +52,11 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], con
         again(*values)
     if active.recorder is not None:
         active.recorder.launches.append((again, values))
+
+
+def finished(compiled: Any) -> Any:
+    """Return a kernel that Triton may still compile in the background once it is compiled."""
+    return compiled.result() if hasattr(compiled, "result") else compiled
 
 
 def _mark(value: Any) -> Any:

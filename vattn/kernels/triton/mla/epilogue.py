@@ -47,7 +47,7 @@ def kind_of(config: MLAConfig) -> str:
 def epilogue_constants(config: MLAConfig, limits: Limits) -> dict[str, Any]:
     """Return what a kernel is specialised for that ends in `store_columns`.
 
-    GROUPS: as `vattn.kernels.triton.common.output_constants.group_constants` returns, of groups that need not fit heads.
+    GROUPS: as `group_constants` of `output_constants` returns, of groups that need not fit heads.
     """
     fmt = OUTPUT_FORMATS[config.output_format]
     least = -1.0 if config.output_min_scale is None else config.output_min_scale
