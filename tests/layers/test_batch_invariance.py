@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.invariance import Requests, check_invariance
+from tests.invariance import Requests, check_invariance, check_random_steps
 from tests.support import make_config
 from vattn.backends import selector
 from vattn.config.device import DeviceInfo
@@ -30,7 +30,14 @@ LARGE: dict[str, dict[str, Any]] = {
     "groups": {"output_format": "fp8_group128"},
     "alibi": {"alibi": "linear", "head_size": 80},
     "fp32": {"dtype": "float32", "head_size": 64},
+    "fp8 queries": {"kv_cache_dtype": "fp8_e4m3", "query_format": "fp8_e4m3", "query_scale": "tensor"},
+    "fp8, head of 256": {"kv_cache_dtype": "fp8_e4m3", "head_size": 256, "num_heads": 4},
+    "groups of seven, blocks of 64": {"num_heads": 14, "block_size": 64},
+    "a head of 80 a KV head": {"num_heads": 3, "num_kv_heads": 3, "head_size": 80},
+    "static output": {"output_format": "fp8_static", "sinks": True},
 }
+GENERAL = ("alibi", "fp32")
+"""Layers that the kernel made for Hopper cannot run."""
 
 
 @pytest.fixture
@@ -52,8 +59,27 @@ def test_bits_do_not_depend_on_the_rest_of_the_step(case: str) -> None:
 @pytest.mark.parametrize("case", LARGE)
 def test_bits_of_long_requests_and_wide_heads(case: str) -> None:
     """Steps that the fast paths would take otherwise."""
+    check_invariance(_large(case, [1500, 17, 333, 64]), [1, 2, 129, 512])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [case for case in LARGE if case not in GENERAL])
+def test_bits_of_parts_with_fixed_limits(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hopper's kernel, of every layer that it can run, also those that it does not get by itself yet."""
+    from vattn.kernels.hopper.prefill import fixed_launch
+
+    requests = _large(case, [2600, 17, 333, 64, 1025, 530])
+    monkeypatch.setattr(fixed_launch, "untested", lambda config: [])
+    if fixed_launch.refusals(requests.config, DeviceInfo.of("cuda")):
+        pytest.skip("the kernel is made for Hopper")
+    monkeypatch.setattr(fixed_launch, "runs", lambda config, device: True)
+    check_random_steps(requests, 25, 1)
+    check_invariance(requests, [1, 129, 512])
+
+
+def _large(case: str, lengths: list[int]) -> Requests:
     layer = {"num_heads": 8, "num_kv_heads": 2, "head_size": 128, "dtype": "bfloat16", "block_size": 16, **LARGE[case]}
-    check_invariance(Requests([1500, 17, 333, 64], "cuda", **layer), [1, 2, 129, 512])
+    return Requests(lengths, "cuda", **layer)
 
 
 @pytest.mark.usefixtures("interpreted")
@@ -74,6 +100,6 @@ def test_a_layer_without_the_promise_is_cut_by_its_batch() -> None:
 def test_explain_states_the_promise_and_other_backends_refuse() -> None:
     config = make_config(batch_invariant=True, dtype="bfloat16")
     found = selector.explain(config, DeviceInfo("cuda", (9, 0), "sm_90"))
-    assert found.chosen == "TRITON_ATTN" and "batch_invariant: the general kernel" in str(found)
+    assert found.chosen == "TRITON_ATTN" and "batch_invariant: one kernel" in str(found)
     with pytest.raises(UnsupportedRequestError, match="batch_invariant is not implemented"):
         selector.choose(config.replace(backend="TORCH_SDPA"), DeviceInfo("cpu"))

@@ -16,7 +16,7 @@ from vattn.kernels.hopper import fp4_rows, mixed_launch
 from vattn.kernels.hopper.availability import DTYPES
 from vattn.kernels.hopper.linear import small_m
 from vattn.kernels.hopper.linear.launch import streamed_linear
-from vattn.kernels.hopper.prefill import launch, split_launch
+from vattn.kernels.hopper.prefill import fixed_launch, launch, split_launch
 from vattn.kernels.hopper.prefill.launch import TileConfig
 from vattn.ops.linear_arguments import E4M3, LinearArgs
 from vattn.quantization.formats import MODEL_DTYPES
@@ -27,6 +27,9 @@ computes scales and the LSE is wanted too; Triton 3.6, with which these kernels 
 
 OWN_LOADS_SPILLS = 1280
 """The same where warpgroups load their queries themselves; Triton 3.6 keeps 512 bytes at most there."""
+
+FIXED_SPILLS = 1536
+"""The same where parts of the keys are merged in a CTA: between parts a result is held beside another one."""
 
 WHOLE_SIZES, PADDED_SIZES = (64, 128, 256), (32, 80, 112, 192)
 """Heads that are multiplied as they are, and some that zeros are added to."""
@@ -60,6 +63,7 @@ def all_launches() -> Iterator[Launch]:
     yield from _prompts()
     yield from _between_decode_and_prefill()
     yield from _few_tiles()
+    yield from _fixed_parts()
     yield from _narrow_windows()
     yield from _side_by_side()
     yield from _fp4_rows()
@@ -117,6 +121,18 @@ def _few_tiles() -> Iterator[Launch]:
             own_loads = 64 % split_launch.choose_tiles(config, tokens, 2).pack
             spills = OWN_LOADS_SPILLS if own_loads else SPILLS
             yield from record(f"few tiles {tokens} {config.encode()}", "sm_90", call, spills)
+
+
+def _fixed_parts() -> Iterator[Launch]:
+    """Yield batch-invariant steps: decodes and chunks, whose row tiles may be split, and prompts."""
+    for size, cache, features in itertools.product(WHOLE_SIZES + PADDED_SIZES, CACHES, FEATURES):
+        for heads, tokens, requests in ((32, 3, 3), (32, 160, 2), (72, 12, 3), (32, 8192, 1)):
+            config = _layer(heads, size, "bfloat16", block_size=16, batch_invariant=True, **cache, **features)
+            # Also layers that do not go this way yet.
+            if launch.refusals(config.replace(batch_invariant=False), HOPPER):
+                continue
+            call = partial(fixed_launch.attend, paged_arguments(config, tokens, requests, 48, 6), config)
+            yield from record(f"fixed parts {tokens} {config.encode()}", "sm_90", call, FIXED_SPILLS)
 
 
 def _narrow_windows() -> Iterator[Launch]:

@@ -18,8 +18,8 @@ from vattn.kernels.hopper import availability, mixed_launch
 from vattn.kernels.hopper.decode import cluster_launch
 from vattn.kernels.hopper.decode import launch as decode
 from vattn.kernels.hopper.decode_packed import launch as decode_packed
+from vattn.kernels.hopper.prefill import fixed_launch, split_launch
 from vattn.kernels.hopper.prefill import launch as prefill
-from vattn.kernels.hopper.prefill import split_launch
 from vattn.kernels.triton.attention import encoder
 from vattn.kernels.triton.attention.dcp_rows import attention_rows
 from vattn.kernels.triton.attention.round_query import after_rounding, round_query
@@ -42,6 +42,8 @@ def routes(config: AttentionConfig) -> tuple[bool, bool]:
     if not torch.cuda.is_available():
         return False, False
     device = torch.device("cuda", torch.cuda.current_device())
+    if config.batch_invariant:
+        return (fixed_launch.runs(config, device),) * 2
     if _is_packed(config):
         return decode_packed.runs(config, device), False
     # Where the kernel does not round the query, it is rounded first.
@@ -51,6 +53,9 @@ def routes(config: AttentionConfig) -> tuple[bool, bool]:
 
 def missed(config: AttentionConfig, device: DeviceInfo, memory: CacheMemory | None = None) -> dict[str, list[str]]:
     """Return why decodes and prompts do not run by the kernels made for Hopper; empty lists where they do."""
+    if config.batch_invariant:
+        of_both = fixed_launch.refusals(config, device) + ([] if memory is None else memory.row_refusals())
+        return {"decodes": of_both, "prompts": of_both}
     whole = without_dcp(config)
     plain = whole if _is_packed(config) else after_rounding(whole)
     decodes = (decode_packed if _is_packed(config) else decode).refusals(plain, device)
@@ -94,6 +99,10 @@ def plan(args: PlanArgs, config: AttentionConfig) -> None:
     decodes, prefills = routes(config)
     starts, lengths, schedule, num_reqs = args.query_start_loc, args.seq_lens, args.schedule, args.seq_lens.shape[0]
     num_tokens = decode.tokens_of_plan(schedule, config, num_reqs)
+    if config.batch_invariant:
+        if decodes:
+            fixed_launch.plan(starts, lengths, schedule, num_tokens, config)
+        return
     if _is_packed(config):
         if num_tokens == num_reqs:
             decode_packed.plan(starts, lengths, schedule, config)
@@ -111,6 +120,11 @@ def plan(args: PlanArgs, config: AttentionConfig) -> None:
 
 def run(args: AttentionArgs, config: AttentionConfig) -> bool:
     """Run a call by one of the kernels made for Hopper; return whether one takes it."""
+    if config.batch_invariant:
+        fits = fixed_launch.accepts(args, config)
+        if fits:
+            fixed_launch.attend(args, config)
+        return fits
     if config.context_parallel:
         return _run_dcp(args, config)
     if _is_packed(config):

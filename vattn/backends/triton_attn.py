@@ -60,8 +60,9 @@ class TritonAttentionBackend(Backend):
             found.append(f"{taker} takes the query rounded: a small kernel does that first")
         if config.batch_invariant:
             found.append(
-                "batch_invariant: the general kernel with tiles of one size and no splits; a row is bitwise the same "
-                "alone, with any neighbours, in any order and in chunks of any size, chunks of one included"
+                "batch_invariant: one kernel attends decodes and prompts, over parts of the keys with fixed limits or "
+                "none; a row is bitwise the same alone, with any neighbours, in any order and in chunks of any size, "
+                "chunks of one included"
             )
         return found
 
@@ -88,7 +89,10 @@ class TritonAttentionBackend(Backend):
     def plan_key(self, config: AttentionConfig) -> str:
         from vattn.backends.hopper_routes import routes
 
-        names = ("num_heads", "num_kv_heads", "head_size", "dtype", "kv_cache_dtype", "query_format", "sliding_window")
+        names = (
+            "num_heads", "num_kv_heads", "head_size", "dtype", "kv_cache_dtype", "query_format", "sliding_window",
+            "batch_invariant",
+        )  # fmt: skip
         fast = [f"fast_{name}" for name, runs in zip(("decode", "prefill"), routes(config), strict=True) if runs]
         return " ".join([self.name, *(f"{name}={getattr(config, name)}" for name in names), *fast])
 

@@ -13,6 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from vattn.kernels.hopper.compat import as_tiles, block_barrier
+from vattn.kernels.hopper.prefill.load import clear_rows
 from vattn.kernels.hopper.prefill.tile_queue import receive
 
 WIDEN_TOKENS = gl.constexpr(32)
@@ -96,9 +97,9 @@ def convert(arguments, SHAPE: gl.constexpr):
     WARPS: gl.constexpr = SHAPE.CONVERTERS
     step = 0
     message = 0
-    rows, _, _, _, first, end, _ = receive(messages, message_full, message_empty, message, WARPS)
+    rows, _, _, seq_len, first, end, _ = receive(messages, message_full, message_empty, message, WARPS)
     while rows > 0:
-        for _ in range(end - first):
+        for back in range(end - first):
             source = step % RAW_STAGES
             target = step % STAGES
             loaded = (step // RAW_STAGES) & 1
@@ -113,6 +114,10 @@ def convert(arguments, SHAPE: gl.constexpr):
                 mbarrier.arrive(key_full.index(target), count=1)
             mbarrier.wait(raw_value_full.index(source), loaded)
             mbarrier.wait(value_empty.index(target), released)
+            if SHAPE.PART:
+                own = seq_len - (end - 1 - back) * KEYS
+                if (own < KEYS) & (seq_len % SHAPE.BOX != 0):
+                    clear_rows(raw_values.index(source), own, KEYS, D, WARPS)
             if CACHE == "widened":
                 widen_tile(raw_values.index(source), values.index(target), D, KEYS, WARPS)
             else:
@@ -123,4 +128,4 @@ def convert(arguments, SHAPE: gl.constexpr):
             mbarrier.arrive(value_full.index(target), count=1)
             step += 1
         message += 1
-        rows, _, _, _, first, end, _ = receive(messages, message_full, message_empty, message, WARPS)
+        rows, _, _, seq_len, first, end, _ = receive(messages, message_full, message_empty, message, WARPS)

@@ -30,7 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from vattn.kernels.hopper.compat import as_tiles, block_barrier, let_next_kernel_start
 from vattn.kernels.hopper.prefill.convert import convert
-from vattn.kernels.hopper.prefill.load import GROUP_ROWS, WORDS, load_queries, produce
+from vattn.kernels.hopper.prefill.load import GROUP_ROWS, WORDS, clear_rows, load_queries, produce
+from vattn.kernels.hopper.prefill.merge import finish_part
 from vattn.kernels.hopper.prefill.ping_pong import BARRIERS, own_end_of, pass_tiles, ping_pong_signal, ping_pong_wait
 from vattn.kernels.hopper.prefill.softmax import (
     LOWEST,
@@ -59,7 +60,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
     (
         output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale, v_scale, scale,
         soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full, key_empty, value_full,
-        value_empty, message_full, message_empty, partial_output, partial_stats, query_rows, query_stride,
+        value_empty, message_full, message_empty, partial_output, partial_stats, chain, query_rows, query_stride,
         query_head_stride,
     ) = arguments  # fmt: skip
     HEADS: gl.constexpr = SHAPE.HEADS
@@ -82,6 +83,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
     RESULT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, D, DEPTH])
     LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=RESULT, k_width=DEPTH // 8)
     ROW: gl.constexpr = gl.SliceLayout(1, SCORES)
+    PART: gl.constexpr = SHAPE.PART
     MINE: gl.constexpr = BARRIERS[GROUP_INDEX]
     NEXT: gl.constexpr = BARRIERS[NEXT_GROUP]
     PING_PONG: gl.constexpr = GROUP_INDEX != NEXT_GROUP
@@ -110,12 +112,14 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
         messages, message_full, message_empty, message, 4
     )
     while rows > 0:
-        head = head_of(packed, SHAPE.SPLIT) * FILLED
+        head = head_of(packed, SHAPE.SPLIT or PART > 0) * FILLED
         own_row = first_row
         own_rows = rows
         if OWN_LOADS:
             own_row += GROUP_INDEX * TOKENS
             own_rows = gl.minimum(rows - GROUP_INDEX * TOKENS, TOKENS)
+        # No box is shifted where keys lie at fixed places.
+        edge = seq_len * 0 if PART else seq_len
         if first < end:
             position = tile_position + GROUP_INDEX * TOKENS
             own_end = own_end_of(position, rows, first, end, GROUP_INDEX, TOKENS, N)
@@ -159,7 +163,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
             key_tile0 = own_end - 1
             reaches_tail = (seq_len % BOX != 0) & (own_end * N > seq_len)
             if reaches_tail | (missing != 0) | (key_tile0 < window_to):
-                scores0 = hide(scores0, position, key_tile0, seq_len, missing, PACK, N, WINDOW, BOX, SCORES)
+                scores0 = hide(scores0, position, key_tile0, edge, missing, PACK, N, WINDOW, BOX, SCORES)
             else:
                 row = tokens_of(gl.arange(0, GROUP_ROWS, layout=ROW), PACK) + (position - key_tile0 * N)
                 column = gl.arange(0, N, layout=gl.SliceLayout(0, SCORES))
@@ -170,6 +174,9 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
             sums = gl.sum(weights0.reshape(GROUP_ROWS, N // 8, 8), 1)
             left0 = as_left(weights0, N, CACHE, MATH, LEFT)
             mbarrier.wait(value_full.index(stage), phase)
+            if PART and CACHE == "plain":
+                if reaches_tail:
+                    clear_rows(values.index(stage), seq_len - key_tile0 * N, N, D, 4)
             if LONG_PING_PONG:
                 ping_pong_wait(MINE)
             no_result = gl.zeros([GROUP_ROWS, D], gl.float32, RESULT)
@@ -191,7 +198,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
                 scores = cap_scores(raw, head_scale, SOFT_CAP)
                 key_tile = own_end - 1 - back
                 if (key_tile >= whole_from) | (key_tile < window_to) | (missing != 0):
-                    scores = hide(scores, position, key_tile, seq_len, missing, PACK, N, WINDOW, BOX, SCORES)
+                    scores = hide(scores, position, key_tile, edge, missing, PACK, N, WINDOW, BOX, SCORES)
                 maximum, sums, acc = add_tile(
                     scores, maximum, sums, acc, weight_scale, values, value_full, next_stage, next_phase, BITS, CACHE,
                     MATH, LEFT, MINE if LONG_PING_PONG else None, SHAPE.HALVES,
@@ -210,11 +217,16 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
             log_maximum = maximum * weight_scale
             if SOFT_CAP:
                 log_maximum += soft_cap
-            if SHAPE.SPLIT:
+            if PART:
+                finish_part(
+                    written, partial_output, partial_stats, chain, slot_of(packed), acc, log_maximum, total, rows,
+                    own_row, own_rows, head, SHAPE, GROUP_INDEX, PLACE, BITS, DIRECT,
+                )  # fmt: skip
+            elif SHAPE.SPLIT:
                 if slot_of(packed) >= 0:
                     store_part(
-                        partial_output, partial_stats, slot_of(packed), acc, log_maximum - BITS, total, rows, head,
-                        GROUP_INDEX, SHAPE.GROUPS, HEADS, SHAPE.SIZE, PACK, FILLED,
+                        partial_output, partial_stats, (slot_of(packed) * SHAPE.GROUPS + GROUP_INDEX) * TOKENS, acc,
+                        log_maximum - BITS, total, rows, head, GROUP_INDEX, HEADS, SHAPE.SIZE, PACK, FILLED,
                     )  # fmt: skip
                 else:
                     finish_rows(written, acc, log_maximum, total, own_row, own_rows, head, SHAPE, PLACE, BITS, DIRECT)
@@ -224,10 +236,12 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
             if slot_of(packed) >= 0:
                 nothing = gl.zeros([GROUP_ROWS, D], gl.float32, RESULT)
                 lowest = gl.full([GROUP_ROWS], LOWEST, gl.float32, ROW)
+                first_place = (slot_of(packed) * SHAPE.GROUPS + GROUP_INDEX) * TOKENS
+                if PART:
+                    first_place = slot_of(packed) + GROUP_INDEX * TOKENS
                 store_part(
-                    partial_output, partial_stats, slot_of(packed), nothing, lowest,
-                    gl.zeros([GROUP_ROWS], gl.float32, ROW), rows, head, GROUP_INDEX, SHAPE.GROUPS, HEADS, SHAPE.SIZE,
-                    PACK, FILLED,
+                    partial_output, partial_stats, first_place, nothing, lowest,
+                    gl.zeros([GROUP_ROWS], gl.float32, ROW), rows, head, GROUP_INDEX, HEADS, SHAPE.SIZE, PACK, FILLED,
                 )  # fmt: skip
             else:
                 store_nothing(written, seq_len, own_row, own_rows, head, SHAPE, PLACE, RESULT, ROW, DIRECT)
@@ -243,7 +257,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
 
 @gluon.jit(do_not_specialize=["scale_stride", "group_stride"])
 def prefill_kernel(
-    query_boxes, key_boxes, value_boxes, output, lse, block_scale, partial_output, partial_stats, sinks, q_scale,
+    query_boxes, key_boxes, value_boxes, output, lse, block_scale, partial_output, partial_stats, chain, sinks, q_scale,
     k_scale, v_scale, output_scale, scale_stride, group_stride, schedule, counter, block_table, table_stride,
     table_width, num_blocks, query_rows, query_stride, query_head_stride, scale, soft_cap, SHAPE: gl.constexpr,
     EARLY: gl.constexpr, num_warps: gl.constexpr,
@@ -313,7 +327,7 @@ def prefill_kernel(
     consumer = (
         output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale, v_scale, scale,
         soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full, key_empty, value_full,
-        value_empty, message_full, message_empty, partial_output, partial_stats, query_rows, query_stride,
+        value_empty, message_full, message_empty, partial_output, partial_stats, chain, query_rows, query_stride,
         query_head_stride,
     )  # fmt: skip
     converter = (
@@ -349,7 +363,9 @@ def prefill_kernel(
             [152, 152, 48, 48],
         )
     elif GROUPS == 1 and CACHE == "plain":
-        gl.warp_specialize([(consume, (consumer, SHAPE, 0, 0)), (produce, (producer, SHAPE))], [1], [24])
+        gl.warp_specialize(
+            [(consume, (consumer, SHAPE, 0, 0)), (produce, (producer, SHAPE))], [1], [40 if SHAPE.PART else 24]
+        )
     elif GROUPS == 1:
         gl.warp_specialize(
             [(consume, (consumer, SHAPE, 0, 0)), (convert, (converter, SHAPE)), (produce, (producer, SHAPE))],
@@ -360,7 +376,8 @@ def prefill_kernel(
         gl.warp_specialize(
             [(consume, (consumer, SHAPE, 0, 1)), (consume, (consumer, SHAPE, 1, 0)), (produce, (producer, SHAPE))],
             [4, 1],
-            [240, 24],
+            # A producer that cuts row tiles into parts has more to remember.
+            [232, 40] if SHAPE.PART and D < 256 else [240, 24],
         )
     else:
         gl.warp_specialize(

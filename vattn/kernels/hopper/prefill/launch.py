@@ -273,12 +273,15 @@ def launch(
     tiles: TileConfig,
     early: bool = False,
     partial: dict[str, Tensor] | None = None,
+    part: int = 0,
+    chain: Tensor | None = None,
 ) -> None:
     """Launch the attention kernel; `output` is the final one, or in the model dtype where another kernel follows.
 
     Args:
         early: whether the next kernel may start while this one runs; it has to wait for this one's end then.
         partial: room for results over some of the keys, if the schedule's items are parts of row tiles.
+        part: `Shape.PART`, and `chain`: the room that it needs for each CTA.
     """
     if output is not args.output:
         config = config.with_plain_output()
@@ -313,7 +316,8 @@ def launch(
         "soft_cap": soft_cap,
     }  # fmt: skip
     arguments |= {name: partial[name] if partial else None for name in ("partial_output", "partial_stats")}
-    shape = shape_of(config, tiles, late, kind)._replace(SPLIT=partial is not None)
+    arguments["chain"] = chain
+    shape = shape_of(config, tiles, late, kind)._replace(SPLIT=partial is not None, PART=part)
     constants = {"EARLY": early, "SHAPE": shape, **launch_options(config, tiles)}
     grid = ctas * tiles.residents if partial else min(ctas * tiles.residents, items)
     launch_again(prefill_kernel, (grid,), arguments, constants)
@@ -392,6 +396,7 @@ def shape_of(config: AttentionConfig, tiles: TileConfig, late: bool, kind: str =
         MODEL=config.dtype,
         LATE=late,
         SPLIT=False,
+        PART=0,
         OUTPUT=row_output(config),
         OUTPUT_GROUPS=group_constants(config) if computes_scales(config) else (0, False, False, -1.0, "divide"),
     )

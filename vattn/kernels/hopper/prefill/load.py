@@ -7,6 +7,9 @@ Keys that no row may see are not read, or do not affect the result:
 - the last, partly filled box of a request is loaded shifted: its rows end with the last token, and what the shift
   brings in front is zero (or, in a large block, earlier tokens). Keys and values shift alike, so only the mask knows;
 - a block id out of range becomes block -1 too, and a word per tile tells the consumers to hide its keys.
+
+With `PART`, for results that do not depend on the batch, the last box lies at its own place, where its tokens lie when
+there are more; `clear_rows` clears values that a request has not got yet.
 """
 
 from __future__ import annotations
@@ -15,7 +18,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
-from vattn.kernels.hopper.compat import as_boxes, as_words, block_barrier, load_box
+from vattn.kernels.hopper.compat import as_boxes, as_tiles, as_words, block_barrier, load_box
+from vattn.kernels.hopper.prefill.parts import announce_part
 from vattn.kernels.hopper.prefill.tile_queue import announce, head_of, read_word
 
 GROUP_ROWS = gl.constexpr(64)
@@ -23,6 +27,13 @@ GROUP_ROWS = gl.constexpr(64)
 
 WORDS = gl.constexpr(8)
 """Key tiles whose words about missing blocks are kept: more than there are stages anywhere."""
+
+
+CLEARED_ROWS = gl.constexpr(16)
+"""Rows that are cleared at a time."""
+
+UNBOUNDED = gl.constexpr(0x7FFFFFFF)
+"""The length of a request that no box shifts for."""
 
 
 @gluon.jit
@@ -68,6 +79,23 @@ def load_tile(
                 load_box(boxes, [block * KV_HEADS + head, row, panel * PANEL], ready, part)
             else:
                 load_box(boxes, [block, head, row, panel * PANEL], ready, part)
+
+
+@gluon.jit
+def clear_rows(values, end, KEYS: gl.constexpr, D: gl.constexpr, WARPS: gl.constexpr):
+    """Clear a tile of values from row `end` on. Warpgroups that share it write the same."""
+    BITS: gl.constexpr = values.dtype.primitive_bitwidth
+    EACH: gl.constexpr = 128 // BITS
+    panels: gl.constexpr = gl.NVMMASharedLayout(128 if D * BITS >= 1024 else D * BITS // 8, BITS, 2)
+    layout: gl.constexpr = gl.BlockedLayout([1, EACH], [32 * EACH // D, D // EACH], [WARPS, 1], [1, 0])
+    words = as_tiles(values, gl.int16 if BITS == 16 else gl.int8, 1, [KEYS, D], panels).index(0)
+    row = gl.arange(0, CLEARED_ROWS, layout=gl.SliceLayout(1, layout))
+    for i in gl.static_range(KEYS // CLEARED_ROWS):
+        if end < (i + 1) * CLEARED_ROWS:
+            part = words.slice(i * CLEARED_ROWS, CLEARED_ROWS, dim=0)
+            part.store(gl.where((i * CLEARED_ROWS + row < end)[:, None], part.load(layout), 0))
+    fence_async_shared()
+    block_barrier()
 
 
 @gluon.jit
@@ -122,17 +150,26 @@ def produce(arguments, SHAPE: gl.constexpr):
     QUERY_BYTES: gl.constexpr = GROUP_ROWS * D * query_boxes.dtype.primitive_bitwidth // 8
     TILE_BYTES: gl.constexpr = KEYS * D * key_boxes.dtype.primitive_bitwidth // 8
     LATE: gl.constexpr = SHAPE.LATE
+    PART: gl.constexpr = SHAPE.PART
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     item = gl.program_id(0)
     message = 0
     used = 0
     step = 0
     rows = 1
+    # Where the next part of this row tile ends, -1 after its last one.
+    below = -1
+    most_tiles = (table_width * BLOCK_SIZE + KEYS - 1) // KEYS
     while rows > 0:
-        fields, rows = announce(
-            schedule, messages, message_full, message_empty, item, message,
-            (table_width * BLOCK_SIZE + KEYS - 1) // KEYS, HEADS, TOGETHER, SHAPE.SPLIT,
-        )  # fmt: skip
+        if PART:
+            fields, rows, below = announce_part(
+                schedule, messages, message_full, message_empty, item, message, most_tiles, below, HEADS, TOGETHER,
+                SHAPE.SPLIT, PART,
+            )  # fmt: skip
+        else:
+            fields, rows = announce(
+                schedule, messages, message_full, message_empty, item, message, most_tiles, HEADS, TOGETHER, SHAPE.SPLIT
+            )
         message += 1
         first = read_word(fields.index(5), 1)
         end = read_word(fields.index(6), 1)
@@ -140,14 +177,15 @@ def produce(arguments, SHAPE: gl.constexpr):
             if LATE:
                 if first >= end:
                     item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
-            elif SHAPE.SPLIT:
-                item += gl.num_programs(0)
-            else:
-                item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
+            elif below < 0:
+                if SHAPE.SPLIT:
+                    item += gl.num_programs(0)
+                else:
+                    item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
             if first < end:
                 first_row = read_word(fields.index(1), 1)
                 seq_len = read_word(fields.index(4), 1)
-                head = head_of(read_word(fields.index(7), 1), SHAPE.SPLIT) * FILLED
+                head = head_of(read_word(fields.index(7), 1), SHAPE.SPLIT or PART > 0) * FILLED
                 for group in gl.static_range(0 if GROUP_ROWS % PACK else GROUPS):
                     mbarrier.wait(query_empty.index(group), (used & 1) ^ 1)
                     mbarrier.expect(query_full.index(group), QUERY_BYTES)
@@ -161,13 +199,16 @@ def produce(arguments, SHAPE: gl.constexpr):
                 used += 1
                 table = block_table + read_word(fields.index(0), 1).to(gl.int64) * table_stride
                 kv_head = head // GROUP
+                edge = seq_len
+                if PART:
+                    edge = UNBOUNDED + seq_len * 0
                 left = 0
                 if WINDOW:
                     left = read_word(fields.index(3), 1) - WINDOW + 1
                 for back in range(end - first):
                     key_tile = end - 1 - back
                     if LATE:
-                        if key_tile == first:
+                        if (key_tile == first) & (below < 0):
                             item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
                     stage = step % KEY_STAGES
                     missing = find_blocks(
@@ -177,14 +218,14 @@ def produce(arguments, SHAPE: gl.constexpr):
                     words.index(step % WORDS).store(gl.zeros([1], gl.int32, lanes) + missing)
                     mbarrier.expect(key_full.index(stage), TILE_BYTES)
                     load_tile(
-                        key_boxes, keys.index(stage), key_full.index(stage), blocks, key_tile, kv_head, seq_len, BOX,
+                        key_boxes, keys.index(stage), key_full.index(stage), blocks, key_tile, kv_head, edge, BOX,
                         BOXES, KV_HEADS, D, BLOCK_SIZE, MAP,
                     )  # fmt: skip
                     stage = step % VALUE_STAGES
                     mbarrier.wait(value_empty.index(stage), ((step // VALUE_STAGES) & 1) ^ 1)
                     mbarrier.expect(value_full.index(stage), TILE_BYTES)
                     load_tile(
-                        value_boxes, values.index(stage), value_full.index(stage), blocks, key_tile, kv_head, seq_len,
+                        value_boxes, values.index(stage), value_full.index(stage), blocks, key_tile, kv_head, edge,
                         BOX, BOXES, KV_HEADS, D, BLOCK_SIZE, MAP,
                     )  # fmt: skip
                     step += 1

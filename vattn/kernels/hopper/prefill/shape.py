@@ -36,6 +36,8 @@ class Shape(NamedTuple):
         LATE: when the producer takes the next row tile from the counter: at the last key tile of this one, so that the
             longest that are left go to the first free CTA; or else at its beginning.
         SPLIT: whether items of the schedule are parts of row tiles, of some of their keys each.
+        PART: key tiles of the first parts whose results are merged in order, for results that do not depend on the
+            batch (`parts`); 0 where they may.
         OUTPUT: how a row is quantised that has no scales of its own.
         OUTPUT_GROUPS: `group_constants`, of no groups where another kernel computes scales.
     """
@@ -67,5 +69,6 @@ class Shape(NamedTuple):
     MODEL: str
     LATE: bool
     SPLIT: bool
+    PART: int
     OUTPUT: str
     OUTPUT_GROUPS: tuple[Any, ...]

@@ -24,22 +24,31 @@ def finish_rows(
     OUTPUT: gl.constexpr = SHAPE.OUTPUT
     OUTPUT_GROUPS: gl.constexpr = SHAPE.OUTPUT_GROUPS
     ROW: gl.constexpr = total.type.layout
-    norm = gl.where(total > 0.0, 1.0 / total, 0.0)
+    sink = None
     if sinks is not None:
-        sink = load_sinks(sinks, head, gl.arange(0, GROUP_ROWS, layout=ROW), SHAPE.PACK, FILLED) * LOG2E
+        sink = load_sinks(sinks, head, gl.arange(0, GROUP_ROWS, layout=ROW), SHAPE.PACK, FILLED)
+    result, log_sum = normalise(acc, log_maximum, total, sink, v_scale, head // GROUP, SHAPE.KV_SCALE, BITS)
+    store_rows(
+        output, lse, block_scale, output_scale, scale_stride, group_stride, result, log_sum, first_row, rows, head,
+        GROUP_INDEX, SHAPE.HEADS, SHAPE.D, SHAPE.SIZE, SHAPE.PACK, FILLED, MODEL, OUTPUT, OUTPUT_GROUPS, DIRECT,
+    )  # fmt: skip
+
+
+@gluon.jit
+def normalise(acc, log_maximum, total, sink, v_scale, kv_head, KV_SCALE: gl.constexpr, BITS: gl.constexpr):
+    """Return rows and their logs from sums of values, maxima (in base 2) and sums of weights."""
+    norm = gl.where(total > 0.0, 1.0 / total, 0.0)
+    if sink is not None:
+        sink = sink * LOG2E
         with_sink = gl.maximum(log_maximum, sink)
         shrink = gl.exp2(log_maximum - with_sink)
         total = total * shrink + gl.exp2(sink - with_sink + BITS)
         norm = shrink / total
         log_maximum = with_sink
     log_sum = LN2 * (log_maximum - BITS + gl.log2(total))
-    if SHAPE.KV_SCALE:
-        norm = norm * gl.load(v_scale + head // GROUP * (SHAPE.KV_SCALE - 1))
-    result = acc * gl.convert_layout(norm, gl.SliceLayout(1, acc.type.layout))[:, None]
-    store_rows(
-        output, lse, block_scale, output_scale, scale_stride, group_stride, result, log_sum, first_row, rows, head,
-        GROUP_INDEX, SHAPE.HEADS, SHAPE.D, SHAPE.SIZE, SHAPE.PACK, FILLED, MODEL, OUTPUT, OUTPUT_GROUPS, DIRECT,
-    )  # fmt: skip
+    if KV_SCALE:
+        norm = norm * gl.load(v_scale + kv_head * (KV_SCALE - 1))
+    return acc * gl.convert_layout(norm, gl.SliceLayout(1, acc.type.layout))[:, None], log_sum
 
 
 @gluon.jit
@@ -147,16 +156,15 @@ def store_columns(
 
 @gluon.jit
 def store_part(
-    partial_output, partial_stats, slot, acc, maximum, total, rows, head, GROUP_INDEX: gl.constexpr,
-    GROUPS: gl.constexpr, HEADS: gl.constexpr, SIZE: gl.constexpr, PACK: gl.constexpr, FILLED: gl.constexpr,
+    partial_output, partial_stats, first, acc, maximum, total, rows, head, GROUP_INDEX: gl.constexpr,
+    HEADS: gl.constexpr, SIZE: gl.constexpr, PACK: gl.constexpr, FILLED: gl.constexpr,
 ):  # fmt: skip
     """Store this warpgroup's rows over some of the keys: sums of values, maxima and sums of weights.
 
-    `reduce_kernel` merges them: fp32 `[slots, tokens of a tile, H, SIZE]`, and `[slots, tokens of a tile, H, 2]`.
+    Another kernel merges them: fp32 `[places, H, SIZE]` and `[places, H, 2]`. `first`: place of the first token.
     """
     TOKENS: gl.constexpr = GROUP_ROWS // PACK
     D: gl.constexpr = acc.shape[1]
-    first = (slot * GROUPS + GROUP_INDEX) * TOKENS
     own_rows = gl.minimum(rows - GROUP_INDEX * TOKENS, TOKENS)
     row = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, acc.type.layout))
     column = gl.arange(0, D, layout=gl.SliceLayout(0, acc.type.layout))
