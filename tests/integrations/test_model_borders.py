@@ -157,6 +157,29 @@ def test_models_without_attention_are_refused() -> None:
             function(model)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_sparse_attention_behind_images_is_refused_by_both() -> None:
+    """MistralLarge4 has latent attention that an indexer masks; neither function sends people to the other."""
+    from vattn.integrations.transformers.mla import enable_latent_attention
+
+    if "mistral_large4" not in transformers.CONFIG_MAPPING:
+        pytest.skip("transformers without mistral_large4")
+    latent = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16}
+    indexer = {"index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    text = transformers.CONFIG_MAPPING["mistral_large4_text"](**{**BASE, **latent, **indexer, **experts})
+    sizes = ("hidden_size", "intermediate_size", "image_size")
+    vision = {"num_hidden_layers": 1, "num_attention_heads": 2, "patch_size": 16, **dict.fromkeys(sizes, 32)}
+    config = transformers.CONFIG_MAPPING["mistral_large4"](
+        text_config=text.to_dict(), vision_config={"model_type": "pixtral", **vision}
+    )
+    model = transformers.AutoModelForImageTextToText.from_config(config, attn_implementation="eager").eval()
+    for function in (enable, enable_latent_attention):
+        with pytest.raises(UnsupportedRequestError, match=r"as sparse attention does.*transformers' own") as e:
+            function(model)
+        assert "enable" not in str(e.value)
+
+
 def test_what_people_try_with_a_packed_model() -> None:
     packed = enable(make_model("llama"))
     with pytest.raises(ConfigError, match=r"PackedModel\.generate.*vattn\.Generator\(packed\)"):
