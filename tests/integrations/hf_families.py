@@ -16,6 +16,11 @@ LLAMA_3 = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 32,
 }  # fmt: skip
+SHARING = {
+    "head_dim": 32, "sliding_window": 5, "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": 97,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+}  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "num_local_experts": 4}
 ROUTED_EXPERTS = {
     "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
@@ -83,6 +88,16 @@ FAMILIES = {
     "mpt": Family("mpt", "ALiBi, an own forward", {"d_model": 64, "n_heads": 4, "n_layers": 2, "max_seq_len": 256}),
     "gpt_oss": Family(
         "gpt_oss", "sinks, experts, every second layer with a window", {**WIDE, **EXPERTS, "sliding_window": 5}
+    ),
+    "gemma3n": Family(
+        "gemma3n_text",
+        "layers that share keys and values, embeddings in every layer",
+        {**SHARING, "activation_sparsity_pattern": [0.0] * 4, "intermediate_size": [96] * 4, "laurel_rank": 4},
+    ),
+    "gemma4": Family(
+        "gemma4_text",
+        "layers that share keys and values, embeddings in every layer, larger heads in full layers",
+        {**SHARING, "global_head_dim": 48},
     ),
     "cohere": Family("cohere", "parallel layers"),
     "cohere2": Family(

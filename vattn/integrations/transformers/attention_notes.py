@@ -44,7 +44,10 @@ class MaskCall:
         return self
 
     def __getitem__(self, index: Any) -> MaskCall:
-        raise unsupported("attention that reads or changes its mask itself, as sparse attention does")
+        raise unsupported(
+            "attention that reads or changes its mask itself, as sparse attention with an indexer does (DeepSeek V3.2, "
+            "GLM-DSA): the keys of the indexer have no cache here"
+        )
 
     def window(self) -> int | None:
         """Return the causal window, `None` for all earlier tokens.

@@ -99,17 +99,23 @@ def observe(model: Any, cache: Any, states: StateModules | None = None, pools: b
 
         def run(ids: list[int], positions: list[int] | None, embedded: bool = False) -> _Run:
             notes.calls = {}
-            return _Run(_run(model, cache, ids, positions, embedded), notes.calls)
+            logits = _run(model, cache, ids, positions, embedded)
+            for call in notes.calls.values():
+                call.queries = None if call.queries is None else call.queries[:, :, : len(ids)]
+            return _Run(logits[: len(ids)], notes.calls)
 
         start, first = _first_position(model, lambda positions: run(ids[:3], positions))
         positions = [start, start + 1, start + 2]
         other = run([ids[3], ids[1], ids[4]], positions)
         moved = run(ids[:3], [start, start + 1, _far(model)])
         cache.seq_length = FULL
-        takes_embeddings = "inputs_embeds" in inspect.signature(model.forward).parameters
-        cached = run(ids[:3], positions, takes_embeddings)
-        if takes_embeddings and not first.equals(cached):
-            takes_embeddings, cached = False, run(ids[:3], positions)
+        cached, takes_embeddings = None, False
+        if "inputs_embeds" in inspect.signature(model.forward).parameters:
+            with contextlib.suppress(UnsupportedRequestError):
+                cached = run(ids[:3], positions, embedded=True)
+                takes_embeddings = first.equals(cached)
+        if cached is None or not takes_embeddings:
+            cached = run(ids[:3], positions)
         cache.seq_length = 0
         again = run([ids[0], ids[1], ids[0]], [start, start, start])
     calls = first.calls
@@ -255,8 +261,12 @@ def _run(model: Any, cache: Any, ids: list[int], positions: list[int] | None, em
     tokens = torch.tensor([ids], device=device)
     inputs: dict[str, Any] = {"input_ids": tokens}
     if embedded:
+        # A row that no token has comes last: some models look tokens up by their embeddings, and fail.
         with torch.no_grad():
-            inputs = {"inputs_embeds": model.get_input_embeddings()(tokens)}
+            rows = model.get_input_embeddings()(tokens)
+        inputs = {"inputs_embeds": torch.cat([rows, rows[:, :1] / 3 + 0.1], 1)}
+        positions = None if positions is None else [*positions, positions[-1] + 1]
+        ids = [*ids, 0]
     if "position_ids" in taken and positions is not None:
         inputs["position_ids"] = torch.tensor([positions], device=device)
     if "logits_to_keep" in taken:
@@ -282,6 +292,12 @@ def token_rows(out: Any) -> Tensor:
 
 def _check_signature(model: Any, pools: bool = False) -> None:
     taken = inspect.signature(model.forward).parameters
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise UnsupportedRequestError(
+            f"{type(model).__name__}, an encoder-decoder model",
+            "decoders, and encoders alone: a request has one sequence of tokens",
+            "keep it on transformers' own attention, or put vattn.CrossAttention into your own model",
+        )
     missing = [name for name in ("position_ids", "logits_to_keep")[: 1 if pools else 2] if name not in taken]
     if missing and not replaced_modules(model):
         raise unsupported(f"{type(model).__name__}.forward takes no {' and no '.join(missing)}")

@@ -227,8 +227,9 @@ class PackedModel(nn.Module):
         """
         if not (self.takes_embeddings and takes_media(self.model)):
             names = sorted(set(encoded) - {"input_ids", "attention_mask"})
+            why = "whose tokens are more than embeddings" if takes_media(self.model) else "a model of text"
             raise RequestError(
-                f"a prompt with {', '.join(names)} for {type(self.model).__name__}, a model of text",
+                f"a prompt with {', '.join(names)} for {type(self.model).__name__}, {why}",
                 "input_ids and attention_mask",
                 "pass its input_ids, or load a model that takes images",
             )
