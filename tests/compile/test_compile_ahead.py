@@ -10,6 +10,7 @@ import torch
 import vattn
 from tests.repo.test_packaging import run_python
 from vattn.compilation.compile_ahead import compiling_ahead, is_compiling_ahead
+from vattn.generation.capture import GraphSizes, steps_ahead
 
 KERNELS = """
     hopper.prefill.kernel hopper.prefill.schedule hopper.prefill.split_schedule hopper.decode.gluon_kernel
@@ -26,7 +27,7 @@ def test_processes_compile_and_what_they_do_not_is_compiled_here() -> None:
         "empty cache: True [True]",
         "warm cache: False [True]",
         "no worker: True [False]",
-        "environment: False",
+        "one folder: True",
         "interrupted: False",
         "another mode: False",
     ]
@@ -47,3 +48,10 @@ sys.modules.update({{"vattn": package, "torch": None}})
 for name in {KERNELS!r}:
     importlib.import_module(f"vattn.kernels.{{name}}")
 """)
+
+
+def test_steps_to_come_are_the_captured_ones_and_longer_prompts_that_requests_can_have() -> None:
+    sizes = GraphSizes([1, 3], 2, [7, 20], 3)
+    assert sorted(steps_ahead(sizes, 40, 16)) == [
+        (1, 1), (1, 3), (2, 21), (3, 3), (3, 7), (3, 9), (3, 20), (3, 21), (3, 40)
+    ]  # fmt: skip

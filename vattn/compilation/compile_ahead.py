@@ -46,8 +46,12 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     processes = min(MOST_PROCESSES, max(1, cores - 1))
+    from triton import knobs
+
+    # Inductor sets it too, when it first compiles, to another folder: kernels would be looked for where they are not.
+    os.environ.setdefault("TRITON_CACHE_DIR", knobs.cache.dir)
     try:
-        with _one_cache(), ThreadPoolExecutor(processes, "vattn compile") as threads, _mode(threads):
+        with ThreadPoolExecutor(processes, "vattn compile") as threads, _mode(threads):
             try:
                 yield
             except BaseException:
@@ -56,21 +60,6 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
     finally:
         # Triton leaves it as it is where its own end is interrupted.
         mode.set(None)
-
-
-@contextmanager
-def _one_cache() -> Iterator[None]:
-    """Keep Triton's folder inside the block: where none is given, Inductor changes it when it first compiles."""
-    from triton import knobs
-
-    given = "TRITON_CACHE_DIR" in os.environ
-    if not given:
-        os.environ["TRITON_CACHE_DIR"] = knobs.cache.dir
-    try:
-        yield
-    finally:
-        if not given:
-            os.environ.pop("TRITON_CACHE_DIR", None)
 
 
 def can_only_compile(builder: AttentionMetadataBuilder) -> bool:
@@ -110,8 +99,9 @@ def is_busy() -> bool:
 
 
 def start_inductor() -> None:
-    """Start the process that Inductor's workers are forked from, which takes seconds to import torch."""
+    """Import Inductor, and start the process that its workers are forked from, which imports torch first."""
     with suppress(ImportError, AttributeError):
+        from torch._inductor import compile_fx as compile_fx
         from torch._inductor.async_compile import AsyncCompile
 
         AsyncCompile.warm_pool()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -151,9 +152,12 @@ def steps_ahead(sizes: GraphSizes, token_budget: int, max_seq_len: int) -> list[
     """
     found = [mixed_pair(sizes.max_num_reqs, tokens, max_seq_len) for tokens in sizes.mixed]
     found += [(size, size * rows) for size in sizes.decodes for rows in {1, 1 + sizes.num_drafts}]
-    if sizes.decodes and token_budget > max(sizes.mixed, default=0):
+    longest = max(sizes.mixed, default=0)
+    if sizes.decodes and token_budget > longest:
         requests = {1 << power for power in range(sizes.max_num_reqs.bit_length())} | {sizes.max_num_reqs}
-        found += [(count, min(token_budget, count * max_seq_len)) for count in requests]
+        for count, tokens in itertools.product(sorted(requests), {longest + 1, token_budget}):
+            if count <= tokens <= count * max_seq_len:
+                found.append((count, tokens))
     return found
 
 
