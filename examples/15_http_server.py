@@ -4,8 +4,9 @@ pip install ".[transformers]" fastapi uvicorn
 uvicorn --app-dir examples 15_http_server:app
 curl -N 127.0.0.1:8000/v1/completions --json '{"model": "demo_model", "prompt": "def ", "stream": true}'
 
-VATTN_MODEL is the folder of another model. Only requests with equal API keys share cached prefixes. Nothing checks the
-keys: a proxy in front of the server may.
+VATTN_MODEL is the folder of another model. VATTN_ADAPTERS is a folder with a folder for each LoRA adapter, as PEFT
+saves them: "model" is then the model alone, or the name of an adapter's folder. Only requests with equal API keys share
+cached prefixes. Nothing checks the keys: a proxy in front of the server may.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ from starlette.exceptions import HTTPException
 import vattn
 from vattn.cli.checkpoints import load_model
 from vattn.errors import QueueFullError, VattnError
-from vattn.integrations.transformers import enable
+from vattn.integrations.transformers import enable, enable_adapters
 
 logger = logging.getLogger("uvicorn.error")
 DEMO_MODEL = Path(__file__).parent / "demo_model"
@@ -299,16 +300,28 @@ class Answer:
             yield f"data: {json.dumps(failed(error.status_code, error.detail))}\n\n"
 
 
-def create_app(model: Path, limits: Limits) -> FastAPI:
-    """Make the server; the model loads when it starts."""
+def load_adapters(packed: Any, folders: list[Path]) -> None:
+    """Let requests use the adapters of some folders, by their names."""
+    configs = [json.loads((folder / "adapter_config.json").read_text()) for folder in folders]
+    ranks = [rank for each in configs for rank in (each["r"], *each.get("rank_pattern", {}).values())]
+    adapters = enable_adapters(packed, max_adapters=len(folders), max_rank=max(ranks))
+    for folder in folders:
+        adapters.load(folder.name, folder)
+
+
+def create_app(model: Path, limits: Limits, adapters: Path | None = None) -> FastAPI:
+    """Make the server; the model and its adapters load when it starts."""
+    folders = sorted(path.parent for path in adapters.glob("*/adapter_config.json")) if adapters else []
+    names = [model.name, *(folder.name for folder in folders)]
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         device, memory = ("cuda", "2GiB") if torch.cuda.is_available() else ("cpu", "64MiB")
         loaded, tokenizer = load_model(model, device, None)
-        generator = vattn.Generator(
-            enable(loaded, memory=memory), tokenizer, max_num_reqs=limits.running, max_queue=limits.clients
-        )
+        packed = enable(loaded, memory=memory)
+        if folders:
+            load_adapters(packed, folders)
+        generator = vattn.Generator(packed, tokenizer, max_num_reqs=limits.running, max_queue=limits.clients)
         with vattn.AsyncGenerator(generator) as app.state.engine:
             yield
 
@@ -337,19 +350,21 @@ def create_app(model: Path, limits: Limits) -> FastAPI:
 
     @app.get("/v1/models")
     async def models() -> Response:
-        return respond({"object": "list", "data": [{"id": model.name, "object": "model", "owned_by": "vattn"}]})
+        data = [{"id": name, "object": "model", "owned_by": "vattn"} for name in names]
+        return respond({"object": "list", "data": data})
 
     async def answer(body: Any, http: Request) -> Response:
         engine, prompts = app.state.engine, body.prompts()
-        if body.model != model.name:
-            raise HTTPException(404, f"no model {body.model!r:.60}; this server has {model.name!r}")
+        if body.model not in names:
+            raise HTTPException(404, f"no model {body.model!r:.60}; this server has {', '.join(map(repr, names))}")
+        adapter = None if body.model == model.name else body.model
         if not 0 < len(prompts) <= limits.prompts:
             raise HTTPException(400, f"{len(prompts)} prompts in a call; 1 to {limits.prompts} are allowed")
         answer, settings = Answer(body, engine.generator.tokenizer), body.settings()
         salt = http.headers.get("authorization", "")
         for prompt in prompts:
             # If one is refused, the guard cancels those before it.
-            answer.requests.append(engine.submit(vattn.Submission(prompt, settings, salt), answer.watch))
+            answer.requests.append(engine.submit(vattn.Submission(prompt, settings, salt, adapter), answer.watch))
             http.scope["requests"].append(answer.requests[-1])
         if body.stream:
             return StreamingResponse(answer.events(limits.seconds), media_type="text/event-stream")
@@ -368,4 +383,5 @@ def create_app(model: Path, limits: Limits) -> FastAPI:
     return app
 
 
-app = create_app(Path(os.environ.get("VATTN_MODEL", DEMO_MODEL)), Limits())
+folder = os.environ.get("VATTN_ADAPTERS")
+app = create_app(Path(os.environ.get("VATTN_MODEL", DEMO_MODEL)), Limits(), Path(folder) if folder else None)

@@ -341,6 +341,39 @@ def test_keys_separate_tenants(server: Any, monkeypatch: pytest.MonkeyPatch) -> 
     assert [request.reused > 0 for request in requests] == [False, True, False]
 
 
+def test_the_model_may_name_an_adapter(tmp_path: Path) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    from fastapi.testclient import TestClient
+
+    from vattn.cli.checkpoints import DEMO_MODEL
+    from vattn.integrations.transformers import enable, enable_adapters
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO_MODEL).eval()
+    for name, rank in (("shout", 2), ("whisper", 3)):
+        options = peft.LoraConfig(r=rank, target_modules=["v_proj", "o_proj"], init_lora_weights=False)
+        tuned = peft.get_peft_model(model, options)
+        tuned.save_pretrained(tmp_path / name)
+        model = tuned.unload()
+    packed = enable(model, memory="16MiB")
+    adapters = enable_adapters(packed, max_rank=3)
+    for name in ("shout", "whisper"):
+        adapters.load(name, tmp_path / name)
+    generator = vattn.Generator(packed, ByteTokenizer())
+    requests = generator.generate(["def "] * 3, vattn.Sampling(12), adapter=[None, "shout", "whisper"])
+    example = load_example(NAME)
+    app = example.create_app(example.DEMO_MODEL, example.Limits(), tmp_path)
+    with TestClient(app) as web:
+        names = [one["id"] for one in web.get("/v1/models").json()["data"]]
+        assert names == ["demo_model", "shout", "whisper"]
+        body = {"prompt": "def ", "max_tokens": 12, "temperature": 0}
+        texts = [
+            web.post("/v1/completions", json=body | {"model": name}).json()["choices"][0]["text"] for name in names
+        ]
+        assert texts == [request.text for request in requests] and len(set(texts)) == 3
+        refused = web.post("/v1/completions", json=body | {"model": "sing"})
+        assert refused.status_code == 404 and "'demo_model', 'shout', 'whisper'" in refused.text
+
+
 @pytest.mark.slow
 def test_uvicorn_starts_it_from_the_command_line() -> None:
     command = [sys.executable, "-m", "uvicorn", "--app-dir", "examples", f"{Path(NAME).stem}:app", "--port", "0"]
