@@ -58,6 +58,18 @@ def test_images_give_transformers_tokens(name: str, device: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
+def test_a_shared_prefix_may_end_inside_an_image(name: str) -> None:
+    model = make(name)
+    prompts = [prompt(name, BEFORE[:12], [token] * 7) for token in (8, 9)]
+    expected = [own(model, inputs) for inputs in prompts]
+    generator = vattn.Generator(enable(model, num_blocks=33), max_seq_len=64)
+    done = [generator.generate([inputs], SAMPLING)[0] for inputs in prompts]
+    for request, one in zip(done, expected, strict=True):
+        check(request, one)
+    assert [request.reused for request in done] == [0, 16]
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl", "gemma3"])
 def test_blocks_are_shared_by_equal_images(name: str) -> None:
     model = make(name)
     prompts = [prompt(name, BEFORE, AFTER * 4, seed) for seed in (0, 0, 1)]

@@ -63,13 +63,13 @@ def make(model_type: str, auto: Any = transformers.AutoModel, **changes: Any) ->
 
 
 def own_rows(model: Any, tokens: list[int]) -> torch.Tensor:
-    return model(input_ids=torch.tensor([tokens])).last_hidden_state[0]
+    return model(input_ids=torch.tensor([tokens], device=model.device)).last_hidden_state[0]
 
 
 @pytest.mark.parametrize("model_type", EMBEDDING)
-def test_embeddings_equal_each_prompt_alone(model_type: str) -> None:
+def test_embeddings_equal_each_prompt_alone(model_type: str, device: str) -> None:
     """More tokens in a step than a prompt may have, and prompts in several steps."""
-    model = make(model_type)
+    model = make(model_type).to(device)
     expected = [own_rows(model, tokens)[-1] for tokens in PROMPTS]
     embedder = vattn.Embedder(enable_pooling(model), pooling="lasttoken", token_budget=60)
     assert relative_l2(embedder.encode(PROMPTS), torch.stack(expected)) < TOLERANCE
