@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from vattn.errors import RequestError, VattnError
 from vattn.integrations.transformers.attention_interface import NAME
+from vattn.integrations.transformers.attention_notes import MaskCall
 from vattn.integrations.transformers.available import ALL_MASK_ATTENTION_FUNCTIONS, transformers
-from vattn.integrations.transformers.observe import MaskCall
 from vattn.metadata.prompt_inputs import PromptInputs, StepEmbeddings
 
 READING = "vattn_reading"

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from vattn.errors import ConfigError, UnsupportedRequestError, VattnError
 from vattn.integrations.transformers.attention_notes import SAME, AttentionCall, Notes, unsupported
-from vattn.integrations.transformers.attention_notes import MaskCall as MaskCall
 from vattn.integrations.transformers.pipeline import num_own_layers
 from vattn.integrations.transformers.replaced_forwards import (
     alibi_slopes,
