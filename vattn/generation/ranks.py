@@ -6,7 +6,7 @@ import hashlib
 import pickle
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -135,10 +135,12 @@ class Progress:
         self._in_step = True
         try:
             yield
-            if device.type == "cuda":
-                self._launched = torch.cuda.Event()
-                self._launched.record()
         finally:
+            if device.type == "cuda":
+                # A step that failed may have launched collectives too. Nothing more is known of a broken device.
+                with suppress(RuntimeError):
+                    self._launched = torch.cuda.Event()
+                    self._launched.record()
             self._in_step = False
 
     def stuck(self) -> bool:
