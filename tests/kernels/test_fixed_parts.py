@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.kernels import prefill_emulation
 from tests.kernels.decode_support import interpret
 from tests.support import Batch, make_config, random_paged_batch, relative_l2
 from vattn.backends import hopper_routes
@@ -173,6 +174,39 @@ def test_neighbours_and_chunks_change_no_bit(window: int | None, monkeypatch: py
         own = slice(first + rows.start, first + rows.stop)
         assert torch.equal(alone.args.output, batch.args.output[own]), (request, rows)
         assert torch.equal(alone.args.lse, batch.args.lse[own]), (request, rows)
+
+
+EMULATED: dict[str, dict[str, Any]] = {
+    "two heads": {},
+    "window, sinks": {"sliding_window": 330, "sinks": True, "num_heads": 4},
+    "soft cap, a tile a head": {"logits_soft_cap": 2.0, "num_kv_heads": 2},
+}
+
+
+@pytest.mark.parametrize("case", EMULATED)
+def test_the_kernels_python_keeps_bits(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts that one CTA merges and parts of several are rounded alike; nothing waits for ever or reads too early."""
+    interpret(monkeypatch, decode_fast)
+    monkeypatch.setattr("vattn.config.device.multiprocessors", lambda device: 12)
+    monkeypatch.setattr(fixed_launch, "PART_KEYS", 256)
+    monkeypatch.setattr(prefill_launch, "prefill_kernel", prefill_emulation.Kernel("prefill_kernel"))
+    monkeypatch.setattr(fixed_launch, "merge_parts_kernel", prefill_emulation.Kernel("merge_parts_kernel"))
+    config = layer(**EMULATED[case])
+    batch = random_paged_batch(config, [3, 1, 0, 70], [1100, 700, 9, 590], num_padding_tokens=3, num_padding_reqs=1)
+    fixed_launch.attend(batch.args, config)
+    expected, lse = batch.expected()
+    assert relative_l2(batch.output(), expected) < 1e-3  # fp16 rounds the output
+    assert relative_l2(batch.args.lse, lse) < 1e-5
+    steps = ((0, slice(0, 3)), (0, slice(1, 2)), (1, slice(0, 1)), (3, slice(5, 70)), (3, slice(7, 8)))
+    for processors, (request, rows) in [*((12, step) for step in steps), (1, steps[3])]:
+        # On a small GPU the prompt's row tiles stay whole.
+        monkeypatch.setattr("vattn.config.device.multiprocessors", lambda device, count=processors: count)
+        alone = only(batch, request, rows)
+        fixed_launch.attend(alone.args, config)
+        first = int(batch.args.query_start_loc[request])
+        own = slice(first + rows.start, first + rows.stop)
+        assert torch.equal(alone.args.output, batch.args.output[own]), (processors, request, rows)
+        assert torch.equal(alone.args.lse, batch.args.lse[own]), (processors, request, rows)
 
 
 def test_schedules_hold_fixed_parts(monkeypatch: pytest.MonkeyPatch) -> None:
