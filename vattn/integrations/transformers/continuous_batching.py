@@ -118,10 +118,8 @@ def attend_batch(
     own = {name: given for name, given in options.items() if name not in _OF_THE_STEP}
     refuse_options(module, is_causal is not False, dropout, own, query)
     found = _update(cache, module.layer_idx, key, value, options)
-    lengths, queries = torch.diff(found.kv_start_loc), query[0].transpose(0, 1)
-    token = torch.arange(0, found.longest, BLOCK, device=query.device) + found.kv_start_loc[:-1, None]
-    if found.places is not None:
-        token = found.places[token.clamp(max=found.places.shape[0] - 1)]
+    lengths, token = _lengths_and_table(cache, module.layer_idx, found)
+    queries = query[0].transpose(0, 1)
     key_blocks, value_blocks = as_blocks(found.key, BLOCK)[0], as_blocks(found.value, BLOCK)[0]
     out = attend_blocks(
         queries, key_blocks, value_blocks, options["cu_seq_lens_q"], lengths, token, scaling, sliding_window, softcap,
@@ -134,17 +132,38 @@ class _Keys(NamedTuple):
     """Keys that the requests of a step see, those of the step included.
 
     Attributes:
+        group: kind and number of the layers that see keys at the same places.
         key, value: `[1, num_kv_heads, rows, head_size]`, with room for a block after the last key.
         kv_start_loc: `[B + 1]`, where the keys of each request begin.
         longest: no request has more keys.
         places: the row of each key; `None`: they follow each other.
     """
 
+    group: tuple[str, int]
     key: Tensor
     value: Tensor
     kv_start_loc: Tensor
     longest: int
     places: Tensor | None
+
+
+def _lengths_and_table(cache: Any, layer: int, found: _Keys) -> tuple[Tensor, Tensor]:
+    """Return how many keys each request sees, and the rows at which blocks of them begin; once a step for each group.
+
+    Layers run in their order: one that does not come after the layer that computed these begins another step, whose
+    numbers may lie in the same tensors.
+    """
+    known: dict[tuple[str, int], tuple[int, Tensor, Tensor]] = cache.__dict__.setdefault("_vattn_tables", {})
+    before = None if torch.compiler.is_compiling() else known.get(found.group)
+    if before is not None and before[0] < layer:
+        return before[1:]
+    starts = found.kv_start_loc
+    lengths, token = torch.diff(starts), torch.arange(0, found.longest, BLOCK, device=starts.device) + starts[:-1, None]
+    if found.places is not None:
+        token = found.places[token.clamp(max=found.places.shape[0] - 1)]
+    if not torch.compiler.is_compiling():
+        known[found.group] = layer, lengths, token
+    return lengths, token
 
 
 def _update(cache: Any, layer: int, key: Tensor, value: Tensor, options: dict[str, Any]) -> _Keys:
@@ -163,14 +182,14 @@ def _update(cache: Any, layer: int, key: Tensor, value: Tensor, options: dict[st
         # Views of one tensor in which values begin later: after the last page keys have more rows.
         shared = min(held.shape[0] for held in rows)
         held_key, held_value = (held[:shared].transpose(0, 1)[None] for held in rows)
-        return _Keys(held_key, held_value, starts, longest, read)
+        return _Keys((kind, group), held_key, held_value, starts, longest, read)
     if hasattr(cache, "layer_to_allocator"):
         key, value = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=options)
     else:
         indices = {name: options[name] for name in ("read_index", "write_index")}
         pair = cache.update(key_states=key, value_states=value, layer_idx=layer, **indices)
         key, value = (states.transpose(0, 1)[None] for states in pair)
-    return _Keys(with_room(key), with_room(value), starts, longest, None)
+    return _Keys((kind, group), with_room(key), with_room(value), starts, longest, None)
 
 
 def _place(cache: Any, layer: int) -> tuple[str, int, tuple[Tensor, Tensor], int]:
