@@ -77,9 +77,9 @@ def decode(generator: vattn.Generator, count: int, context: int, sampling: vattn
     }
 
 
-def time_sampler(count: int, vocabulary: int, device: str, kind: dict[str, Any]) -> float:
-    """Return microseconds of the sampler alone, the median of some calls."""
-    logits = torch.randn(count, vocabulary, device=device).mul_(4).bfloat16()
+def time_sampler(count: int, vocabulary: int, device: str, kind: dict[str, Any], spread: float) -> float:
+    """Return microseconds of the sampler alone on logits of a standard deviation, the median of some calls."""
+    logits = torch.randn(count, vocabulary, device=device).mul_(spread).bfloat16()
     requests = [Request([1, 2], vattn.Sampling(seed=seed, **kind)) for seed in range(count)]
     sampled = [row for row in range(count) if not requests[row].greedy]
     settings = SamplingMetadata.of(requests, sampled, logits) if sampled else None
@@ -121,8 +121,11 @@ def main() -> None:
     count, context = (8, 16) if args.small else (args.requests, 64)
     for one in (1, count):
         for name, kind in KINDS.items():
-            row = {"what": "sampler alone", "requests": one, "sampling": name}
-            add_row(result, row | {"us": round(time_sampler(one, shape["vocab_size"], device, kind), 1)}, args.json)
+            # Those of random weights vary by less than those of a trained model.
+            for spread in (4.0, 1.2):
+                row = {"what": "sampler alone", "requests": one, "sampling": name, "spread": spread}
+                us = time_sampler(one, shape["vocab_size"], device, kind, spread)
+                add_row(result, row | {"us": round(us, 1)}, args.json)
     target = enable(
         make_model(shape, None, device), memory="64MiB" if args.small else "8GiB", merge_projections=True, prove=False
     )

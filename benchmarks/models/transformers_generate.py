@@ -1,8 +1,9 @@
 """Compare `attn_implementation="vattn"` with transformers' own in `generate` and `generate_batch`, in one process.
 
-    python -m benchmarks.models.transformers_generate [--json PATH] [--layers 4] [--context 512] [--tiny]
+    python -m benchmarks.models.transformers_generate [--json PATH] [--layers 4] [--hidden-size 4096] [--tiny]
 
-One model with the layers of Llama 3 8B (a few of them, and a small vocabulary) generates greedily with each attention
+One model with the layers of Llama 3 8B (a few of them, and a small vocabulary; with another hidden size the same heads)
+generates greedily with each attention
 in turn: one request and 32, with a dynamic cache and a static one that `generate` compiles, and 32 requests in
 `generate_batch`. Milliseconds of a step are those that more tokens add to a call. "same" is the share of tokens that
 are those of SDPA: in 16 bits two logits may be close. An attention that is not there, or fails, is a row with its
@@ -23,18 +24,19 @@ from benchmarks.harness import add_row, machine, parser_of
 from vattn.integrations.transformers import continuous_batching
 
 NAMES = ("sdpa", "vattn", "flash_attention_3")
-SHAPE = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
+SHAPE = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
 TINY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2}
 
 
-def make_model(layers: int, tiny: bool, device: str) -> Any:
+def make_model(layers: int, tiny: bool, device: str, hidden_size: int = 4096) -> Any:
     """Return a random Llama in bf16, or in fp32 on a CPU."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
+    large = {**SHAPE, "hidden_size": hidden_size, "intermediate_size": hidden_size * 7 // 2}
     config = LlamaConfig(
         vocab_size=1024, num_hidden_layers=layers, max_position_embeddings=8192, dtype=dtype, pad_token_id=0,
-        eos_token_id=1, **(TINY if tiny else SHAPE),
+        eos_token_id=1, **(TINY if tiny else large),
     )  # fmt: skip
     torch.manual_seed(0)
     before = torch.get_default_dtype()
@@ -105,6 +107,7 @@ def main() -> None:
     """Measure each attention in turn, cell by cell."""
     parser = parser_of(__doc__)
     parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--hidden-size", type=int, default=4096, help="a small one leaves the host's time")
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--tokens", type=int, default=36, help="new tokens of a long call")
     parser.add_argument("--rounds", type=int, default=3)
@@ -116,7 +119,7 @@ def main() -> None:
     device, begin, few = "cuda" if torch.cuda.is_available() else "cpu", time.perf_counter(), 4
     result = machine(device)
     result["versions"]["transformers"] = transformers.__version__
-    model = make_model(args.layers, args.tiny, device)
+    model = make_model(args.layers, args.tiny, device, args.hidden_size)
     prompts = torch.randint(2, 1024, (32, args.context), generator=torch.Generator().manual_seed(0)).to(device)
     padded = torch.ones_like(prompts)
     padded[1::2, : args.context // 3] = 0
