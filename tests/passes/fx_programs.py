@@ -14,7 +14,7 @@ from torch.fx import Graph, GraphModule, Interpreter, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import vattn
-from vattn.passes.region import op_name
+from vattn.passes.ops import op_name
 from vattn.quantization.codecs import quantise_output
 
 HEADS, WIDTH = 4, 64

@@ -157,9 +157,9 @@ def test_other_model_dtypes(name: str) -> None:
 
 
 def test_rounded_values_are_equal_beyond_the_limit_alone() -> None:
-    x = torch.tensor([126.9, 127.0, 300.0, -300.0, torch.nan])
-    assert proof.same_rounded(x, torch.tensor([126.9, 128.0, 127.0, -127.5, torch.nan]))
-    for place, other in ((0, 127.0), (2, 126.9), (3, 300.0), (4, 0.0)):
+    x = torch.tensor([126.9, 127.0, 300.0, -300.0, torch.nan, -127.0, -127.5])
+    assert proof.same_rounded(x, torch.tensor([126.9, 128.0, 127.0, -127.5, torch.nan, -127.4, -128.0]))
+    for place, other in ((0, 127.0), (2, 126.9), (3, 300.0), (4, 0.0), (5, -127.5), (6, -127.4), (5, -126.9)):
         changed = x.clone()
         changed[place] = other
         assert not proof.same_rounded(changed, x)

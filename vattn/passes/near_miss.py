@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from vattn.passes.ops import MOVES, meaning
 from vattn.passes.probe import NO_CLAMP, Sample
-from vattn.passes.region import FP8_DTYPES, op_name, value
-from vattn.passes.region_moves import MOVES
-from vattn.passes.region_precision import CASTS
+from vattn.passes.region import FP8_DTYPES, value
 from vattn.passes.region_run import SATURATES, same_bits, unsaturated_cast
 from vattn.quantization import codecs as quantization
 from vattn.quantization.formats import FP4_E2M1_MAX, FP8_E4M3_MAX, INT8_MAX, MX_GROUP_SIZE, NVFP4_GROUP_SIZE
@@ -239,13 +238,8 @@ def dynamic_ways(columns: int, dtype: torch.dtype | None) -> dict[str, Way]:
     return ways
 
 
-_MAXIMA = frozenset("amax amin max min aminmax linalg_vector_norm sort topk cummax kthvalue argmax".split())
-_SCALE_ARITHMETIC = frozenset(
-    "div true_divide mul reciprocal clamp clamp_min clamp_max maximum minimum max min abs neg log2 exp2 ceil pow where "
-    "gt ge eq lt le ne isfinite isnan bitwise_and bitwise_or view frexp ldexp full gather full_like".split()
-)
-_SIGNS = frozenset({"abs", "neg"})
-_SCALING = frozenset("div true_divide mul ldexp".split())
+_MAXIMA = frozenset({"extreme", "line", "norm"})
+_SCALE_ARITHMETIC = frozenset("scaling inverse power limit choice sign fill".split()) | _MAXIMA
 
 
 def first_difference(nodes: Sequence[Node], output: Node, seen: Sequence[Sample]) -> Node | None:
@@ -269,7 +263,7 @@ def first_difference(nodes: Sequence[Node], output: Node, seen: Sequence[Sample]
             if _is_odd_scale(node, made, bool(data), seen[0].rows):
                 return node
             continue
-        if op_name(node.target) in _SCALING and not any(scaled[source] for source in data) and len(data) == 1:
+        if meaning(node) == "scaling" and not any(scaled[source] for source in data) and len(data) == 1:
             scaled[node] = not all(same_bits(_values(run, node), _values(run, data[0])) for run in seen)
             scaling = node if scaled[node] else scaling
         elif _is_step(node, data[0], seen):
@@ -281,14 +275,14 @@ def first_difference(nodes: Sequence[Node], output: Node, seen: Sequence[Sample]
 
 def _is_odd_scale(node: Node, made: Tensor, reduces: bool, rows: Tensor) -> bool:
     """Return whether a value smaller than the output is neither a maximum of rows or groups nor scale arithmetic."""
-    name = op_name(node.target)
-    if made.dtype == torch.bool or name in MOVES | CASTS:
+    does = meaning(node)
+    if made.dtype == torch.bool or does in MOVES | {"cast"}:
         return False
     if not reduces:
-        return name not in _SCALE_ARITHMETIC | _MAXIMA
+        return does not in _SCALE_ARITHMETIC
     sizes = (rows.shape[1], 128, 64, MX_GROUP_SIZE, NVFP4_GROUP_SIZE)
     whole = made.numel() == 1 and rows.shape[0] > 1
-    return name not in _MAXIMA or whole or not any(made.numel() * size == rows.numel() for size in sizes)
+    return does not in _MAXIMA or whole or not any(made.numel() * size == rows.numel() for size in sizes)
 
 
 def _values(sample: Sample, node: Node) -> Tensor:
@@ -297,8 +291,8 @@ def _values(sample: Sample, node: Node) -> Tensor:
 
 def _is_step(node: Node, source: Node, seen: Sequence[Sample]) -> bool:
     """Return whether a node only moves, clamps, casts to FP8, or changes nothing about the values it reads."""
-    name, val = op_name(node.target), value(node)
-    if name in MOVES or name in _SIGNS:
+    val = value(node)
+    if meaning(node) in MOVES | {"sign"}:
         return True
     if val.dtype in FP8_DTYPES:
         return val.dtype == torch.float8_e4m3fn

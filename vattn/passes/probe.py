@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
+from vattn.passes.ops import MOVES, is_pointwise, meaning, op_name
 from vattn.passes.probe_inputs import PROBE_SCALES, every_output, probe_outputs
-from vattn.passes.region import Refusal, Region, can_run, expression, is_size, op_name, same_size, value
-from vattn.passes.region_moves import MOVES
-from vattn.passes.region_precision import CASTS, LOW, in_fp32, is_low
+from vattn.passes.region import Refusal, Region, can_run, expression, is_size, same_size, value
+from vattn.passes.region_precision import LOW, in_fp32, is_low
 from vattn.passes.region_run import constant, run_node
 from vattn.passes.region_tokens import check_order, symbols_at, token_counts
 
@@ -34,8 +34,8 @@ _MOST_ROOTS = 4
 _LEAST_ROUNDS = 4
 """How often the rows are run at least, each time as other tokens."""
 
-_SPREADS = MOVES | CASTS | frozenset("full full_like ones ones_like zeros zeros_like empty empty_like".split())
-"""Ops that may make a tensor of many equal elements from one value."""
+_SPREADS = MOVES | {"cast", "fill"}
+"""Meanings of ops that may make a tensor of many equal elements from one value."""
 _SCALE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -101,7 +101,7 @@ def check_sizes(nodes: Sequence[Node], sizes: Sequence[Node]) -> None:
     """
     for node in nodes:
         fills = node.args[1:2] if op_name(node.target) in ("full", "full_like") else ()
-        pointwise = torch.Tag.pointwise in getattr(node.target, "tags", ())
+        pointwise = is_pointwise(node)
         for source in node.all_input_nodes:
             if source in sizes and (pointwise or source in fills):
                 raise Refusal(f"it computes with {source.name}, a size or a number that varies", node, near=True)
@@ -130,7 +130,7 @@ class _InputFinder:
         elif isinstance(val, Tensor) and val.is_floating_point() and same_size(val.numel(), 1):
             self.roots[node] = None
         else:
-            spreads = can_run(node) and op_name(node.target) in _SPREADS and depth > 0
+            spreads = can_run(node) and meaning(node) in _SPREADS and depth > 0
             spreads = spreads and all(self.take(source, depth - 1) for source in node.all_input_nodes)
             if not spreads and not self._is_filled(node, depth):
                 return False
@@ -139,14 +139,14 @@ class _InputFinder:
 
     def _is_filled(self, node: Node, depth: int) -> bool:
         """Keep a tensor that is made of numbers by elementwise ops, such as zero points; false if it is not."""
-        pointwise = can_run(node) and torch.Tag.pointwise in getattr(node.target, "tags", ())
+        pointwise = can_run(node) and is_pointwise(node)
         sources = node.all_input_nodes
         return pointwise and depth > 0 and all(self.take(s, depth - 1) and s not in self.roots for s in sources)
 
     def inputs(self) -> Inputs:
         """Return everything, with as few unknown values as possible."""
         direct = list(self.roots)
-        self._follow_back(lambda node: op_name(node.target) in _SPREADS and not _loses_digits(node))
+        self._follow_back(lambda node: meaning(node) in _SPREADS and not _loses_digits(node))
         if len(self.roots) > 1:
             self._follow_back(lambda node: True)
         scales = [node for node in dict.fromkeys([*direct, *self.roots]) if value(node).dtype in _SCALE_DTYPES]
@@ -235,7 +235,7 @@ def run(
 def run_one(node: Node, env: dict[Node, Any], wide: frozenset[Node]) -> Any:
     """Return the value of a node from those of what it reads; arguments as in `run`."""
     seen: dict[Node, Any] = in_fp32(node, env, wide) if wide else env
-    if node in wide and op_name(node.target) in CASTS:
+    if node in wide and meaning(node) == "cast":
         return seen[node.all_input_nodes[0]].float()
     made = run_node(node, seen)
     lost = is_low(node) and node not in wide and made.dtype not in LOW

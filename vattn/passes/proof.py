@@ -16,25 +16,14 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from vattn.passes.region import FP8_DTYPES, Refusal, dtype_of, is_size, op_name
-from vattn.passes.region_moves import MOVES, reduced_dims
-from vattn.passes.region_precision import CASTS
+from vattn.passes.ops import MOVES, PLACING, is_pointwise, meaning, moves, op_name, reduces
+from vattn.passes.region import FP8_DTYPES, Refusal, dtype_of, is_size
+from vattn.passes.region_moves import reduced_dims
 from vattn.passes.region_run import SATURATES
 from vattn.quantization.formats import FP8_E4M3_MAX, INT8_MAX
 
-_SCATTERS = frozenset({"slice_scatter", "select_scatter"})
-PLACING = MOVES | _SCATTERS | {"copy"}
-"""Ops that only put what they read into other places."""
-
-_EXTREMES = frozenset("amax amin aminmax max min".split())
-_ALONG = frozenset("sort topk kthvalue argmax argmin cummax cummin gather".split())
-"""Ops whose results depend on a whole line of what they read."""
-
-_SCALING = frozenset("mul div true_divide reciprocal ldexp pow addcdiv".split())
-_LIMITING = frozenset(
-    "clamp clamp_min clamp_max minimum maximum fmin fmax hardtanh relu where masked_fill copysign abs neg sign "
-    "nan_to_num full full_like copy".split()
-)
+_SCALING = frozenset({"scaling", "inverse"})
+_LIMITING = frozenset({"limit", "choice", "sign", "fill", "copy"})
 _NUMBERS = frozenset({0.0, 1.0, FP8_E4M3_MAX, float("inf")})
 """Numbers that scaled values are compared with in any quantiser: runs hold values around them."""
 
@@ -93,7 +82,7 @@ def _constant(made: Any) -> Any:
 
 
 def _origin(node: Node, found: dict[Node, Any], values: dict[Node, Any]) -> Any:
-    name, made, args = op_name(node.target), values[node], node.args
+    does, made, args = meaning(node), values[node], node.args
     if node.target is operator.getitem:
         return found[args[0]][args[1]]  # type: ignore[index]
     plain = [a for a in args if not isinstance(a, (Node, list))]
@@ -101,7 +90,7 @@ def _origin(node: Node, found: dict[Node, Any], values: dict[Node, Any]) -> Any:
     of = {source: found.get(source) or _constant(values[source]) for source in node.all_input_nodes}
     data = placed(node)
     reinterprets = node.target is torch.ops.aten.view.dtype
-    if name in MOVES | _SCATTERS and not reinterprets:
+    if does in PLACING - {"copy"} and not reinterprets:
         if any(source in found and source not in data for source in node.all_input_nodes):
             return _unknown(made)
         parts = []
@@ -112,15 +101,14 @@ def _origin(node: Node, found: dict[Node, Any], values: dict[Node, Any]) -> Any:
         if isinstance(made, (list, tuple)):
             return [Origin(*each) for each in zip(*parts, strict=True)]
         return Origin(*parts)
-    if name == "copy":
+    if does == "copy":
         source: Origin = of[args[1]]  # type: ignore[index]
         source = source._replace(formula=_mixed(torch.tensor(seed), source.formula))
         return source.each(lambda part: part.expand(made.shape))
     operands = [operand for operand in of.values() if isinstance(operand, Origin)]
-    if torch.Tag.reduction in node.target.tags and len(operands) == 1:  # type: ignore[union-attr]
+    if reduces(node) and len(operands) == 1:
         return _reduced(node, operands[0], made, seed)
-    pointwise = torch.Tag.pointwise in node.target.tags or name in CASTS  # type: ignore[union-attr]
-    if pointwise or name.endswith("_like") or (reinterprets and made.shape == operands[0].first.shape):
+    if is_pointwise(node) or does in ("cast", "fill") or (reinterprets and made.shape == operands[0].first.shape):
         total = nowhere(made, seed)
         for operand in operands:
             total = Origin(
@@ -137,10 +125,10 @@ def _origin(node: Node, found: dict[Node, Any], values: dict[Node, Any]) -> Any:
 def placed(node: Node) -> set[Any]:
     """Return what an op of `PLACING` puts into other places, as opposed to indices."""
     first, *rest = node.args
-    if op_name(node.target) == "copy":
+    if meaning(node) == "copy":
         return {rest[0]}
     data = set(first) if isinstance(first, (list, tuple)) else {first}
-    return data | {rest[0]} if op_name(node.target) in _SCATTERS else data
+    return data | {rest[0]} if meaning(node) == "scatter" else data
 
 
 def _reduced(node: Node, operand: Origin, made: Any, seed: int) -> Any:
@@ -227,7 +215,7 @@ def rounded(nodes: Sequence[Node], output: Node, integers: bool = False) -> list
             unrounded.update([node] if sources else [])
         elif node.target.namespace not in ("aten", "prims"):
             found[sources[0]] = False
-        elif dtype_of(node) in FP8_DTYPES and op_name(node.target) not in MOVES - {"view"}:
+        elif dtype_of(node) in FP8_DTYPES and (not moves(node) or op_name(node.target) == "view"):
             found[sources[-1]] = True
         elif integers and node.target is torch.ops.aten.round.default:
             found[sources[0]] = True
@@ -250,8 +238,12 @@ def same_scaled(got: Tensor, wanted: Tensor) -> bool:
 
 def same_rounded(got: Tensor, wanted: Tensor) -> bool:
     """Return whether numbers are equal, or so large that they have the same int8 codes in any case."""
-    limited = (x.clamp(-INT8_MAX, INT8_MAX).nan_to_num(500.0).view(torch.int32) for x in (got, wanted))
-    return torch.equal(*limited)
+
+    def shown(x: Tensor) -> Tensor:
+        limited = torch.where(x <= -INT8_MAX - 0.5, -INT8_MAX - 1, x.clamp(-INT8_MAX, INT8_MAX))
+        return limited.nan_to_num(500.0).view(torch.int32)
+
+    return torch.equal(shown(got), shown(wanted))
 
 
 def check_scaled(
@@ -274,12 +266,14 @@ def check_scaled(
             continue
         if not isinstance(node.target, torch._ops.OpOverload):
             continue
-        name = op_name(node.target)
-        if node.target.namespace in ("aten", "prims") and name not in MOVES | CASTS | _SCATTERS:
-            twice = name in _SCALING and sum(source in scaled for source in node.all_input_nodes) > 1
-            if val.dtype != torch.bool and (name not in _SCALING | _LIMITING or twice):
-                raise Refusal(f"{name} changes scaled values, of which only some are tried", node, near=True)
-        if name not in _SCALING:
+        does, own = meaning(node), node.target.namespace in ("aten", "prims")
+        if own and does not in MOVES | {"cast", "scatter"}:
+            twice = does in _SCALING and sum(source in scaled for source in node.all_input_nodes) > 1
+            if val.dtype != torch.bool and (does not in _SCALING | _LIMITING or twice):
+                raise Refusal(
+                    f"{op_name(node.target)} changes scaled values, of which only some are tried", node, near=True
+                )
+        if does not in _SCALING:
             numbers = [values[n] for n in node.all_input_nodes if n not in scaled and n not in scales]
             numbers = [float(n.flatten()[0]) for n in numbers if isinstance(n, Tensor) and n.numel() == 1]
             numbers += [float(a) for a in node.args if isinstance(a, (int, float))]
@@ -308,13 +302,13 @@ def gathered(
 
 
 def _gathered(node: Node, found: dict[Node, Any], values: dict[Node, Any], exact: Collection[torch.dtype]) -> Any:
-    name, made, args = op_name(node.target), values[node], node.args
+    name, does, made, args = op_name(node.target), meaning(node), values[node], node.args
     if node.target is operator.getitem:
         return found[args[0]][args[1]]  # type: ignore[index]
     sources = [found[source] for source in node.all_input_nodes if source in found]
     if not all(isinstance(source, Tensor) for source in sources) or node.target is torch.ops.aten.view.dtype:
         return None
-    if name in MOVES | _SCATTERS:
+    if does in MOVES | {"scatter"}:
 
         def weight(source: Node) -> Any:
             blank = isinstance(values[source], Tensor) and values[source].is_floating_point()
@@ -322,7 +316,7 @@ def _gathered(node: Node, found: dict[Node, Any], values: dict[Node, Any], exact
 
         read = torch.fx.map_arg((args, dict(node.kwargs)), weight)
         return node.target(*read[0], **read[1])  # type: ignore[operator, index]
-    if name in ("abs", "neg", "relu") or (name in CASTS and dtype_of(node) in exact):
+    if name in ("abs", "neg", "relu") or (does == "cast" and dtype_of(node) in exact):
         return sources[0]
     if name in ("clamp", "clamp_min", "maximum", "minimum"):
         others = [values[source] for source in node.all_input_nodes if source not in found] + list(args[1:])
@@ -332,11 +326,11 @@ def _gathered(node: Node, found: dict[Node, Any], values: dict[Node, Any], exact
             return None
         a, b = sources[0], sources[-1]
         return torch.where(a == b, a, a + b)
-    if name in _EXTREMES:
+    if does == "extreme":
         dims, keep = reduced_dims(node, sources[0].dim())
         total = sources[0].sum(dims, keep)
         return (total,) * len(made) if isinstance(made, (tuple, list)) else total
-    if name in _ALONG:
+    if does == "line":
         return _along(name, node, sources[0], made)
     return None
 

@@ -23,17 +23,13 @@ from vattn.backends import selector
 from vattn.config.attention import AttentionConfig
 from vattn.config.mla import MLAConfig
 from vattn.ops.schemas import ATTENTION_OPS
+from vattn.passes import ops
 
 _PACKAGE = str(Path(__file__).parents[1]) + os.sep
 _FRAME = re.compile(r'File "(.+)", line (\d+).*(?:\n(?!\s*File ")(.*))?')
 """File, line and code of a frame of a stack trace."""
 
 _RUNNABLE_NAMESPACES = ("aten", "prims", "vattn", "quantized_decomposed", "torchao", "compressed_tensors")
-_GEMMS = frozenset(
-    "mm bmm addmm addbmm baddbmm addmv mv dot vdot linear matmul _scaled_mm _scaled_grouped_mm _grouped_mm _int_mm "
-    "convolution _convolution scaled_dot_product_attention _weight_int8pack_mm _weight_int4pack_mm".split()
-)
-_CHECKS = frozenset({"_assert_tensor_metadata", "_assert_async", "_assert_scalar"})
 LARGEST_REGION = 400
 """How many nodes a walk from or to an attention call may find."""
 
@@ -133,12 +129,7 @@ def is_size(node: Node) -> bool:
 
 def is_check(node: Node) -> bool:
     """Return whether a node only checks metadata; `torch.export` adds such nodes after casts."""
-    return isinstance(node.target, torch._ops.OpOverload) and op_name(node.target) in _CHECKS
-
-
-def op_name(op: Any) -> str:
-    """Return an operator's name without namespace and overload, empty for any other object."""
-    return op._schema.name.split("::")[1] if isinstance(op, torch._ops.OpOverload) else ""
+    return isinstance(node.target, torch._ops.OpOverload) and ops.meaning(node) == "check"
 
 
 _LEFT_OUT = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output}
@@ -153,7 +144,7 @@ def can_run(node: Node) -> bool:
         return op is operator.getitem or is_size(node)
     if op.namespace not in _RUNNABLE_NAMESPACES or op._schema.is_mutable:
         return False
-    return op_name(op) not in _GEMMS and _LEFT_OUT.isdisjoint(op.tags)
+    return ops.meaning(node) != "gemm" and _LEFT_OUT.isdisjoint(op.tags)
 
 
 @dataclass(frozen=True)
@@ -266,7 +257,7 @@ def _lacks_parts(node: Node) -> bool:
 
 
 def _is_scatter(node: Node) -> bool:
-    return op_name(node.target) in ("slice_scatter", "select_scatter")
+    return ops.meaning(node) == "scatter"
 
 
 def unknown_readers(output: Node) -> list[str]:
@@ -288,7 +279,7 @@ def _rounded_again(end: Node) -> list[Node]:
     """Return nodes that cast FP8 codes to a wider dtype and back."""
     found = []
     for wide in end.users:
-        if op_name(wide.target) == "convert_element_type":
+        if ops.meaning(wide) == "cast":
             narrow = [u for u in wide.users if u.all_input_nodes == [wide] and _covers(u, end, FP8_DTYPES)]
             if narrow and len(narrow) == len(wide.users):
                 found += [wide, *narrow]

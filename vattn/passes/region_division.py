@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.fx import Node
 
 from vattn.passes.inductor import rounds_divisions
-from vattn.passes.region import Match, Refusal, op_name, value
+from vattn.passes.ops import meaning, op_name
+from vattn.passes.region import Match, Refusal, value
 from vattn.quantization.formats import OUTPUT_FORMATS
 
-_DIVISIONS = ("div", "true_divide")
-_QUOTIENTS = frozenset((*_DIVISIONS, "reciprocal", "pow", "rsqrt", "addcdiv"))
+_QUOTIENTS = ("div", "true_divide", "rsqrt")
 
 
 def as_generated(match: Match, nodes: Sequence[Node], device: torch.device, constants: Iterable[Tensor] = ()) -> Match:
@@ -92,7 +92,7 @@ def _divides_in_fp64(nodes: Sequence[Node]) -> bool:
     Raises:
         Refusal: some are and some are not.
     """
-    quotients = [node for node in nodes if op_name(node.target) in _QUOTIENTS]
+    quotients = [node for node in nodes if meaning(node) == "inverse" or op_name(node.target) in _QUOTIENTS]
     wide = [node for node in quotients if value(node).dtype == torch.float64]
     if wide and len(wide) < len(quotients):
         raise Refusal(f"some of its divisions are in float64, which no epilogue has: {_CONVERT}", wide[0], near=True)
@@ -107,7 +107,7 @@ def _namespaces(nodes: Iterable[Node]) -> set[str]:
 def _divisor(scale: float, nodes: Sequence[Node]) -> float:
     """Return the number that a constant scale was rounded from; Inductor takes the reciprocal of that number."""
     for node in nodes:
-        if op_name(node.target) in _DIVISIONS:
+        if op_name(node.target) in ("div", "true_divide"):
             divisor = node.args[1]
             if isinstance(divisor, (int, float)) and float(torch.tensor(float(divisor))) == scale:
                 return float(divisor)

@@ -14,18 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from vattn.passes.region import op_name
-
-RESHAPES = frozenset("view reshape _unsafe_view squeeze unsqueeze alias detach".split())
-"""Views that keep every element, in order."""
-
-VIEWS = RESHAPES | frozenset(
-    "permute transpose t slice select expand split split_with_sizes unbind narrow as_strided unfold view_of "
-    "lift_fresh_copy".split()
-)
-COPIES = frozenset("clone cat stack flip rev roll index index_select repeat contiguous constant_pad_nd".split())
-MOVES = VIEWS | COPIES
-REDUCTIONS = frozenset("amax amin sum mean linalg_vector_norm".split())
+from vattn.passes.ops import meaning, moves, op_name, reduces
 
 Positions = dict[Node, Any]
 """The place of each element of a node in the flattened output. A reduced element has the first place of the elements
@@ -57,16 +46,15 @@ def _follow(node: Node, found: Positions, values: dict[Node, Any]) -> Any:
     name = op_name(op)
     if op.namespace == "vattn":
         return _follow_quantiser(node, name, found, values)
-    if op is torch.ops.aten.view.dtype or name in ("convert_element_type", "_to_copy", "copy"):
+    if op is torch.ops.aten.view.dtype or meaning(node) in ("cast", "copy"):
         source = found.get(node.args[1] if name == "copy" else node.args[0])  # type: ignore[arg-type]
         same = isinstance(values[node], Tensor) and source is not None and source.shape == values[node].shape
         return source if same else None
-    if name in MOVES:
+    if moves(node):
         return _follow_move(node, found, values)
-    if name in REDUCTIONS:
-        return _first_of(node, found)
-    if op in (torch.ops.aten.max.dim, torch.ops.aten.min.dim):
-        return (_first_of(node, found),) * 2
+    if reduces(node):
+        first = _first_of(node, found)
+        return (first,) * len(values[node]) if isinstance(values[node], (tuple, list)) else first
     return _follow_pointwise(node, found, values[node]) if isinstance(values[node], Tensor) else None
 
 

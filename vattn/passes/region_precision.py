@@ -13,15 +13,12 @@ from torch import Tensor
 from torch.fx import Node
 
 from vattn.passes.inductor import rounds_every_operation
-from vattn.passes.region import dtype_of, is_check, op_name, value
-from vattn.passes.region_moves import MOVES
+from vattn.passes.ops import MOVES, is_pointwise, meaning
+from vattn.passes.region import dtype_of, is_check, value
 
 LOW = (torch.bfloat16, torch.float16)
-_EXACT = frozenset(
-    "abs neg maximum minimum fmax fmin amax amin max min relu where masked_fill sort topk cummax kthvalue gather sign "
-    "copysign nan_to_num full full_like empty new_empty isfinite".split()
-)
-CASTS = frozenset({"convert_element_type", "_to_copy"})
+_EXACT = MOVES | {"sign", "choice", "extreme", "line", "fill"}
+"""Meanings of ops whose results need no rounding."""
 
 
 def is_low(node: Node) -> bool:
@@ -33,8 +30,8 @@ def roundings(nodes: Sequence[Node]) -> tuple[frozenset[Node], frozenset[Node]]:
     """Return nodes that generated code does not round for certain, and nodes that it may not round."""
     if rounds_every_operation():
         return frozenset(), frozenset()
-    rounding = [n for n in nodes if is_low(n) and op_name(n.target) not in MOVES | _EXACT]
-    certain = {n for n in rounding if op_name(n.target) not in CASTS and _ends_in_fp32(n)}
+    rounding = [n for n in nodes if is_low(n) and meaning(n) not in _EXACT]
+    certain = {n for n in rounding if meaning(n) != "cast" and _ends_in_fp32(n)}
     doubtful = set(rounding) - certain
     for node in nodes:
         if is_low(node) and node not in certain | doubtful:
@@ -51,11 +48,10 @@ def _ends_in_fp32(node: Node) -> bool:
         if len(users) != 1 or not isinstance(users[0].target, torch._ops.OpOverload):
             return False
         user = users[0]
-        if op_name(user.target) in CASTS and value(user).dtype == torch.float32:
+        if meaning(user) == "cast" and value(user).dtype == torch.float32:
             return True
-        moves = op_name(user.target) in MOVES and op_name(user.target) not in ("cat", "stack", "clone")
-        pointwise = torch.Tag.pointwise in user.target.tags and is_low(user)  # type: ignore[union-attr]
-        if not (moves or pointwise):
+        moves = meaning(user) in MOVES - {"join", "same"}
+        if not moves and not (is_pointwise(user) and is_low(user)):
             return False
         node = user
     return False
@@ -67,7 +63,7 @@ def in_fp32(node: Node, env: dict[Node, object], wide: frozenset[Node]) -> dict[
     Args:
         wide: nodes that are not rounded; `env` holds their values in fp32.
     """
-    exact = node in wide or op_name(node.target) in CASTS
+    exact = node in wide or meaning(node) == "cast"
 
     def seen(source: Node) -> object:
         val = env[source]

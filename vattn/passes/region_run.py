@@ -9,16 +9,14 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from vattn.passes.region import FP8_DTYPES, op_name, value
-from vattn.passes.region_precision import CASTS
+from vattn.passes.ops import meaning, op_name, unwritten
+from vattn.passes.region import FP8_DTYPES, value
 
 SATURATES = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 12)
 """Whether eager CUDA casts to e4m3 saturate, as compiled ones and those of a CPU do (pytorch/pytorch#178817)."""
 
 _LARGEST_FINITE_CAST = 464.0
 """A cast that does not saturate makes NaN of larger values; up to this it rounds to 448."""
-
-UNWRITTEN = frozenset("empty empty_like empty_strided empty_permuted new_empty new_empty_strided".split())
 
 
 def constant(node: Node, depth: int = 8) -> Tensor | None:
@@ -54,14 +52,14 @@ def run_node(node: Node, env: dict[Node, Any]) -> Any:
     """Run one node on CPU."""
     args, kwargs = cpu_arguments(node, env.__getitem__)
     name = op_name(node.target)
-    if name in CASTS or name == "copy":
+    if meaning(node) in ("cast", "copy"):
         dtype: Any = args[0].dtype if name == "copy" else kwargs.get("dtype") or (args[1] if len(args) > 1 else None)
         if dtype in FP8_DTYPES:
             return eager_cast(args[1] if name == "copy" else args[0], dtype)
     if node.target is torch.ops.prims.device_put.default:
         return args[0]
     made = node.target(*args, **kwargs)  # type: ignore[operator]
-    if name in UNWRITTEN:
+    if unwritten(node):
         made.fill_(3)  # Freed memory may hold the expected values.
     return made
 

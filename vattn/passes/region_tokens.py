@@ -15,18 +15,14 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from vattn.passes.region import Refusal, expression, op_name, value
+from vattn.passes.ops import meaning, op_name, reduces
+from vattn.passes.region import Refusal, expression, value
 from vattn.passes.region_moves import reduced_dims
 from vattn.passes.region_run import constant
 
 TOKEN_COUNTS = (31, 5)
 _LARGEST_RUN = 1 << 21
 _UNBOUNDED = 1 << 62
-_COUNTING = frozenset(
-    "cumsum cumprod cummax cummin logcumsumexp sum nansum mean prod argmax argmin sort topk var std var_mean norm "
-    "linalg_vector_norm count_nonzero".split()
-)
-"""Ops whose results depend on the number or the order of tokens if they run along the tokens."""
 
 
 def token_counts(nodes: Sequence[Node], output: Node) -> tuple[int, ...]:
@@ -132,7 +128,8 @@ def check_order(nodes: Sequence[Node]) -> None:
         Refusal: there is such a node.
     """
     for node in nodes:
-        if op_name(node.target) in _COUNTING and node.args and isinstance(node.args[0], Node):
+        counts = meaning(node) in ("line", "count") or (reduces(node) and meaning(node) != "extreme")
+        if counts and node.args and isinstance(node.args[0], Node):
             val = value(node.args[0])
             if isinstance(val, Tensor) and any(isinstance(val.shape[dim], torch.SymInt) for dim in _dims(node, val)):
                 raise Refusal(f"{op_name(node.target)} runs along the tokens", node, near=True)

@@ -14,6 +14,7 @@ from vattn.config.attention import AttentionConfig
 from vattn.passes import probe
 from vattn.passes import region_division as division
 from vattn.passes.inductor import rounds_every_operation
+from vattn.passes.ops import op_name
 from vattn.passes.output_quant.match import Classifier
 from vattn.passes.region import (
     AttentionNode,
@@ -24,7 +25,6 @@ from vattn.passes.region import (
     find_region,
     is_check,
     is_computed_from,
-    op_name,
     same_shape,
     same_size,
     unknown_readers,

@@ -14,11 +14,12 @@ from torch.fx import Node
 from vattn.passes import proof
 from vattn.passes import region_moves as moves
 from vattn.passes.near_miss import dynamic_ways, first_difference, static_ways
+from vattn.passes.ops import REORDERS, meaning, op_name
 from vattn.passes.output_quant.prove import Prover
 from vattn.passes.output_quant.prove_scales import ScaleProver
 from vattn.passes.output_quant.quantisers import Quantiser, quantisers
 from vattn.passes.probe import Inputs, Sample, constant_scales, samples
-from vattn.passes.region import Match, Refusal, Region, dtype_of, op_name
+from vattn.passes.region import Match, Refusal, Region, dtype_of
 from vattn.passes.region_precision import LOW, roundings
 from vattn.passes.region_run import same_bits
 from vattn.quantization import codecs as quantization
@@ -28,8 +29,6 @@ ROUNDED = (
     "values are rounded to bf16 or fp16 between its operations, which generated code does in one place and leaves out "
     "in another: convert to float32 first"
 )
-_REORDERING = moves.MOVES - moves.RESHAPES - {"clone"}
-_CHOICES = frozenset("where masked_fill masked_fill_ index_put".split())
 _LAYOUTS = ("plain", "transposed", "swizzled", "moved")
 _MOST_FLOORS = 24
 _SAMPLES_TO_EXPLAIN = 8
@@ -61,13 +60,13 @@ class Classifier:
     def __init__(self, region: Region, quantised: Node, nodes: list[Node], inputs: Inputs, dtype: str) -> None:
         self.region, self.quantised, self.nodes, self.inputs = region, quantised, nodes, inputs
         self.dtype = dtype
-        self.reorders = any(op_name(node.target) in _REORDERING for node in nodes)
+        self.reorders = any(meaning(node) in REORDERS for node in nodes)
         self.same_as_codes = [n for n in nodes if dtype_of(n) == dtype_of(quantised)]
         self.packed = dtype_of(quantised) == torch.uint8
         self.integers = dtype_of(quantised) == torch.int8
         self.limits = tuple({f.limit: None for f in OUTPUT_FORMATS.values() if f.container is dtype_of(quantised)})
         self.inverts = any(_inverts(node, inputs) for node in nodes)
-        self.chooses = any(op_name(node.target) in _CHOICES for node in nodes)
+        self.chooses = any(meaning(node) == "choice" for node in nodes)
         self.needed = region.ancestors([quantised])
         self.rounded = proof.rounded(self.needed, region.output, self.integers)
         if self.packed:
@@ -368,7 +367,7 @@ class Classifier:
 def _inverts(node: Node, inputs: Inputs) -> bool:
     """Return whether a node may be the reciprocal of a maximum, or a number divided by one."""
     name, first = op_name(node.target), node.args[0]
-    filled = isinstance(first, Node) and (first in inputs.constants or op_name(first.target).startswith("full"))
+    filled = isinstance(first, Node) and (first in inputs.constants or meaning(first) == "fill")
     return name in ("reciprocal", "pow") or (filled and name in ("div", "true_divide"))
 
 

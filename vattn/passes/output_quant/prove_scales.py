@@ -12,21 +12,20 @@ from torch import Tensor
 from torch.fx import Node
 
 from vattn.passes import proof
+from vattn.passes.ops import PLACING, is_pointwise, meaning, op_name
 from vattn.passes.output_quant.prove import Check, Prover
 from vattn.passes.output_quant.quantisers import Quantiser
 from vattn.passes.probe import Sample, run, run_one
 from vattn.passes.probe_inputs import cycled, every_maximum, every_quotient, every_row, every_scaled, scales_near
 from vattn.passes.proof import Origin
-from vattn.passes.region import FP8_DTYPES, Refusal, dtype_of, is_size, op_name, value
-from vattn.passes.region_precision import CASTS, LOW
+from vattn.passes.region import FP8_DTYPES, Refusal, dtype_of, is_size, value
+from vattn.passes.region_precision import LOW
 from vattn.passes.region_run import same_bits
 from vattn.passes.region_tokens import TOKEN_COUNTS, possible_count, token_counts
 from vattn.quantization.codecs import encode_e2m1, pack_e2m1
 from vattn.quantization.formats import FP4_E2M1_MAX, MODEL_DTYPES
 
 _BLOCK_SCALES = "NVFP4, but block scales are not rounded from maximum / 6 / scale, bit for bit; write that"
-_LIMITS = frozenset("clamp clamp_min clamp_max minimum maximum hardtanh".split())
-"""Ops that may follow the rounding to integers."""
 _MOST_PARTS = 64
 _MOST_RUNS = 64
 """How often a region of few tokens is run to see every quotient."""
@@ -100,7 +99,7 @@ class ScaleProver(Prover):
     def _check_moved_scales(self) -> None:
         """Refuse scales of an op that are changed, not only moved."""
         for node in self.held:
-            moves = _is_library(node) or node.target is operator.getitem or op_name(node.target) in proof.PLACING
+            moves = _is_library(node) or node.target is operator.getitem or meaning(node) in PLACING
             if not moves:
                 raise Refusal("the scales that an op computes are changed", node, near=True)
 
@@ -161,7 +160,7 @@ class ScaleProver(Prover):
                     fits[node] = {name for name in fits.get(node, wanted) if _fits(name, got, wanted[name])}
         good = {node for node, names in fits.items() if names - {"unrounded"}} | maxima.keys()
         for node in small:  # the bytes of scales
-            if op_name(node.target) in proof.PLACING and good.issuperset(node.all_input_nodes):
+            if meaning(node) in PLACING and good.issuperset(node.all_input_nodes):
                 good.add(node)
         for node in self.nodes:
             if node in small and _narrows(node) and "unrounded" not in fits.get(node.all_input_nodes[0], ()):
@@ -187,19 +186,19 @@ class ScaleProver(Prover):
         return found
 
     def _of_maximum(self, node: Node, found: dict[Node, Any], given: dict[Node, Any]) -> Any:
-        name, sources = op_name(node.target), [source for source in node.all_input_nodes if source in found]
+        sources = [source for source in node.all_input_nodes if source in found]
         if node.target is operator.getitem:
             return found[sources[0]][node.args[1]]
         reinterprets = node.target is torch.ops.aten.view.dtype
-        if name in proof.PLACING and not reinterprets:
+        if meaning(node) in PLACING and not reinterprets:
             first, *rest = (found[source] for source in sources)
             if proof.placed(node).issuperset(sources) and all(same_bits(first, other) for other in rest):
                 made = self.sample.values[node]
                 return (first,) * len(made) if isinstance(made, (tuple, list)) else first
             return None
         same_size = reinterprets and value(node).itemsize == value(sources[0]).itemsize
-        tags = node.target.tags  # type: ignore[union-attr]
-        if torch.Tag.pointwise not in tags and name not in CASTS and not name.endswith("_like") and not same_size:
+        filled = op_name(node.target).endswith("_like")
+        if not is_pointwise(node) and meaning(node) != "cast" and not filled and not same_size:
             return None
         read = dict(found)
         for source in node.all_input_nodes:
@@ -289,11 +288,12 @@ class ScaleProver(Prover):
         """
         after = proof.dependants(self.needed, self.ends) - {*self.ends}
         for node in [node for node in self.needed if node in after]:
-            name = op_name(node.target)
-            plain = name in proof.PLACING | CASTS or node.target is torch.ops.aten.round.default
-            limits = name in _LIMITS and all(n in after or n in self.inputs.constants for n in node.all_input_nodes)
-            if not plain and not limits:
-                raise Refusal(f"{name} changes values that are rounded to integers already", node, near=True)
+            plain = meaning(node) in PLACING | {"cast"} or node.target is torch.ops.aten.round.default
+            limits = meaning(node) == "limit" or op_name(node.target) in ("minimum", "maximum")
+            others = [n for n in node.all_input_nodes if n not in after and n not in self.inputs.constants]
+            if not plain and (others or not limits):
+                why = f"{op_name(node.target)} changes values that are rounded to integers already"
+                raise Refusal(why, node, near=True)
 
     def _check_packing(self, end: Node) -> None:
         """Refuse values, scaled already, that are not rounded to e2m1 and packed in pairs.

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from vattn.passes.region import Refusal, op_name, same_shape, same_size, value
-from vattn.passes.region_moves import MOVES, REDUCTIONS, RESHAPES, reduced_dims
+from vattn.passes.ops import REORDERS, meaning, moves, op_name, reduces
+from vattn.passes.region import Refusal, same_shape, same_size, value
+from vattn.passes.region_moves import reduced_dims
 
 aten = torch.ops.aten
 Call = Callable[..., Node]
@@ -37,25 +38,24 @@ class Replay:
         return self.made[node]
 
     def _make(self, node: Node) -> Node:
-        name = op_name(node.target)
-        if name in MOVES:
+        if moves(node):
             args, kwargs = torch.fx.map_arg((node.args, dict(node.kwargs)), self._source)
             return self.call(node.target, *args, **kwargs)
         if node.target is operator.getitem:
             quantiser = node.args[0]
-            if op_name(quantiser.target) in MOVES:  # type: ignore[union-attr]
+            if moves(quantiser):  # type: ignore[arg-type]
                 return self.call(operator.getitem, self(quantiser), node.args[1])  # type: ignore[arg-type]
-            if op_name(quantiser.target) in ("max", "min"):  # type: ignore[union-attr]
+            if reduces(quantiser):  # type: ignore[arg-type]
                 return self._first(quantiser)  # type: ignore[arg-type]
             moved = self(quantiser.args[0])  # type: ignore[union-attr, arg-type]
             if node.args[1] == 0:
                 return moved
             columns, groups = int(value(moved).shape[1]), int(value(node).shape[1])
             return self.call(aten.slice.Tensor, moved, 1, 0, columns, columns // groups)
-        if name in REDUCTIONS or name in ("max", "min"):
+        if reduces(node):
             return self._first(node)
         sources = [source for source in node.all_input_nodes if source in self.inside or source in self.made]
-        if not sources and op_name(node.target) == "convert_element_type":
+        if not sources and meaning(node) == "cast":
             sources = node.all_input_nodes  # codes that are cast once more
         whole = [source for source in sources if same_shape(value(source).shape, value(node).shape)]
         if not sources:
@@ -108,9 +108,7 @@ def token_slices(node: Node, output: Node, inside: Collection[Node]) -> list[tup
                 return None
             found.append(tuple(ends))
             tokens = None
-        elif name in MOVES - RESHAPES - {"clone"} or (
-            tokens is None and value(source).dim() and not _keeps_first(source, node)
-        ):
+        elif meaning(node) in REORDERS or (tokens is None and value(source).dim() and not _keeps_first(source, node)):
             return None
         node = source
     return found[::-1]

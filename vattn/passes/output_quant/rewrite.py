@@ -17,10 +17,10 @@ from torch.fx import Node
 
 from vattn.passes.graph_edits import Builder, change_call, erase_unread
 from vattn.passes.inductor import makes_package, sort_graph
+from vattn.passes.ops import meaning, op_name
 from vattn.passes.output_quant.find import Found
 from vattn.passes.output_quant.replay import Replay, token_slices
-from vattn.passes.region import AttentionNode, Refusal, is_check, op_name, same_shape, same_size, value
-from vattn.passes.region_moves import COPIES
+from vattn.passes.region import AttentionNode, Refusal, is_check, same_shape, same_size, value
 from vattn.quantization.formats import OUTPUT_FORMATS, OutputFormat
 
 aten = torch.ops.aten
@@ -158,7 +158,7 @@ def _replacements(
 def _moved_codes(builder: Builder, output: Node, codes: Node, found: Found) -> list[tuple[Node, Node]]:
     """Return new nodes for slices or transposes of the codes."""
     container = value(codes).dtype
-    bytes_alone = any(op_name(node.target) in COPIES - {"clone"} for node in found.dead)
+    bytes_alone = any(meaning(node) in ("reorder", "join") or op_name(node.target) == "repeat" for node in found.dead)
     start = builder.call(aten.view.dtype, codes, torch.uint8) if bytes_alone else codes
     replay = Replay(builder.call, output, start, found.dead)
     pairs = []

@@ -18,6 +18,7 @@ from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
 from vattn.config.mla import MLAConfig
 from vattn.passes import probe
+from vattn.passes.ops import meaning, op_name
 from vattn.passes.query_quant.region import QueryRegion, check_readers, classify_query, find_query_region
 from vattn.passes.region import (
     FP8_DTYPES,
@@ -28,13 +29,10 @@ from vattn.passes.region import (
     can_run,
     check_backend,
     dtype_of,
-    op_name,
     same_size,
     value,
 )
 from vattn.passes.region_division import query_arithmetic
-from vattn.passes.region_moves import RESHAPES
-from vattn.passes.region_precision import CASTS
 from vattn.passes.verdicts import judged, region_fingerprint
 from vattn.quantization.formats import MODEL_DTYPES
 
@@ -47,11 +45,6 @@ ROUNDED_EARLY = (
     "in the model dtype, but rounded to FP8 and changed again before the op: rounding commutes neither with RoPE nor "
     "with other arithmetic, so it is left alone"
 )
-_MOVES = RESHAPES | frozenset("permute transpose t slice select clone split split_with_sizes unbind narrow".split())
-_FALLBACKS = frozenset("sort topk nonzero complex view_as_complex view_as_real _fft_c2c _fft_r2c _fft_c2r".split())
-_JOINS = frozenset("cat stack slice_scatter select_scatter".split())
-"""Ops that join parts of a query, each of which may have been quantised by itself."""
-
 _LONGEST_CHAIN = 100
 
 
@@ -209,7 +202,7 @@ def _chain(query: Node, config: AttentionConfig) -> _Chain:
 def _data_input(node: Node) -> Node | None:
     """Return the one tensor that a move or a pointwise op changes, `None` for any other op."""
     inputs = node.all_input_nodes
-    if _name(node) in _JOINS and value(node).dtype in FP8_DTYPES:
+    if meaning(node) in ("join", "scatter") and value(node).dtype in FP8_DTYPES:
         return _before_parts(node)
     if _is_move(node):
         return inputs[0]
@@ -229,7 +222,7 @@ def _before_parts(joined: Node) -> Node | None:
 
 
 def _is_move(node: Node) -> bool:
-    return node.target is operator.getitem or (node.op == "call_function" and _name(node) in _MOVES)
+    return node.target is operator.getitem or meaning(node) in ("reshape", "part", "same")
 
 
 def _holds_all(node: Node, like: Node) -> bool:
@@ -249,7 +242,7 @@ def before_moves(node: Node) -> Node:
 def _before_casts(node: Node) -> Node:
     """Return the node that computed the values of a node, before casts too."""
     node = before_moves(node)
-    while _name(node) in CASTS:
+    while meaning(node) == "cast":
         node = before_moves(node.all_input_nodes[0])
     return node
 
@@ -260,7 +253,8 @@ def _is_extern(node: Node) -> bool:
         return True
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    return node.target.namespace not in ("aten", "prims") or _name(node) in _FALLBACKS
+    own = node.target.namespace in ("aten", "prims")
+    return not own or meaning(node) == "complex" or op_name(node.target) in ("sort", "topk")
 
 
 def _name(node: Node) -> str:

@@ -19,11 +19,11 @@ from vattn.config.attention import AttentionConfig
 from vattn.config.rope import RopeConfig
 from vattn.errors import ConfigError
 from vattn.passes.inductor import rounds_every_operation
-from vattn.passes.region import LARGEST_REGION, Refusal, ancestors, can_run, is_check, is_computed_from, op_name, value
+from vattn.passes.ops import is_view, meaning, op_name
+from vattn.passes.region import LARGEST_REGION, Refusal, ancestors, can_run, is_check, is_computed_from, value
 from vattn.passes.region_division import query_arithmetic
-from vattn.passes.region_moves import VIEWS
 from vattn.passes.region_precision import is_low
-from vattn.passes.rope_kv_cache.probe import ANGLES, Rotation, classify_rotation
+from vattn.passes.rope_kv_cache.probe import Rotation, classify_rotation
 from vattn.passes.rope_kv_cache.region import computed_from, same_computation
 
 ROPE_CHOICES = ("auto", "always", "never")
@@ -74,7 +74,7 @@ class FoundRope:
 def find_update(attention: Node) -> Node | None:
     """Return the cache update that an attention call is the first to read, `None` if there is none."""
     cache = attention.kwargs.get("key_cache")
-    while isinstance(cache, Node) and op_name(cache.target) in VIEWS:
+    while isinstance(cache, Node) and is_view(cache):
         cache = cache.all_input_nodes[0]
     if not isinstance(cache, Node) or cache.target is not operator.getitem:
         return None
@@ -88,7 +88,7 @@ def _attention_readers(cache: Node) -> Iterable[Node]:
     for user in cache.users:
         if user.args and user.args[0] is torch.ops.vattn.attention.default:
             yield user
-        elif op_name(user.target) in VIEWS:
+        elif is_view(user):
             yield from _attention_readers(user)
 
 
@@ -135,7 +135,7 @@ def find_rope(update: Node, attention: Node, choice: str) -> FoundRope | None:
 def _reads_angles(key: Node) -> bool:
     """Return whether a key depends on cosines or sines after its projection, through batched products too."""
     past = ancestors([key], lambda node: can_run(node) or op_name(node.target) == "bmm", LARGEST_REGION)
-    return any(op_name(node.target) in ANGLES for node in past)
+    return any(meaning(node) == "angle" for node in past)
 
 
 def _one_config(update: Node, config: AttentionConfig) -> AttentionConfig:

@@ -19,8 +19,9 @@ from torch.fx import Node
 from vattn.config.attention import AttentionConfig
 from vattn.config.rope import ROPE_STYLES, RopeConfig
 from vattn.ops.reference.rope import normalise, rotate, scale_query
+from vattn.passes.ops import meaning, reduces
 from vattn.passes.probe import isolated
-from vattn.passes.region import FP8_DTYPES, Refusal, expression, op_name, value
+from vattn.passes.region import FP8_DTYPES, Refusal, expression, value
 from vattn.passes.region_tokens import beyond, reach
 from vattn.passes.rope_kv_cache.region import (
     RotationRegion,
@@ -35,8 +36,6 @@ from vattn.quantization.formats import MODEL_DTYPES
 
 _MAGNITUDES = (1.0, 1e-3, 40.0, 1e7, 1e-9)
 _TOLERANCE = 1e-11
-ANGLES = frozenset(("cos", "sin", "polar"))
-_SUMS = frozenset("mean sum var_mean _fused_rms_norm rms_norm linalg_vector_norm norm".split())
 
 
 N = TypeVar("N")
@@ -100,7 +99,7 @@ def _classify(end: Node, past: Sequence[Node], num_heads: int, config: Attention
 
 
 def _reads_angles(past: Sequence[Node]) -> bool:
-    return any(op_name(node.target) in ANGLES for node in past)
+    return any(meaning(node) == "angle" for node in past)
 
 
 def mixes_columns(region: RotationRegion, head_size: int) -> bool:
@@ -251,7 +250,8 @@ class _Trial:
         return [size for size in (2 * columns, columns) if size <= self.config.head_size and size % 2 == 0]
 
     def _norms(self) -> list[tuple[str, float]]:
-        if not any(op_name(node.target) in _SUMS for node in self.region.nodes):
+        sums = [node for node in self.region.nodes if reduces(node) and meaning(node) != "extreme"]
+        if not sums and not any(meaning(node) == "norm" for node in self.region.nodes):
             return [("none", 0.0)]
         numbers = {0.0: None}
         for node in self.region.nodes:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from vattn.passes import verdicts
+from vattn.passes.ops import meaning, op_name, unwritten
 from vattn.passes.region import (
     FP8_DTYPES,
     LARGEST_REGION,
@@ -24,15 +25,12 @@ from vattn.passes.region import (
     can_run,
     expression,
     is_size,
-    op_name,
     value,
 )
-from vattn.passes.region_moves import RESHAPES
-from vattn.passes.region_precision import CASTS
-from vattn.passes.region_run import UNWRITTEN, cpu_arguments
+from vattn.passes.region_run import cpu_arguments
 
 _LARGEST_RUN = 1 << 23
-_MOVES = RESHAPES | frozenset("expand clone contiguous repeat lift_fresh_copy".split())
+_MOVES = frozenset({"reshape", "spread", "same"})
 _PRIMES = (5, 7, 11, 13, 17, 19, 23)
 _WIDE = {torch.bool: torch.bool, torch.complex64: torch.complex128, torch.complex128: torch.complex128}
 
@@ -160,9 +158,9 @@ def before_copies(node: Node) -> Node | None:
     if len(sources) != 1 or not isinstance(value(sources[0]), Tensor):
         return None
     source = sources[0]
-    if name in _MOVES or (name == "cat" and node.args[0].count(source) == len(node.args[0])):  # type: ignore[union-attr,arg-type]
+    if meaning(node) in _MOVES or (name == "cat" and node.args[0].count(source) == len(node.args[0])):  # type: ignore[union-attr,arg-type]
         return source
-    if name in CASTS:
+    if meaning(node) == "cast":
         # Narrower too: generated code does not round what it casts and reads in one kernel.
         floats = all(value(n).dtype.is_floating_point and value(n).dtype not in FP8_DTYPES for n in (source, node))
         return source if floats else None
@@ -224,9 +222,9 @@ class Run:
 
         name = op_name(node.target)
         args, kwargs = cpu_arguments(node, look_up)
-        if name in UNWRITTEN:
+        if unwritten(node):
             return torch.full(self.shape(node), torch.nan, dtype=torch.float64)
-        if name in CASTS:
+        if meaning(node) == "cast":
             return self._cast(args[0], value(node).dtype)
         if name == "quant_fp8_static":
             return (args[0] / args[1].reshape(())).clamp(-448.0, 448.0)

@@ -15,8 +15,8 @@ from torch.fx import Node
 
 from vattn.passes.graph_edits import Builder, change_call, erase_unread
 from vattn.passes.inductor import sort_graph
-from vattn.passes.region import Refusal, expression, is_check, op_name, same_size, value
-from vattn.passes.region_moves import RESHAPES
+from vattn.passes.ops import meaning, op_name
+from vattn.passes.region import Refusal, expression, is_check, same_size, value
 from vattn.passes.rope_kv_cache.find import FoundRope
 from vattn.passes.rope_kv_cache.probe import Rotation, table_rows
 from vattn.quantization.formats import MODEL_DTYPES, dtype_name
@@ -137,7 +137,7 @@ def _is_read_elsewhere(node: Node, dead: frozenset[Node]) -> bool:
     """Return whether a node that stays in the graph reads rows of a table, or views of them."""
 
     def is_view(at: Node) -> bool:
-        return op_name(at.target) in (*RESHAPES, *_SPLITS) or at.target is operator.getitem
+        return meaning(at) == "reshape" or op_name(at.target) in _SPLITS or at.target is operator.getitem
 
     while is_view(node):
         node = node.args[0]  # type: ignore[assignment]
@@ -158,7 +158,7 @@ def _columns(builder: Builder, table: Node, part: range | None) -> Node:
 
 def _looked_up(node: Node, tokens: Any) -> tuple[Node, Node, range | None] | None:
     """Return the table, positions and columns that a node holds rows of; `None`: it holds no rows of a table."""
-    while op_name(node.target) in RESHAPES:
+    while meaning(node) == "reshape":
         node = node.args[0]  # type: ignore[assignment]
     part, split = None, node.args[0] if node.target is operator.getitem else None
     if isinstance(split, Node) and op_name(split.target) in _SPLITS:
@@ -194,7 +194,7 @@ def _table(builder: Builder, place: tuple[Node, str], tokens: Any, attention: No
         node = _repeated(builder, node, count, attention)
     else:
         columns = int(expression(val.numel()) / rows)
-        while op_name(node.target) in RESHAPES:
+        while meaning(node) == "reshape":
             node = node.args[0]  # type: ignore[assignment]
     val = value(node)
     if val.is_contiguous():
