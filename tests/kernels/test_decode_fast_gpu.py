@@ -168,10 +168,11 @@ WHOLE: dict[str, dict[str, Any]] = {
 def test_requests_that_stay_whole(name: str, cache: dict[str, Any]) -> None:
     layer = {"num_heads": 32, "num_kv_heads": 8, **WHOLE[name], **cache}
     stages = 5 if cache else 512 // (2 * layer.get("head_size", 128))
-    tuning = Tuning(2, stages, 1, slots=4, overlap=True, max_registers=128, whole=True)
-    check(decode_batch([*RAGGED, 1999, 0], **layer), tuning)
-    check(decode_batch([*RAGGED, 900], padding=3, **layer), tuning)
-    check(decode_batch([40, 700, 0, 90, 2], query_lens=[3, 1, 0, 0, 1], **layer), tuning)
+    for slots in (4, 2):
+        tuning = Tuning(2, stages, 4 // slots, slots=slots, overlap=True, max_registers=128, whole=True)
+        check(decode_batch([*RAGGED, 1999, 0], **layer), tuning)
+        check(decode_batch([*RAGGED, 900], padding=3, **layer), tuning)
+        check(decode_batch([40, 700, 0, 90, 2], query_lens=[3, 1, 0, 0, 1], **layer), tuning)
 
 
 @pytest.mark.parametrize("cache", [{}, FP8], ids=["plain", "fp8"])

@@ -17,6 +17,7 @@ from vattn.kernels.hopper.decode.schedule import plan_kernel
 from vattn.kernels.hopper.schedule import WAVES
 
 TILE = 16
+FP8 = {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"}
 
 
 def make_plan(
@@ -200,18 +201,29 @@ def test_no_short_request_makes_an_empty_schedule() -> None:
     ("reqs", "tokens", "changes", "whole"),
     [
         (32, 1024, {}, True),
-        (29, 1024, {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"}, True),
+        (29, 1024, FP8, True),
         (33, 16, {"head_size": 64}, True),
-        (32, 1040, {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"}, False),
+        (32, 1040, FP8, False),
         (128, 1024, {}, False),
         (28, 1024, {}, True),
         (25, 960, {}, True),
         (25, 976, {}, False),
-        (16, 512, {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"}, True),
+        (16, 512, FP8, True),
         (16, 1024, {}, False),
         (8, 304, {}, True),
         (8, 320, {}, False),
         (34, 1024, {}, False),
+        (40, 768, FP8, True),
+        (40, 784, FP8, False),
+        (66, 1024, FP8, True),
+        (66, 1024, FP8 | {"num_heads": 64}, True),
+        (66, 1024, FP8 | {"num_heads": 128}, False),
+        (66, 1024, FP8 | {"head_size": 64}, False),
+        (98, 1024, FP8, False),
+        (99, 1024, FP8, True),
+        (99, 240, FP8, False),
+        (99, 1040, FP8, False),
+        (99, 1024, FP8 | {"num_heads": 64}, False),
         (32, 1040, {}, False),
         (32, 1024, {"head_size": 256}, False),
         (32, 1024, {"num_heads": 15, "num_kv_heads": 5}, False),
@@ -228,6 +240,8 @@ def test_one_wave_of_short_requests_stays_whole(
     )
     found = decode_fast.whole_tuning(args, config)
     assert (found is not None and found.whole) is whole
+    if found is not None:
+        assert found.ctas * found.slots == 4 and (found.ctas == 2) is (reqs > 33)
     args.query = torch.empty(2 * reqs, 1)
     assert decode_fast.whole_tuning(args, config) is None
 

@@ -60,6 +60,10 @@ WHOLE_SHARE, MOST_WHOLE_TOKENS = 4 / 5, 1024
 """Without a schedule, requests stay whole where their block tables have room for at most so many tokens, and for
 proportionally fewer below this share of the card: splitting saves less time than a schedule and a reduction take."""
 
+FULL_WAVES, LEAST_WAVE_TOKENS, LARGEST_WAVE_GROUP = 3 / 2, 256, 4
+"""They stay whole, too, over an FP8 cache and in several waves of two CTAs a multiprocessor: in so many or more, with
+room for so many tokens or more, and up to so many query heads per KV head."""
+
 HOPPER_MULTIPROCESSORS, MANY_WAVES = 132, 3.5
 """For which waves were timed; and of those so many that what the last one leaves idle is little."""
 
@@ -112,6 +116,9 @@ def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> Tu
     plain = config.kv_cache_dtype not in QUANTISED_CACHES
     if columns == 256 and not plain:
         return _wide_tuning(config, tokens)
+    if columns == 256 and config.head_size < columns and config.group_size > QUERY_ROWS.value:
+        # The Triton kernel keeps a tile outside of the registers.
+        return Tuning(heads, 2, ctas=1, slots=4 // heads, overlap=True)
     large = num_reqs >= 16 and heads == 2 and row_bytes <= 256
     if tokens > 1 or (large and (plain or config.group_size > 4)):
         stages = 512 // row_bytes if plain else 5
@@ -147,18 +154,26 @@ def whole_tuning(args: AttentionArgs, config: AttentionConfig) -> Tuning | None:
     """Return the tuning of a step that `accepts` took if every request is to have CTAs of its own, else `None`.
 
     One wave of CTAs that fills the card, or is short, needs no splits: no schedule before its keys, no kernel after.
-    How evenly it does is not known here; block tables without room for long requests bound that.
+    How evenly it does is not known here; block tables without room for long requests bound that. Over an FP8 cache a
+    wave has two CTAs a multiprocessor where requests are more than one of them takes.
     """
     num_reqs, room = args.seq_lens.shape[0], args.block_table.shape[1] * config.block_size
-    plain = config.kv_cache_dtype not in QUANTISED_CACHES
-    fits = config.num_kv_heads % 2 == 0 and columns_of(config.head_size) in SPECULATIVE_COLUMNS
-    if not fits or args.query.shape[0] != num_reqs:
+    columns, plain = columns_of(config.head_size), config.kv_cache_dtype not in QUANTISED_CACHES
+    if config.num_kv_heads % 2 or columns not in SPECULATIVE_COLUMNS or args.query.shape[0] != num_reqs:
         return None
-    share = num_reqs * config.num_kv_heads / 2 / devices.multiprocessors(args.query.device)
-    if share > 1 or room > MOST_WHOLE_TOKENS * min(1, share / WHOLE_SHARE):
+    waves = num_reqs * config.num_kv_heads / 2 / devices.multiprocessors(args.query.device)
+    two = waves > 1 and not plain and columns == 128 and config.group_size <= QUERY_ROWS.value
+    waves = waves / 2 if two else waves
+    if waves <= 1:
+        is_short = room <= MOST_WHOLE_TOKENS * min(1, waves / WHOLE_SHARE)
+    else:
+        is_full = two and waves >= FULL_WAVES and config.group_size <= LARGEST_WAVE_GROUP
+        is_short = is_full and LEAST_WAVE_TOKENS <= room <= MOST_WHOLE_TOKENS
+    if not is_short:
         return None
-    stages = 512 // (columns_of(config.head_size) * KV_FORMATS[config.kv_cache_dtype].element_size) if plain else 4
-    return Tuning(2, stages, 1, slots=4, overlap=True, max_registers=128, whole=True)
+    stages = 512 // (columns * KV_FORMATS[config.kv_cache_dtype].element_size) if plain else 4
+    ctas, slots = (2, 2) if two else (1, 4)
+    return Tuning(2, stages, ctas, slots=slots, overlap=True, max_registers=128, whole=True)
 
 
 def most_ctas(config: AttentionConfig, device: torch.device) -> int:
