@@ -264,6 +264,14 @@ def test_unknown_keywords_name_the_right_one(call: Any, says: str) -> None:
         call()
 
 
+def test_options_of_sampling_are_not_those_of_a_generator(packed: PackedModel) -> None:
+    generator = make_generator(packed)
+    for call in (generator.add, generator.generate, generator.stream):
+        with pytest.raises(errors.UnknownOptionError, match=r"write sampling=vattn.Sampling\(max_new_tokens=...\)"):
+            call(PROMPTS[:1], max_new_tokens=5)  # type: ignore[call-arg, operator]
+    check_empty(generator)
+
+
 def test_a_cache_without_a_block_for_requests() -> None:
     with pytest.raises(errors.ConfigError, match=r"a cache of 1 blocks.*2 blocks or more, which take [0-9.]+ KiB"):
         vattn.Generator(enable(make_model("llama"), num_blocks=1))

@@ -17,7 +17,7 @@ def known_keywords(**meant: str) -> Callable[[T], T]:
     """Return a decorator of functions and classes that refuses keywords which they do not have.
 
     Args:
-        meant: names in other libraries, and what they are called here.
+        meant: names in other libraries, or of another class, and what to write here.
 
     Example:
         >>> @known_keywords(max_tokens="max_new_tokens")
@@ -50,5 +50,5 @@ def known_keywords(**meant: str) -> Callable[[T], T]:
 def _unknown(owner: str, name: str, value: Any, known: list[str], meant: dict[str, str]) -> UnknownOptionError:
     near = difflib.get_close_matches(name, known, n=1)
     right = meant.get(name) or (near[0] if near else "")
-    fix = f"write {right}=" if right else f"leave {name} out"
+    fix = f"write {right}{'' if '=' in right else '='}" if right else f"leave {name} out"
     return UnknownOptionError(f"{owner}({name}={value!r:.40})", ", ".join(known), fix)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -44,6 +45,11 @@ from vattn.kv_transfer.connector import Salt
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+
+_OF_SAMPLING = known_keywords(
+    **{field.name: f"sampling=vattn.Sampling({field.name}=...)" for field in fields(Sampling)}
+)
 
 
 @known_keywords(
@@ -168,6 +174,7 @@ class Generator(StepLoop):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError("a copy of a generator", "one generator for a cache", "make a new one with Generator(model)")
 
+    @_OF_SAMPLING
     def add(
         self,
         prompt: Prompt,
@@ -212,6 +219,7 @@ class Generator(StepLoop):
         self._runner.steps.check()
         self._mode.check()
 
+    @_OF_SAMPLING
     def stream(
         self,
         prompts: Iterable[Prompt],
@@ -234,6 +242,7 @@ class Generator(StepLoop):
         )
         return self._run_to_end(submissions, [])
 
+    @_OF_SAMPLING
     def generate(
         self,
         prompts: Iterable[Prompt],
