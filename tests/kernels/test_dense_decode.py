@@ -122,3 +122,19 @@ def test_a_launch_passes_what_the_first_one_did(monkeypatch: pytest.MonkeyPatch)
 def test_rows_see_their_keys_on_a_gpu(case: tuple[object, ...], dtype: torch.dtype, error: float) -> None:
     """Results and weights are rounded to the dtype: a few of its last bits of numbers up to 4."""
     check(case, dtype, "cuda", error)
+
+
+@pytest.mark.gpu
+def test_what_it_takes() -> None:
+    def made(*shape: int, dtype: torch.dtype = torch.bfloat16, device: str = "cuda") -> torch.Tensor:
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    query, key, first = made(1, 8, 1, 64), made(1, 2, 40, 64), made(1, dtype=torch.int32)
+    assert dense_decode.accepts(query, key, key, first)
+    assert not dense_decode.accepts(query, key, key, first.cpu())
+    assert not dense_decode.accepts(query.float(), key.float(), key.float(), first)
+    assert not dense_decode.accepts(query, key[..., 1:], key[..., 1:], first)
+    assert not dense_decode.accepts(query.cpu(), key.cpu(), key.cpu(), first.cpu())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert not dense_decode.accepts(query, key, key, first), "a counter is of a stream, which a replay may leave"

@@ -71,7 +71,7 @@ def attend_dense(
     is_step = isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4
     if is_step and is_decode(mask):
         is_step = (mask.shape[0], query_len, mask.shape[3]) == (batch_size, 1, key.shape[2])
-        if is_step and _is_direct(query, key, value):
+        if is_step and _is_direct(query, key, value, mask):
             _check_window(mask.shape[2] == 2, sliding_window)
             scale = query.shape[3] ** -0.5 if scaling is None else scaling
             sinks = _as_sinks(s_aux, query)
@@ -150,11 +150,11 @@ def _kernels() -> Any:
     return dense_decode
 
 
-def _is_direct(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def _is_direct(query: Tensor, key: Tensor, value: Tensor, first: Tensor) -> bool:
     """Return whether the kernel of single rows over dense keys runs a call, without an op."""
     if torch.compiler.is_compiling() or not query.is_cuda or not has_triton():
         return False
-    return bool(_kernels().accepts(query, key, value))
+    return bool(_kernels().accepts(query, key, value, first))
 
 
 @torch.compiler.assume_constant_result

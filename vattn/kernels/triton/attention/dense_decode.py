@@ -27,6 +27,7 @@ MOST_SPLITS, LEAST_KEYS, PROGRAMS = 32, 128, 2
 """Programs that share a head; keys of one of them; programs of a multiprocessor for which heads are shared."""
 
 MOST_WIDTH, MOST_GROUP = 256, 16
+"""Columns of a head, and query heads that share one of keys."""
 
 
 @triton.jit(do_not_specialize=["num_keys", "oldest", "share", "splits"])
@@ -122,12 +123,12 @@ _scratch: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 """Partial results and counters of a stream, which runs one launch after the other."""
 
 
-def accepts(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def accepts(query: Tensor, key: Tensor, value: Tensor, first: Tensor) -> bool:
     """Return whether `decode` takes a call: 16-bit tensors on the current GPU, and strides that 16 divides."""
     device, heads, width, width_v = query.get_device(), query.shape[1], query.shape[3], value.shape[3]
     if not (type(query) is type(key) is type(value) is Tensor) or device < 0 or device != _device():
         return False
-    if torch._C._len_torch_dispatch_stack() or _is_capturing():
+    if first.get_device() != device or torch._C._len_torch_dispatch_stack() or _is_capturing():
         return False
     if not (query.dtype is key.dtype is value.dtype and query.dtype in _DTYPES):
         return False
