@@ -137,4 +137,5 @@ def test_what_it_takes() -> None:
     assert not dense_decode.accepts(query.cpu(), key.cpu(), key.cpu(), first.cpu())
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        first.add_(0)
         assert not dense_decode.accepts(query, key, key, first), "a counter is of a stream, which a replay may leave"
