@@ -51,6 +51,7 @@ class CacheBlocks:
         self._calculated = [] if model is None else _calculating_layers(model)
         self._scales, self._scale_changes, self._epoch = _scale_values(self._calculated), 0, 0
         self.block_size = cache.block_size
+        self.with_encoder = getattr(model, "max_encoder_len", 0) > 0
         self._specs: list[KVCacheSpec | None] = [group.spec for group in cache.groups] or [None]
         width = -(-max_seq_len // cache.block_size)
         self._all_tables = torch.zeros(len(self._specs) * max_num_reqs, width, dtype=torch.int64)
@@ -181,10 +182,27 @@ class CacheBlocks:
             for group in range(len(self._specs))
         ]
 
+    def open_encoder(self, request: Request) -> None:
+        """Take blocks for a request's encoder states; nothing for models without.
+
+        Raises:
+            OutOfBlocksError: the pool has too few free blocks; nothing has changed.
+        """
+        request.has_encoder = False
+        request.encoder_blocks = self.pool.allocate(self.encoder_blocks(request))
+
+    def encoder_blocks(self, request: Request) -> int:
+        """Return how many blocks a request's encoder states take."""
+        states = None if request.inputs is None else request.inputs.encoder_states
+        return 0 if states is None else -(-states.shape[0] // self.block_size)
+
     def close(self, request: Request) -> None:
         """Give a request's row and blocks back."""
         if request.table is not None:
             request.table.free()
+            if request.encoder_blocks:
+                self.pool.free(request.encoder_blocks)
+                request.encoder_blocks = []
             # Before the next request of the row notes its own blocks.
             self._write_fresh()
             self._rows.append(request.row)

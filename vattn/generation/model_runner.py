@@ -18,7 +18,7 @@ from vattn.generation.model_steps import DRAFTS, MIXED, PLAIN, ModelSteps, Ran, 
 from vattn.generation.request import Request
 from vattn.generation.sampler import Sampler, SamplingMetadata
 from vattn.generation.transfers import to_host
-from vattn.metadata.prompt_inputs import PromptPart
+from vattn.metadata.prompt_inputs import EncoderStep, PromptPart
 
 
 @dataclass
@@ -151,6 +151,8 @@ class ModelRunner:
         step = StepInputs(counts, ends, ids, sources, tables, rows, _graphs(batch, counts), slots, adapters)
         if any(request.inputs is not None for request in batch.requests):
             _add_prompt_inputs(step, batch)
+        if self.blocks.with_encoder:
+            step.encoder, step.graphs = _encoder_step(batch), None
         return step
 
 
@@ -160,14 +162,30 @@ def _add_prompt_inputs(step: StepInputs, batch: Batch) -> None:
     step.offsets = [0 if each is None else each.offset for each in inputs]
     row = 0
     for each, count, end in zip(inputs, step.counts, step.ends, strict=True):
-        start, stop = end - count, end if each is None else min(end, each.embeddings.shape[0])
-        if each is not None and start < stop:
-            step.prompts.append(PromptPart(row, each, start, stop))
+        if each is not None and each.embeddings is not None:
+            start, stop = end - count, min(end, each.embeddings.shape[0])
+            if start < stop:
+                step.prompts.append(PromptPart(row, each, start, stop))
         row += count
     if step.prompts:
         step.graphs = None
         if any(each is not None and each.ranges for each in inputs):
             step.ranges = [() if each is None else each.ranges for each in inputs]
+
+
+def _encoder_step(batch: Batch) -> EncoderStep:
+    """Return the encoder's side of a step; states are written with the first tokens after a request got its blocks."""
+    states = [None if each.inputs is None else each.inputs.encoder_states for each in batch.requests]
+    new = [not request.has_encoder for request in batch.requests]
+    for request in batch.requests:
+        request.has_encoder = True
+    written = [each for each, is_new in zip(states, new, strict=True) if is_new and each is not None]
+    return EncoderStep(
+        [0 if each is None else each.shape[0] for each in states],
+        new,
+        [request.encoder_blocks for request in batch.requests],
+        torch.cat(written) if written else None,
+    )
 
 
 def _graphs(batch: Batch, counts: list[int]) -> int | None:

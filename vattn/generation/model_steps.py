@@ -14,7 +14,7 @@ from vattn.generation.transfers import on_device, on_host
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.forward_context import forward_context
-from vattn.metadata.prompt_inputs import PromptPart, StepEmbeddings, positions_of
+from vattn.metadata.prompt_inputs import EncoderStep, PromptPart, StepEmbeddings, positions_of
 
 T = TypeVar("T")
 Outcome = tuple[Tensor, AttentionMetadata, CUDAGraphRunner | None]
@@ -54,6 +54,7 @@ class StepInputs:
         prompts: tokens whose prompts are more than ids.
         offsets: how much further than its place the position of each request's tokens is; empty for nowhere.
         ranges: places of each request's tokens that see each other both ways; `None` for none.
+        encoder: the encoder's side; `None` for models without.
         new_blocks: where the step has the requests of the step before and one token of each: the blocks that begin with
             these tokens. All else is empty then.
     """
@@ -71,6 +72,7 @@ class StepInputs:
     prompts: list[PromptPart] = field(default_factory=list)
     offsets: Sequence[int] = ()
     ranges: Sequence[Sequence[tuple[int, int]]] | None = None
+    encoder: EncoderStep | None = None
 
     @property
     def continues(self) -> bool:
@@ -156,7 +158,12 @@ class ModelSteps:
             num_tokens_padded=ids.shape[0],
             mm_ranges=step.ranges,
             state_slots=step.state_slots,
+            **({} if step.encoder is None else _encoder_arguments(step.encoder)),
         )
+        if step.encoder is not None:
+            with forward_context(metadata):
+                inputs = _outside(model_inputs(ids, metadata, rows))
+                return self.forward(*inputs, step.encoder.states), metadata, None
         return self._forward(ids, metadata, rows, None, begin, step.prompts)
 
     def _advance(self, before: Ran, new_blocks: Sequence[int], begin: torch.cuda.Event | None) -> Outcome:
@@ -184,9 +191,7 @@ class ModelSteps:
             inputs[1] = inputs[1] + torch.nn.functional.pad(self._offsets, (0, missing))
         if graphs is not None:
             return graphs(*inputs, metadata=metadata), metadata, graphs
-        with torch.inference_mode(False):
-            # Not inference tensors, as in captures: those would compile a whole model once more.
-            inputs = [tensor.clone() if tensor.is_inference() else tensor for tensor in inputs]
+        inputs = _outside(inputs)
         with forward_context(metadata):
             if prompts:
                 inputs[1] = positions_of(prompts, inputs[1])
@@ -213,6 +218,17 @@ class ModelSteps:
             return tokens
         both = on_device(ids + sources, self.device).view(2, -1)
         return torch.where(both[1] >= 0, tokens[both[1].clamp(min=0)], both[0])
+
+
+def _outside(inputs: list[Tensor]) -> list[Tensor]:
+    """Return inputs that are no inference tensors, as in captures: those would compile a whole model once more."""
+    with torch.inference_mode(False):
+        return [tensor.clone() if tensor.is_inference() else tensor for tensor in inputs]
+
+
+def _encoder_arguments(encoder: EncoderStep) -> dict[str, Any]:
+    """Return what describes the encoder's side to a builder."""
+    return {"encoder_lens": encoder.lengths, "new_encoder": encoder.new, "cross_block_tables": encoder.tables}
 
 
 def model_inputs(ids: Sequence[int] | Tensor, metadata: AttentionMetadata, rows: Tensor | None = None) -> list[Tensor]:

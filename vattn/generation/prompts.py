@@ -93,6 +93,8 @@ def encoded_rows(encoded: Mapping[str, Any]) -> list[Any]:
 
 def has_media(prompt: Any) -> bool:
     """Return whether a prompt is what a processor returned for images, sound or other media."""
+    if isinstance(prompt, Mapping) and "input_features" in prompt:
+        return True
     return (
         isinstance(prompt, Mapping)
         and "input_ids" in prompt

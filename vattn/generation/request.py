@@ -93,6 +93,9 @@ class Request:
         self.arrived = time.monotonic()
         self.first_token: float | None = None
         self.ended: float | None = None
+        # Blocks of its encoder states, and whether these are written.
+        self.encoder_blocks: list[int] = []
+        self.has_encoder = False
         # Blocks, the tokens they have room for, and how many of them are known by their content.
         self.table: BlockTable | HybridBlockTable | None = None
         # The mark of its scheduler.
@@ -216,7 +219,7 @@ class Request:
         if self.logprobs is not None:
             del self.logprobs[length:]
         self.state, self.reason, self.error, self.stop_reason = WAITING, "", None, None
-        self.table, self.cuts = None, set()
+        self.table, self.cuts, self.encoder_blocks = None, set(), []
         self.pending, self.lookup_index, self._keys = False, None, []
         self.cached = self.room = self.published = 0
 

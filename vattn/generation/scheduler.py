@@ -80,6 +80,7 @@ class Scheduler:
         self._check_ranges(choices[0])
         # The last token is chosen and never computed.
         needed = blocks_needed(self.blocks.cache, prompt + new - 1, self.token_budget)
+        needed += self.blocks.encoder_blocks(choices[0])
         usable = self.pool.num_blocks - self.pool.reserved
         if needed > usable:
             raise OutOfBlocksError(
@@ -139,7 +140,7 @@ class Scheduler:
         if self.blocks.snapshots is not None or batch.unready_before_ready():
             batch.put_ready_first()
         singles = self.token_budget - budget == len(batch.requests) == len(self.running) == batch.ready
-        if singles and batch.requests and self.source is None:
+        if singles and batch.requests and self.source is None and not self.blocks.with_encoder:
             batch.run = DecodeRun(batch.requests, batch.ends, self._changes, self.blocks.block_size)
         return batch
 
@@ -229,6 +230,8 @@ class Scheduler:
             return None
         count = self.blocks.until_cut(request, min(request.num_tokens - found, budget))
         try:
+            if self.blocks.with_encoder:
+                self.blocks.open_encoder(request)
             self.blocks.grow(request, count)
         except OutOfBlocksError:
             count = 0

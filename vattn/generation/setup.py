@@ -186,7 +186,8 @@ def longest_request(model: Any, requested: int | None, most: int) -> int:
         most = min(most, rope_length)
     config: Any = getattr(getattr(model, "model", None), "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
-    trained = integer(getattr(text, "max_position_embeddings", None)) or 0
+    known = (getattr(text, name, None) for name in ("max_position_embeddings", "max_target_positions"))
+    trained = next((length for length in map(integer, known) if length), 0)
     if requested is None:
         return min(most, trained if trained > 0 else most, 32768)
     if 0 < trained < requested and _has_position_table(model.model, trained):
@@ -251,7 +252,30 @@ def make_builder(
     """Return the builder of a cache's steps."""
     kind = GroupedMetadataBuilder if cache.groups else AttentionMetadataBuilder
     sizes = max_num_reqs, max_num_tokens, max_seq_len, cache.block_size, cache.device
-    return kind(*sizes, layers=model, max_mm_ranges=getattr(model, "max_ranges", 0))
+    return kind(
+        *sizes, layers=model, max_mm_ranges=getattr(model, "max_ranges", 0), max_encoder_len=longest_encoder(model)
+    )
+
+
+def sizes_with_encoder(model: Any, graph_sizes: Any) -> Any:
+    """Return the sizes of graphs: none for a model with cross attention.
+
+    Raises:
+        ConfigError: sizes for such a model.
+    """
+    if not longest_encoder(model):
+        return graph_sizes
+    if graph_sizes:
+        raise ConfigError(
+            f"graph_sizes={graph_sizes!r:.60} for an encoder-decoder model", "no graphs", "leave graph_sizes out"
+        )
+    return ()
+
+
+def longest_encoder(model: Any) -> int:
+    """Return the most encoder states of a prompt, 0 for models without cross attention."""
+    found: int = getattr(model, "max_encoder_len", 0)
+    return found
 
 
 def check_vocabulary(model: Any, draft: Any) -> None:

@@ -17,6 +17,7 @@ from vattn.generation.prompt_embeddings import PromptEmbeddings
 from vattn.generation.prompts import Prompt, check_sampling, encoded_rows, has_media, read_bad_words, read_prompt
 from vattn.generation.request import FAILED, Request
 from vattn.generation.sampling import Sampling
+from vattn.generation.setup import longest_encoder
 from vattn.kv_transfer.connector import Salt, salt_digest
 from vattn.layers.lora import Adapter, Adapters
 from vattn.metadata.prompt_inputs import PromptInputs
@@ -131,6 +132,12 @@ class SubmissionReader:
     def _prompt(self, prompt: Any, sampling: Sampling, vocab_size: int | None) -> tuple[list[int], PromptInputs | None]:
         """Return the ids of a prompt, and what it is besides them."""
         with_media = has_media(prompt)
+        if not with_media and longest_encoder(self._model):
+            raise RequestError(
+                f"a prompt without input_features for {type(getattr(self._model, 'wrapped', self._model)).__name__}",
+                "what its processor returned, and decoder_input_ids",
+                "pass {'input_features': ..., 'decoder_input_ids': ...}",
+            )
         if not with_media and not isinstance(prompt, PromptEmbeddings):
             return read_prompt(prompt, self._tokenizer, vocab_size), None
         if self._on_ranks:

@@ -14,20 +14,22 @@ class PromptInputs:
     """What a prompt of n tokens gives a model besides token ids.
 
     Attributes:
-        embeddings: `[n, H]`, in place of those of the model's embedding layer.
+        embeddings: `[n, H]`, in place of those of the model's embedding layer; `None` for these.
         positions: int64 `[K, n]`, for models whose tokens have K positions each; `None`: those of the tokens.
         offset: how much further than its place the position of a token after the prompt is.
         added: `[L, n, H]`, what the first L layers add to their outputs; `None` for nothing.
         ranges: `(start, end)`, both inclusive: places of tokens that see each other both ways.
+        encoder_states: `[S, H]`, what cross attention sees; `None` for models without.
         identities: `(start, end, identity)`: what the tokens at `start` to `end - 1` are besides their ids.
     """
 
-    embeddings: Tensor
+    embeddings: Tensor | None = None
     positions: Tensor | None = None
     offset: int = 0
     added: Tensor | None = None
     ranges: tuple[tuple[int, int], ...] = ()
     identities: tuple[tuple[int, int, bytes], ...] = ()
+    encoder_states: Tensor | None = None
 
     def identity(self, start: int, end: int) -> bytes:
         """Return what the tokens at `start` to `end - 1` are besides their ids; empty for nothing."""
@@ -71,9 +73,10 @@ class StepEmbeddings:
     """
 
     def __init__(self, parts: Sequence[PromptPart]) -> None:
-        device = parts[0].inputs.embeddings.device
-        self.rows = torch.cat([torch.arange(p.row, p.row + p.end - p.start) for p in parts]).to(device)
-        self.embeddings = torch.cat([part.inputs.embeddings[part.start : part.end] for part in parts])
+        given = [p.inputs.embeddings[p.start : p.end] for p in parts if p.inputs.embeddings is not None]
+        rows = torch.cat([torch.arange(p.row, p.row + p.end - p.start) for p in parts])
+        self.embeddings = torch.cat(given)
+        self.rows = rows.to(self.embeddings.device)
         self.added: Tensor | None = None
         depth = max(0 if part.inputs.added is None else part.inputs.added.shape[0] for part in parts)
         if depth:
@@ -104,3 +107,20 @@ def positions_of(parts: Sequence[PromptPart], positions: Tensor) -> Tensor:
         assert part.inputs.positions is not None
         found[:, part.row : part.row + part.end - part.start] = part.inputs.positions[:, part.start : part.end]
     return found
+
+
+@dataclass(frozen=True, eq=False)
+class EncoderStep:
+    """The encoder's side of a step of a model with cross attention.
+
+    Attributes:
+        lengths: encoder states of each request.
+        new: whether they are written in this step.
+        tables: blocks of each request's states.
+        states: `[S, H]`, those that are written, one request after the other; `None` for none.
+    """
+
+    lengths: list[int]
+    new: list[bool]
+    tables: list[list[int]]
+    states: Tensor | None

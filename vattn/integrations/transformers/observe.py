@@ -294,8 +294,8 @@ def _check_signature(model: Any, pools: bool = False) -> None:
     if getattr(model.config, "is_encoder_decoder", False):
         raise UnsupportedRequestError(
             f"{type(model).__name__}, an encoder-decoder model",
-            "decoders, and encoders alone: a request has one sequence of tokens",
-            "keep it on transformers' own attention, or put vattn.CrossAttention into your own model",
+            "decoders, and encoders alone",
+            "enable_encoder_decoder of vattn.integrations.transformers.encoder_decoder takes Whisper",
         )
     missing = [name for name in ("position_ids", "logits_to_keep")[: 1 if pools else 2] if name not in taken]
     if missing and not replaced_modules(model):

@@ -193,6 +193,18 @@ class PackedModel(nn.Module):
             MetadataError: a request longer than `rope_length`, and on the CPU token ids beyond the vocabulary and rows
                 that the step does not have; compiled code does not check this.
         """
+        self.check_step(input_ids, positions, logits_indices)
+        options = self.model_options(positions, logits_indices)
+        if given is None:
+            return self.model(input_ids=input_ids[None], **options).logits[0]
+        rows = self.model.get_input_embeddings()(input_ids)  # type: ignore[operator]
+        options["inputs_embeds"] = rows.index_copy(0, given.rows, given.embeddings)[None]
+        if given.added is None:
+            return self.model(**options).logits[0]
+        return run_with_added(self.model, given, rows.shape[0], **options).logits[0]  # type: ignore[no-any-return]
+
+    def check_step(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor | None) -> None:
+        """Refuse a step; see `forward`."""
         if not self.enabled:
             raise ConfigError("a step of a model that disable() took off vattn", "a model on vattn", "enable it again")
         config: Any = self.model.config
@@ -210,14 +222,6 @@ class PackedModel(nn.Module):
             self._renew_linears()
             if self.rope_length is not None:
                 _check_lengths(self.rope_length)
-        options = self.model_options(positions, logits_indices)
-        if given is None:
-            return self.model(input_ids=input_ids[None], **options).logits[0]
-        rows = self.model.get_input_embeddings()(input_ids)  # type: ignore[operator]
-        options["inputs_embeds"] = rows.index_copy(0, given.rows, given.embeddings)[None]
-        if given.added is None:
-            return self.model(**options).logits[0]
-        return run_with_added(self.model, given, rows.shape[0], **options).logits[0]  # type: ignore[no-any-return]
 
     def read_media(self, encoded: Mapping[str, Any]) -> tuple[list[int], PromptInputs]:
         """Return the ids of a prompt with images, and what it gives the model besides them; see `media.read_media`.

@@ -1,0 +1,127 @@
+"""Whisper in a generator: the tokens of transformers' own generate, whatever runs beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import vattn
+from vattn.errors import ConfigError, RequestError, UnsupportedRequestError
+
+pytest.importorskip("transformers")
+
+import transformers
+
+from vattn.integrations.transformers import disable
+from vattn.integrations.transformers.encoder_decoder import enable_encoder_decoder
+
+NEW = 9
+SAMPLING = vattn.Sampling(max_new_tokens=NEW, stop_token_ids=(), logprobs=0, temperature=0.0)
+SIZES = {
+    "vocab_size": 97, "num_mel_bins": 8, "d_model": 64, "encoder_layers": 2, "decoder_layers": 3,
+    "encoder_ffn_dim": 96, "decoder_ffn_dim": 96, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+    "max_source_positions": 37, "max_target_positions": 60, "decoder_start_token_id": 1, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "suppress_tokens": None, "begin_suppress_tokens": None,
+}  # fmt: skip
+
+
+def make() -> Any:
+    torch.manual_seed(0)
+    config = transformers.WhisperConfig(**SIZES)
+    model = transformers.WhisperForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.2)
+    return model.requires_grad_(False)
+
+
+def prompts(count: int = 3) -> list[dict[str, torch.Tensor]]:
+    rng = torch.Generator().manual_seed(1)
+    ids = [[1, 7, 5 + i, *range(10, 10 + 9 * i)] for i in range(count)]
+    return [
+        {"input_features": torch.randn(1, 8, 74, generator=rng), "decoder_input_ids": torch.tensor([each])}
+        for each in ids
+    ]
+
+
+def own(model: Any, prompt: dict[str, torch.Tensor]) -> tuple[list[int], list[float]]:
+    """Return the likeliest tokens, one after the other, and their log-probabilities."""
+    ids, values, start = prompt["decoder_input_ids"], [], prompt["decoder_input_ids"].shape[1]
+    for _ in range(NEW):
+        row = model(input_features=prompt["input_features"], decoder_input_ids=ids).logits[0, -1].log_softmax(-1)
+        values.append(float(row.max()))
+        ids = torch.cat([ids, row.argmax()[None, None]], 1)
+    return ids[0, start:].tolist(), values
+
+
+def check(request: vattn.Request, expected: tuple[list[int], list[float]]) -> None:
+    assert request.error is None, request.error
+    assert request.output == expected[0]
+    assert [one.logprob for one in request.logprobs or ()] == pytest.approx(expected[1], abs=1e-3)
+
+
+def test_recordings_give_transformers_tokens() -> None:
+    """Prompts in chunks of 6 tokens beside decodes; the model is as before afterwards."""
+    model = make()
+    inputs = prompts()
+    expected = [own(model, prompt) for prompt in inputs]
+    assert len({tuple(tokens) for tokens, _ in expected}) == 3, "recordings decide about tokens"
+    generator = vattn.Generator(
+        enable_encoder_decoder(model, num_blocks=40), token_budget=6, max_num_reqs=4, max_seq_len=60
+    )
+    for request, one in zip(generator.generate(inputs, SAMPLING), expected, strict=True):
+        check(request, one)
+    used = generator.statistics().used_blocks
+    other = {**inputs[1], "decoder_input_ids": inputs[2]["decoder_input_ids"]}
+    again = generator.generate([inputs[2], other], SAMPLING)
+    check(again[0], expected[2])
+    assert [request.reused for request in again] == [16, 0], "blocks are shared by equal recordings alone"
+    assert generator.statistics().used_blocks == used == 0
+    disable(model)
+    assert own(model, inputs[0]) == expected[0]
+    generator = vattn.Generator(enable_encoder_decoder(model, num_blocks=40), speculation=vattn.PromptLookup())
+    assert generator.scheduler.max_seq_len == SIZES["max_target_positions"]
+    check(generator.generate(inputs[1:2], SAMPLING)[0], expected[1])
+
+
+def test_preempted_recordings_are_written_again() -> None:
+    model = make()
+    inputs = prompts()[1:] * 2
+    expected = [own(model, prompt) for prompt in inputs[:2]] * 2
+    generator = vattn.Generator(
+        enable_encoder_decoder(model, num_blocks=10), max_num_reqs=4, max_seq_len=60, reuse_prefixes=False
+    )
+    done = generator.generate(inputs, SAMPLING)
+    for request, one in zip(done, expected, strict=True):
+        check(request, one)
+    assert sum(request.preemptions for request in done) > 0
+
+
+def test_refusals() -> None:
+    model = make()
+    generator = vattn.Generator(enable_encoder_decoder(model, num_blocks=12), max_num_reqs=4, max_seq_len=60)
+    good = prompts(1)[0]
+    wrong = [
+        ({**good, "pixel_values": torch.ones(1)}, "pixel_values for WhisperForConditionalGeneration"),
+        ({**good, "input_features": torch.randn(2, 8, 74)}, "several input_features"),
+        ({**good, "input_features": torch.randn(1, 8, 70)}, "encoder refuses"),
+        ({**good, "decoder_input_ids": torch.tensor([[97]])}, "token id 97"),
+        ([3, 4], "a prompt without input_features for Whisper"),
+    ]
+    done = generator.generate([*(prompt for prompt, _ in wrong), good], SAMPLING)
+    assert done[-1].state == "finished"
+    for request, (_, words) in zip(done, wrong, strict=False):
+        with pytest.raises(RequestError, match=words):
+            request.result()
+    with pytest.raises(ConfigError, match="no graphs"):
+        vattn.Generator(generator.model, graph_sizes=[1])
+    bart = transformers.BartConfig(d_model=64, encoder_layers=1, decoder_layers=1, vocab_size=97)
+    with pytest.raises(UnsupportedRequestError, match="position_ids"):
+        enable_encoder_decoder(transformers.BartForConditionalGeneration(bart).eval())
+    from tests.integrations.hf_families import make_model
+
+    with pytest.raises(ConfigError, match="an encoder-decoder model with its head"):
+        enable_encoder_decoder(make_model("llama"))
