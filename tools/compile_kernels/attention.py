@@ -40,7 +40,7 @@ from vattn.kernels.triton.cache.rope_update import rope_update
 from vattn.kernels.triton.lora import launch_lora
 from vattn.ops.arguments import AdvanceArgs, CacheUpdateArgs, MergeArgs, RopeUpdateArgs, VarlenAttentionArgs
 from vattn.ops.lora_arguments import LoRAArgs
-from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FORMATS, QUERY_LOADS
+from vattn.quantization.formats import KV_FORMATS, MODEL_DTYPES, OUTPUT_FACTORS, OUTPUT_FORMATS, QUERY_LOADS
 
 DCP = {"context_parallel": True, "context_rank": 1, "context_world": 4, "context_interleave": 16}
 FEATURES: dict[str, dict[str, Any]] = {
@@ -93,6 +93,14 @@ def all_launches() -> Iterator[Launch]:
             for output, step in itertools.product(OUTPUT_FORMATS, ("decode-split", "prefill")):
                 config = _config(name, CACHES[0], "32x128", output_format=output, lse=True, sinks=True)
                 yield from _attention(f"{name} {step} {output}", target, config, *STEPS[step])
+            for output, arithmetic in zip(
+                ("fp8_per_token", "fp8_group64", "int8_per_token"), OUTPUT_FACTORS[1:], strict=True
+            ):
+                factor = {"output_format": output, "output_arithmetic": f"approximate_{arithmetic}"}
+                config = _config(
+                    name, CACHES[0], "32x128", **factor, output_floor="maximum", output_min_scale=1e-4, lse=True
+                )
+                yield from _attention(f"{name} {output} {arithmetic}", target, config, *STEPS["decode-split"])
         for dtype, cache in itertools.product(MODEL_DTYPES, CACHES):
             yield from _formats(target, dtype, cache)
             yield from _long_prefills(target, dtype, cache)

@@ -35,7 +35,7 @@ PACKED_SPILLS = 1024
 
 _DTYPES = {
     torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32", torch.float8_e4m3fn: "fp8e4nv",
-    torch.uint8: "u8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
+    torch.uint8: "u8", torch.int8: "i8", torch.int16: "i16", torch.int32: "i32", torch.int64: "i64",
     torch.float64: "fp64", torch.bool: "i1",
 }  # fmt: skip
 _DIVISIBLE = [["tt.divisibility", 16]]
