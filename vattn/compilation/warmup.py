@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vattn.compilation.compile_ahead import can_only_compile, is_compiling_ahead, only_compiling
+from vattn.compilation.compile_ahead import can_only_compile, compiling_ahead, is_compiling_ahead, only_compiling
 from vattn.compilation.cuda_graph import sample_step
 from vattn.config.arguments import integer
 from vattn.config.typed import typed_on_error
@@ -80,7 +80,8 @@ def warmup(
         CacheNotBoundError: a layer without a cache.
 
     Nothing is written to a cache and no KV scale is taken: all slots are -1. Reads go to block 0. Waits for the device
-    after every step. Call it before capturing CUDA graphs, which cannot wait for a compiler.
+    after every step. Call it before capturing CUDA graphs, which cannot wait for a compiler. On GPUs, kernels of layers on
+    TRITON_ATTN that are not on disk are compiled by processes, many at a time.
 
     Example:
         >>> import torch, vattn
@@ -102,10 +103,11 @@ def warmup(
     say = progress if callable(progress) else (lambda line: print(line, file=sys.stderr, flush=True))
     seconds: dict[str, float] = {}
     total = len(steps) * len(runs)
-    with torch.no_grad():
+    with torch.no_grad(), compiling_ahead(builder.device):
+        if function is None:
+            _compile_ahead(model, builder, (_build(builder, *lengths) for _, *lengths in steps))
         for name, query_lens, seq_lens in steps:
-            tables = [[0] * -(-length // builder.block_size) for length in seq_lens]
-            step = builder.build(query_lens, seq_lens, tables, slot_mapping=[-1] * sum(query_lens))
+            step = _build(builder, query_lens, seq_lens)
             for where, run in runs:
                 start = time.perf_counter()
                 run(step)
@@ -115,6 +117,11 @@ def warmup(
                 if progress:
                     say(f"warmup {len(seconds)}/{total}, {name}: {where}: {seconds[f'{name}: {where}']:.2f} s")
     return WarmupReport(seconds, left_out)
+
+
+def _build(builder: AttentionMetadataBuilder, query_lens: list[int], seq_lens: list[int]) -> AttentionMetadata:
+    tables = [[0] * -(-length // builder.block_size) for length in seq_lens]
+    return builder.build(query_lens, seq_lens, tables, slot_mapping=[-1] * sum(query_lens))
 
 
 def _steps(
@@ -162,13 +169,18 @@ def compile_steps(
         sizes: requests and tokens of each step.
         step_options: of `build`, for a number of requests.
     """
+    options = step_options or (lambda num_reqs: {})
+    _compile_ahead(model, builder, (sample_step(builder, *size, options) for size in dict.fromkeys(sizes)))
+
+
+def _compile_ahead(model: nn.Module, builder: AttentionMetadataBuilder, steps: Iterable[AttentionMetadata]) -> None:
+    """Have kernels compiled in `compiling_ahead`; steps are built one by one, since that launches kernels too."""
     if not is_compiling_ahead() or not can_only_compile(builder):
         return
     try:
         runs, _ = layer_runs(model)
         with only_compiling(), torch.inference_mode():
-            for num_reqs, num_tokens in dict.fromkeys(sizes):
-                step = sample_step(builder, num_reqs, num_tokens, step_options or (lambda num_reqs: {}))
+            for step in steps:
                 for _, run in runs:
                     run(step)
     except Exception as error:
