@@ -80,7 +80,7 @@ def warmup(
         CacheNotBoundError: a layer without a cache.
 
     Nothing is written to a cache and no KV scale is taken: all slots are -1. Reads go to block 0. Waits for the device
-    after every step. Call it before capturing CUDA graphs, which cannot wait for a compiler. On GPUs, kernels of layers on
+    after every step. Call it before capturing CUDA graphs, which cannot wait for a compiler. On GPUs, kernels of
     TRITON_ATTN that are not on disk are compiled by processes, many at a time.
 
     Example:
