@@ -104,13 +104,16 @@ def test_fused_equals_unfused(fmt: str, merge: bool) -> None:
 
 
 def test_rope_fuses_behind_the_merged_product() -> None:
+    """Fused RoPE rounds to FP8 without bf16 before it: no farther from the fp32 model than the plain graph is."""
+    exact = run(enable(make_llama(**WIDE).cuda(), num_blocks=33))
     packed = make_packed("fp8_static", True)
-    expected = run(packed, {})
+    plain = run(packed, {})
     torch._dynamo.reset()
-    got = run(packed, vattn.options(strict=True))
+    fused = run(packed, vattn.options(strict=True))
     assert [node.rope_outcome for node in vattn.fusion_report().nodes[-2:]] == ["fused"] * 2
-    for fused, plain in zip(got, expected, strict=True):
-        assert relative_l2(fused.float().cpu(), plain.float().cpu()) < 0.02
+    for step, expected in enumerate(exact):
+        errors_of = [relative_l2(got[step].float().cpu(), expected.cpu()) for got in (fused, plain)]
+        assert errors_of[0] < 1.1 * errors_of[1] < 0.2, errors_of
 
 
 @pytest.mark.parametrize("fmt", FUSED)
