@@ -25,7 +25,6 @@ from vattn.cli.bench.cell import Cell
 from vattn.cli.bench.published import PUBLISHED
 from vattn.cli.bench.random_steps import draw
 from vattn.cli.bench.shapes import LayerShape, Work
-from vattn.kernels.hopper.prefill import fixed_launch
 from vattn.kernels.triton.attention.launch import paged_attention
 from vattn.ops.arguments import AttentionArgs
 
@@ -152,9 +151,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--part", type=int, nargs=2, default=(0, 1), help="this one of so many parts of the steps")
     parser.add_argument("--check", action="store_true", help="do not time")
-    parser.add_argument("--overlap", action="store_true", help="of parts of the keys, `fixed_launch.OVERLAP`")
     options = parser.parse_args()
-    fixed_launch.OVERLAP = options.overlap
     result = machine()
     place, parts = options.part
     for layer, work, cache in rows_of(options.random, options.seed)[place::parts]:

@@ -183,14 +183,12 @@ EMULATED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("case", EMULATED)
-def test_the_kernels_python_keeps_bits(case: str, overlap: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_kernels_python_keeps_bits(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts that one CTA merges and parts of several are rounded alike; nothing waits for ever or reads too early."""
     interpret(monkeypatch, decode_fast)
     monkeypatch.setattr("vattn.config.device.multiprocessors", lambda device: 12)
     monkeypatch.setattr(fixed_launch, "PART_KEYS", 256)
-    monkeypatch.setattr(fixed_launch, "OVERLAP", overlap)
     monkeypatch.setattr(prefill_launch, "prefill_kernel", prefill_emulation.Kernel("prefill_kernel"))
     monkeypatch.setattr(fixed_launch, "merge_parts_kernel", prefill_emulation.Kernel("merge_parts_kernel"))
     config = layer(**EMULATED[case])

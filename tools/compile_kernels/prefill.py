@@ -6,7 +6,6 @@ import itertools
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import torch
 import triton
@@ -133,9 +132,7 @@ def _fixed_parts() -> Iterator[Launch]:
             if launch.refusals(config.replace(batch_invariant=False), HOPPER):
                 continue
             call = partial(fixed_launch.attend, paged_arguments(config, tokens, requests, 48, 6), config)
-            for overlap in (False, True):
-                with mock.patch.object(fixed_launch, "OVERLAP", overlap):
-                    yield from record(f"fixed parts {tokens} {overlap} {config.encode()}", "sm_90", call, FIXED_SPILLS)
+            yield from record(f"fixed parts {tokens} {config.encode()}", "sm_90", call, FIXED_SPILLS)
 
 
 def _narrow_windows() -> Iterator[Launch]:

@@ -35,9 +35,6 @@ from vattn.quantization.formats import OUTPUT_FORMATS
 PART_KEYS = 512
 """Keys of the first parts. Results depend on it."""
 
-OVERLAP = False
-"""`Shape.OVERLAP`: the same bits, and probably faster. It has run on no GPU yet, only in the tests' emulation."""
-
 SCRATCH_BYTES = 128 << 20
 """Most room for partial results of several CTAs; row tiles for which it does not suffice stay whole."""
 
@@ -147,9 +144,8 @@ def attend(args: AttentionArgs, config: AttentionConfig) -> None:
     partial, chain = _scratch(args, config, tiles, processors, may_split)
     part = PART_KEYS // key_tile(config, tiles)
     prefill_launch.launch(
-        args, config, schedule, output, processors, tiles, early=may_split, partial=partial, part=part, chain=chain,
-        overlap=OVERLAP,
-    )  # fmt: skip
+        args, config, schedule, output, processors, tiles, early=may_split, partial=partial, part=part, chain=chain
+    )
     if partial is not None:
         _merge(args, config if finished else config.with_plain_output(), schedule, output, tiles, partial)
     if not finished:

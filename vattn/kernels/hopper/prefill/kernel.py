@@ -30,9 +30,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from vattn.kernels.hopper.compat import as_tiles, block_barrier, let_next_kernel_start
 from vattn.kernels.hopper.prefill.convert import convert
-from vattn.kernels.hopper.prefill.load import GROUP_ROWS, WORDS, clear_rows, load_queries, produce, produce_values
+from vattn.kernels.hopper.prefill.load import GROUP_ROWS, WORDS, clear_rows, load_queries, produce
 from vattn.kernels.hopper.prefill.merge import finish_part
-from vattn.kernels.hopper.prefill.parts import begins_tile, ends_tile
 from vattn.kernels.hopper.prefill.ping_pong import BARRIERS, own_end_of, pass_tiles, ping_pong_signal, ping_pong_wait
 from vattn.kernels.hopper.prefill.softmax import (
     LOWEST,
@@ -50,23 +49,6 @@ from vattn.kernels.hopper.prefill.softmax import (
 )
 from vattn.kernels.hopper.prefill.store import finish_rows, store_nothing, store_part
 from vattn.kernels.hopper.prefill.tile_queue import RECORD, head_of, new_barriers, read_word, receive, slot_of
-
-
-@gluon.jit
-def await_queries(
-    query_rows, raw_query, query_full, used, first_row, rows, head, stride, head_stride, GROUP_INDEX: gl.constexpr,
-    SHAPE: gl.constexpr,
-):  # fmt: skip
-    """Wait for the queries of this warpgroup's row tile, or load them, as the products take them."""
-    if GROUP_ROWS % SHAPE.PACK != 0:
-        load_queries(
-            query_rows, raw_query, first_row, rows, head, stride, head_stride, GROUP_INDEX, SHAPE.PACK, SHAPE.SIZE,
-            SHAPE.D,
-        )  # fmt: skip
-    else:
-        mbarrier.wait(query_full.index(GROUP_INDEX), used & 1)
-    if SHAPE.CACHE == "widened":
-        widen_query(raw_query, SHAPE.D, SHAPE.MODEL == "bfloat16")
 
 
 @gluon.jit
@@ -89,6 +71,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
     STAGES: gl.constexpr = SHAPE.STAGES
     CACHE: gl.constexpr = SHAPE.CACHE
     KV_SCALE: gl.constexpr = SHAPE.KV_SCALE
+    MODEL: gl.constexpr = gl.float16 if SHAPE.MODEL == "float16" else gl.bfloat16
     GROUP: gl.constexpr = HEADS // SHAPE.KV_HEADS
     N: gl.constexpr = SHAPE.KEYS
     BOX: gl.constexpr = SHAPE.BOX
@@ -103,7 +86,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
     PART: gl.constexpr = SHAPE.PART
     MINE: gl.constexpr = BARRIERS[GROUP_INDEX]
     NEXT: gl.constexpr = BARRIERS[NEXT_GROUP]
-    PING_PONG: gl.constexpr = GROUP_INDEX != NEXT_GROUP and not SHAPE.OVERLAP
+    PING_PONG: gl.constexpr = GROUP_INDEX != NEXT_GROUP
     LONG_PING_PONG: gl.constexpr = PING_PONG and SHAPE.LONG_PING_PONG
     HELD: gl.constexpr = SHAPE.HELD
     # Both the cache's tiles and those made of them, of 256 columns, leave no shared memory to sort results in.
@@ -152,18 +135,15 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
             # Of what `cap_scores` returns, in base 2.
             weight_scale = 2.0 * soft_cap if SOFT_CAP else head_scale
 
-            if SHAPE.OVERLAP:
-                # Later parts of a row tile find its queries there.
-                if begins_tile(slot_of(packed)):
-                    await_queries(
-                        query_rows, raw_query, query_full, used, first_row, rows, head, query_stride,
-                        query_head_stride, GROUP_INDEX, SHAPE,
-                    )  # fmt: skip
-            else:
-                await_queries(
-                    query_rows, raw_query, query_full, used, first_row, rows, head, query_stride, query_head_stride,
-                    GROUP_INDEX, SHAPE,
+            if OWN_LOADS:
+                load_queries(
+                    query_rows, raw_query, first_row, rows, head, query_stride, query_head_stride, GROUP_INDEX, PACK,
+                    SHAPE.SIZE, D,
                 )  # fmt: skip
+            else:
+                mbarrier.wait(query_full.index(GROUP_INDEX), used & 1)
+            if CACHE == "widened":
+                widen_query(raw_query, D, MODEL == gl.bfloat16)
             stage = step % STAGES
             phase = (step // STAGES) & 1
             mbarrier.wait(key_full.index(stage), phase)
@@ -226,18 +206,12 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
                 step += 1
             if LONG_PING_PONG:
                 ping_pong_signal(NEXT)
-            if SHAPE.OVERLAP:
-                if ends_tile(slot_of(packed)):
-                    if not OWN_LOADS:
-                        mbarrier.arrive(query_empty.index(GROUP_INDEX), count=1)
-                    used += 1
-            elif not OWN_LOADS:
+            if not OWN_LOADS:
                 mbarrier.arrive(query_empty.index(GROUP_INDEX), count=1)
             acc = warpgroup_mma_wait(num_outstanding=0, deps=(acc,))
             mbarrier.arrive(value_empty.index(step % STAGES), count=1)
             step += 1
-            if not SHAPE.OVERLAP:
-                used += 1
+            used += 1
 
             total = gl.convert_layout(gl.sum(sums, 1), ROW)
             log_maximum = maximum * weight_scale
@@ -322,9 +296,7 @@ def prefill_kernel(
     value_full = new_barriers(STAGES, 1)
     value_empty = new_barriers(STAGES, GROUPS)
     message_full = new_barriers(2, 1)
-    APART: gl.constexpr = SHAPE.OVERLAP and GROUPS == 1
-    LISTENERS: gl.constexpr = GROUPS + (0 if CACHE == "plain" else 1) + (1 if APART else 0)
-    message_empty = new_barriers(2, LISTENERS)
+    message_empty = new_barriers(2, GROUPS if CACHE == "plain" else GROUPS + 1)
     raw_key_full = key_full
     raw_key_empty = key_empty
     raw_value_full = value_full
@@ -391,33 +363,6 @@ def prefill_kernel(
             [4, 4, CONVERTERS, 1],
             [152, 152, 48, 48],
         )
-    elif APART:
-        own_blocks = gl.allocate_shared_memory(gl.int32, [boxes_of_tile], words_layout)
-        producer_of_values = (
-            value_boxes, block_table, table_stride, table_width, num_blocks, raw_values, messages, own_blocks,
-            raw_value_full, raw_value_empty, message_full, message_empty,
-        )  # fmt: skip
-        if CACHE == "plain":
-            gl.warp_specialize(
-                [
-                    (consume, (consumer, SHAPE, 0, 0)),
-                    (produce, (producer, SHAPE)),
-                    (produce_values, (producer_of_values, SHAPE)),
-                ],
-                [1, 1],
-                [40, 40],
-            )
-        else:
-            gl.warp_specialize(
-                [
-                    (consume, (consumer, SHAPE, 0, 0)),
-                    (convert, (converter, SHAPE)),
-                    (produce, (producer, SHAPE)),
-                    (produce_values, (producer_of_values, SHAPE)),
-                ],
-                [CONVERTERS, 1, 1],
-                [56, 40, 40],
-            )
     elif GROUPS == 1 and CACHE == "plain":
         gl.warp_specialize(
             [(consume, (consumer, SHAPE, 0, 0)), (produce, (producer, SHAPE))], [1], [40 if SHAPE.PART else 24]

@@ -19,8 +19,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from vattn.kernels.hopper.compat import as_boxes, as_tiles, as_words, block_barrier, load_box
-from vattn.kernels.hopper.prefill.parts import announce_part, begins_tile
-from vattn.kernels.hopper.prefill.tile_queue import RECORD, announce, head_of, read_word, slot_of
+from vattn.kernels.hopper.prefill.parts import announce_part
+from vattn.kernels.hopper.prefill.tile_queue import announce, head_of, read_word
 
 GROUP_ROWS = gl.constexpr(64)
 """Query rows of a consumer warpgroup."""
@@ -37,19 +37,11 @@ UNBOUNDED = gl.constexpr(0x7FFFFFFF)
 
 
 @gluon.jit
-def load_ids(table, key_tile, table_width, BOX: gl.constexpr, BOXES: gl.constexpr, BLOCK_SIZE: gl.constexpr):
-    """Start loading the block id of every box of a tile."""
-    lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    column = (key_tile * BOXES + gl.arange(0, BOXES, layout=lanes)) * BOX // BLOCK_SIZE
-    return gl.load(table + gl.minimum(column, table_width - 1))
-
-
-@gluon.jit
 def find_blocks(
-    block, blocks, key_tile, seq_len, left, table_width, num_blocks, BOX: gl.constexpr, BOXES: gl.constexpr,
+    table, blocks, key_tile, seq_len, left, table_width, num_blocks, BOX: gl.constexpr, BOXES: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
 ):  # fmt: skip
-    """Write the block id of every box of a tile, as `load_ids` loads them, -1 where nothing is to be read.
+    """Write the block id of every box of a tile, -1 where nothing is to be read.
 
     Returns:
         A bit for each needed box with a block id out of range.
@@ -57,8 +49,10 @@ def find_blocks(
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     box = gl.arange(0, BOXES, layout=lanes)
     token = (key_tile * BOXES + box) * BOX
+    column = token // BLOCK_SIZE
+    block = gl.load(table + gl.minimum(column, table_width - 1))
     needed = (token < seq_len) & (token + BOX > left)
-    exists = (block >= 0) & (block < num_blocks) & (token // BLOCK_SIZE < table_width)
+    exists = (block >= 0) & (block < num_blocks) & (column < table_width)
     blocks.store(gl.where(needed & exists, block, -1))
     return gl.sum(gl.where(exists, 0, needed.to(gl.int32) << box), 0)
 
@@ -191,21 +185,17 @@ def produce(arguments, SHAPE: gl.constexpr):
                 first_row = read_word(fields.index(1), 1)
                 seq_len = read_word(fields.index(4), 1)
                 head = head_of(read_word(fields.index(7), 1), SHAPE.SPLIT or PART > 0) * FILLED
-                is_new = True
-                if SHAPE.OVERLAP:
-                    is_new = begins_tile(slot_of(read_word(fields.index(7), 1)))
-                if is_new:
-                    for group in gl.static_range(0 if GROUP_ROWS % PACK else GROUPS):
-                        mbarrier.wait(query_empty.index(group), (used & 1) ^ 1)
-                        mbarrier.expect(query_full.index(group), QUERY_BYTES)
-                        if PACK == 1 and SHAPE.SIZE == D:
-                            place = [first_row + group * GROUP_ROWS, head * query_head_stride]
-                            load_box(query_boxes, place, query_full.index(group), queries.index(group))
-                        else:
-                            rows_of_group = as_boxes(queries.index(group), query_boxes, 1).index(0)
-                            place = [first_row + group * (GROUP_ROWS // PACK), head, 0]
-                            load_box(query_boxes, place, query_full.index(group), rows_of_group)
-                    used += 1
+                for group in gl.static_range(0 if GROUP_ROWS % PACK else GROUPS):
+                    mbarrier.wait(query_empty.index(group), (used & 1) ^ 1)
+                    mbarrier.expect(query_full.index(group), QUERY_BYTES)
+                    if PACK == 1 and SHAPE.SIZE == D:
+                        place = [first_row + group * GROUP_ROWS, head * query_head_stride]
+                        load_box(query_boxes, place, query_full.index(group), queries.index(group))
+                    else:
+                        rows_of_group = as_boxes(queries.index(group), query_boxes, 1).index(0)
+                        place = [first_row + group * (GROUP_ROWS // PACK), head, 0]
+                        load_box(query_boxes, place, query_full.index(group), rows_of_group)
+                used += 1
                 table = block_table + read_word(fields.index(0), 1).to(gl.int64) * table_stride
                 kv_head = head // GROUP
                 edge = seq_len
@@ -214,22 +204,15 @@ def produce(arguments, SHAPE: gl.constexpr):
                 left = 0
                 if WINDOW:
                     left = read_word(fields.index(3), 1) - WINDOW + 1
-                if SHAPE.OVERLAP:
-                    ids = load_ids(table, end - 1, table_width, BOX, BOXES, BLOCK_SIZE)
                 for back in range(end - first):
                     key_tile = end - 1 - back
                     if LATE:
                         if (key_tile == first) & (below < 0):
                             item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
                     stage = step % KEY_STAGES
-                    if not SHAPE.OVERLAP:
-                        ids = load_ids(table, key_tile, table_width, BOX, BOXES, BLOCK_SIZE)
                     missing = find_blocks(
-                        ids, blocks, key_tile, seq_len, left, table_width, num_blocks, BOX, BOXES, BLOCK_SIZE
+                        table, blocks, key_tile, seq_len, left, table_width, num_blocks, BOX, BOXES, BLOCK_SIZE
                     )
-                    if SHAPE.OVERLAP:
-                        # Those of the next tile are under way while this one is loaded.
-                        ids = load_ids(table, gl.maximum(key_tile - 1, 0), table_width, BOX, BOXES, BLOCK_SIZE)
                     mbarrier.wait(key_empty.index(stage), ((step // KEY_STAGES) & 1) ^ 1)
                     words.index(step % WORDS).store(gl.zeros([1], gl.int32, lanes) + missing)
                     mbarrier.expect(key_full.index(stage), TILE_BYTES)
@@ -237,67 +220,11 @@ def produce(arguments, SHAPE: gl.constexpr):
                         key_boxes, keys.index(stage), key_full.index(stage), blocks, key_tile, kv_head, edge, BOX,
                         BOXES, KV_HEADS, D, BLOCK_SIZE, MAP,
                     )  # fmt: skip
-                    if not (SHAPE.OVERLAP and GROUPS == 1):
-                        stage = step % VALUE_STAGES
-                        mbarrier.wait(value_empty.index(stage), ((step // VALUE_STAGES) & 1) ^ 1)
-                        mbarrier.expect(value_full.index(stage), TILE_BYTES)
-                        load_tile(
-                            value_boxes, values.index(stage), value_full.index(stage), blocks, key_tile, kv_head, edge,
-                            BOX, BOXES, KV_HEADS, D, BLOCK_SIZE, MAP,
-                        )  # fmt: skip
-                    step += 1
-
-
-@gluon.jit
-def produce_values(arguments, SHAPE: gl.constexpr):
-    """Load the values of the row tiles that `produce` announces: a warp starts no more than a few boxes at a time."""
-    (
-        value_boxes, block_table, table_stride, table_width, num_blocks, values, messages, blocks, value_full,
-        value_empty, message_full, message_empty,
-    ) = arguments  # fmt: skip
-    KV_HEADS: gl.constexpr = SHAPE.KV_HEADS
-    D: gl.constexpr = SHAPE.D
-    KEYS: gl.constexpr = SHAPE.KEYS
-    BLOCK_SIZE: gl.constexpr = SHAPE.BLOCK_SIZE
-    MAP: gl.constexpr = SHAPE.MAP
-    BOX: gl.constexpr = SHAPE.BOX
-    BOXES: gl.constexpr = KEYS // BOX
-    GROUP: gl.constexpr = SHAPE.HEADS // KV_HEADS
-    FILLED: gl.constexpr = SHAPE.PACK if SHAPE.PACK <= GROUP else GROUP
-    STAGES: gl.constexpr = SHAPE.STAGES if SHAPE.CACHE == "plain" else SHAPE.RAW_STAGES
-    TILE_BYTES: gl.constexpr = KEYS * D * value_boxes.dtype.primitive_bitwidth // 8
-    message = 0
-    step = 0
-    rows = 1
-    while rows > 0:
-        slot = message % 2
-        fields = as_words(messages.index(slot), RECORD)
-        mbarrier.wait(message_full.index(slot), (message // 2) & 1)
-        request = read_word(fields.index(0), 1)
-        rows = read_word(fields.index(2), 1)
-        position = read_word(fields.index(3), 1)
-        seq_len = read_word(fields.index(4), 1)
-        first = read_word(fields.index(5), 1)
-        end = read_word(fields.index(6), 1)
-        kv_head = head_of(read_word(fields.index(7), 1), True) * FILLED // GROUP
-        mbarrier.arrive(message_empty.index(slot), count=1)
-        message += 1
-        if rows > 0:
-            if first < end:
-                table = block_table + request.to(gl.int64) * table_stride
-                left = 0
-                if SHAPE.WINDOW:
-                    left = position - SHAPE.WINDOW + 1
-                ids = load_ids(table, end - 1, table_width, BOX, BOXES, BLOCK_SIZE)
-                for back in range(end - first):
-                    key_tile = end - 1 - back
-                    find_blocks(ids, blocks, key_tile, seq_len, left, table_width, num_blocks, BOX, BOXES, BLOCK_SIZE)
-                    ids = load_ids(table, gl.maximum(key_tile - 1, 0), table_width, BOX, BOXES, BLOCK_SIZE)
-                    stage = step % STAGES
-                    mbarrier.wait(value_empty.index(stage), ((step // STAGES) & 1) ^ 1)
+                    stage = step % VALUE_STAGES
+                    mbarrier.wait(value_empty.index(stage), ((step // VALUE_STAGES) & 1) ^ 1)
                     mbarrier.expect(value_full.index(stage), TILE_BYTES)
                     load_tile(
-                        value_boxes, values.index(stage), value_full.index(stage), blocks, key_tile, kv_head,
-                        UNBOUNDED + seq_len * 0, BOX, BOXES, KV_HEADS, D, BLOCK_SIZE, MAP,
+                        value_boxes, values.index(stage), value_full.index(stage), blocks, key_tile, kv_head, edge,
+                        BOX, BOXES, KV_HEADS, D, BLOCK_SIZE, MAP,
                     )  # fmt: skip
                     step += 1

@@ -25,18 +25,6 @@ other. Parts that other CTAs may attend have places from 0 on."""
 
 
 @gluon.jit
-def begins_tile(place):
-    """Return whether a part at this place is the first that its CTA attends of a row tile."""
-    return place >= FIRST
-
-
-@gluon.jit
-def ends_tile(place):
-    """Return whether a part at this place is the last that its CTA attends of a row tile."""
-    return (place >= WHOLE) | (place == LAST)
-
-
-@gluon.jit
 def part_start(tile, PART: gl.constexpr):
     """Return the first key tile of the part that a key tile belongs to."""
     length = tile * 0 + PART

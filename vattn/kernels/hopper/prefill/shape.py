@@ -37,8 +37,6 @@ class Shape(NamedTuple):
         SPLIT: whether items of the schedule are parts of row tiles, of some of their keys each.
         PART: key tiles of the first parts whose results are merged in order, for results that do not depend on the
             batch (`parts`); 0 where they may.
-        OVERLAP: whether a part, of PART, begins while the one before is merged: queries stay, warpgroups take no turns,
-            and beside a single warpgroup another warp loads the values.
         OUTPUT: how a row is quantised that has no scales of its own.
         OUTPUT_GROUPS: `group_constants`, of no groups where another kernel computes scales.
     """
@@ -70,6 +68,5 @@ class Shape(NamedTuple):
     LATE: bool
     SPLIT: bool
     PART: int
-    OVERLAP: bool
     OUTPUT: str
     OUTPUT_GROUPS: tuple[Any, ...]
