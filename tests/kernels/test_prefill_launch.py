@@ -226,22 +226,14 @@ def test_heads_of_long_prompts_run_side_by_side() -> None:
     assert [prefill_launch.choose_tiles(config, *step, 132).together for step in steps] == [8, 8, 2, 8, 2]
     for other in ({"sliding_window": 1024}, {"head_size": 64}, {"kv_cache_dtype": "fp8_e4m3", "kv_scale": "tensor"}):
         assert prefill_launch.choose_tiles(config.replace(**other), 8192, 1, 132).together == 2
+    shapes = [
+        prefill_launch.shape_of(config.replace(num_kv_heads=n), TileConfig(together=8), False) for n in (8, 32, 4, 1)
+    ]
+    assert [shape.KV_GROUP for shape in shapes] == [8, 8, 4, 1]
     assert (
         mixed_launch.choose_tiles(config, 256, 64).together == 8
         and mixed_launch.choose_tiles(config, 300, 64).together == 2
     )
-
-
-@pytest.mark.parametrize(
-    ("heads", "kv_heads", "tokens", "reqs", "together"),
-    [(24, 24, 1564, 4, 24), (24, 24, 4096, 4, 12), (24, 24, 22528, 20, 2), (5, 5, 4096, 1, 5), (64, 8, 1024, 1, 8)],
-)
-def test_heads_of_few_row_tiles_run_side_by_side(
-    heads: int, kv_heads: int, tokens: int, reqs: int, together: int
-) -> None:
-    """As many as have two row tiles a multiprocessor, 264 here, or all: 12, 32 or 176 tiles of 128 tokens a head."""
-    config = make_config(**{**LLAMA, "num_heads": heads, "num_kv_heads": kv_heads, "head_size": 256})
-    assert prefill_launch.choose_tiles(config, tokens, reqs, 132).together == together
 
 
 def test_short_prompts_of_fp8_queries_multiply_values_by_halves() -> None:

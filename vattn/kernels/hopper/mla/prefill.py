@@ -91,8 +91,8 @@ def produce(
     rows = 1
     while rows > 0:
         fields, rows = announce(
-            schedule, messages, message_full, message_empty, item, message, (most_keys + KEYS - 1) // KEYS, TOGETHER,
-            HEADS, False,
+            schedule, messages, message_full, message_empty, item, message, (most_keys + KEYS - 1) // KEYS, HEADS,
+            TOGETHER, False,
         )  # fmt: skip
         message += 1
         end = read_word(fields.index(6), 1)

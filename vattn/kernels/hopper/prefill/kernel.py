@@ -255,17 +255,16 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
         ping_pong_wait(MINE)
 
 
-@gluon.jit(do_not_specialize=["scale_stride", "group_stride", "together"])
+@gluon.jit(do_not_specialize=["scale_stride", "group_stride"])
 def prefill_kernel(
     query_boxes, key_boxes, value_boxes, output, lse, block_scale, partial_output, partial_stats, chain, sinks, q_scale,
-    k_scale, v_scale, output_scale, scale_stride, group_stride, schedule, counter, together, block_table,
-    table_stride, table_width, num_blocks, query_rows, query_stride, query_head_stride, scale, soft_cap,
-    SHAPE: gl.constexpr, EARLY: gl.constexpr, num_warps: gl.constexpr,
+    k_scale, v_scale, output_scale, scale_stride, group_stride, schedule, counter, block_table, table_stride,
+    table_width, num_blocks, query_rows, query_stride, query_head_stride, scale, soft_cap, SHAPE: gl.constexpr,
+    EARLY: gl.constexpr, num_warps: gl.constexpr,
 ):  # fmt: skip
     """Attend every row of the schedule; see the module's description.
 
     SHAPE: a `shape.Shape`.
-    together: heads whose row tiles run side by side; of tiles of several heads, one counts.
     query_rows, query_stride: the queries, where warpgroups load them themselves.
     EARLY: the next kernel may start while this one runs; it must wait for this one's end before it ends itself.
     """
@@ -336,8 +335,8 @@ def prefill_kernel(
         key_full, key_empty, value_full, value_empty, message_full, message_empty,
     )  # fmt: skip
     producer = (
-        query_boxes, key_boxes, value_boxes, schedule, counter, together, block_table, table_stride, table_width,
-        num_blocks, query_head_stride, queries, raw_keys, raw_values, words, messages, blocks, query_full, query_empty,
+        query_boxes, key_boxes, value_boxes, schedule, counter, block_table, table_stride, table_width, num_blocks,
+        query_head_stride, queries, raw_keys, raw_values, words, messages, blocks, query_full, query_empty,
         raw_key_full, raw_key_empty, raw_value_full, raw_value_empty, message_full, message_empty,
     )  # fmt: skip
     if GROUPS == 3 and CACHE == "plain":

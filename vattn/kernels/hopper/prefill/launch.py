@@ -64,9 +64,6 @@ LEAST_TOGETHER, MOST_TOGETHER = 4096, 8192
 """Query rows per request, on average, of prompts whose row tiles of eight KV heads run side by side: enough that heads
 one after the other leave multiprocessors idle at their ends, and few enough that L2 holds the keys of all."""
 
-WAVES_TOGETHER = 2
-"""Row tiles per multiprocessor of the heads that run side by side, if all heads have as many."""
-
 
 @dataclass(frozen=True)
 class TileConfig:
@@ -82,7 +79,7 @@ class TileConfig:
             16-bit query meets an FP8 cache two, of two converters.
         ahead: whether a CTA takes its next row tile at the start of the one before even where there are few: these are
             about equally long.
-        together: KV heads, as far as their number divides, whose row tiles run side by side, longest first.
+        together: KV heads, as far as their number divides, whose row tiles run side by side.
         halves: whether values are multiplied by halves of a tile, the first beside the weights of the second.
     """
 
@@ -133,12 +130,12 @@ def choose_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int, proces
     groups = warpgroups(config, num_tokens // num_reqs)
     # Heads side by side take as long for prompts and a share of the time for requests of few rows among them.
     side_by_side = columns_of(config) == 256 or (groups == 2 and products_of(config) == "plain")
+    together = heads_together(config, num_tokens // num_reqs)
     # Prompts of 8k rows take 0.7 % longer by halves, chunks of 512 rows 2 % and prompts of 1k rows 5 % less.
     halves = columns_of(config) == 128 and products_of(config) == "native" and num_tokens // num_reqs < LONG_REQUEST
-    tiles = TileConfig(groups, packs(config) if side_by_side else 1, halves=halves)
-    tiles = replace(tiles, together=heads_together(config, num_tokens, num_reqs, tiles, processors))
+    tiles = TileConfig(groups, packs(config) if side_by_side else 1, together=together, halves=halves)
     timed = columns_of(config) == 128 and products_of(config) != "widened"
-    heads = config.num_kv_heads * tiles_of_group(config, tiles)
+    heads = config.num_heads // min(tiles.pack, config.group_size)
     if timed and (num_tokens // tiles.tokens + num_reqs - 1) * heads <= processors:
         # The longest of few row tiles are the step: half as many rows take less time.
         return replace(tiles, groups=1, halves=False)
@@ -151,29 +148,18 @@ def sees_few_keys(config: AttentionConfig) -> bool:
     return narrow and columns_of(config) == 64 and packs(config) > 1
 
 
-def heads_together(config: AttentionConfig, num_tokens: int, num_reqs: int, tiles: TileConfig, processors: int) -> int:
+def heads_together(config: AttentionConfig, rows_per_request: int) -> int:
     """Return how many KV heads of prompts run side by side: two, or eight where that was faster on an H200.
 
-    More where their row tiles are too few for `WAVES_TOGETHER`: the longest of the last heads would begin late.
     Not timed: heads of 128 with an FP8 cache that is widened.
     """
     timed = columns_of(config) == 256 or (columns_of(config) == 128 and products_of(config) != "widened")
-    prompts = LEAST_TOGETHER <= num_tokens // num_reqs <= MOST_TOGETHER
-    fewest = math.gcd(config.num_kv_heads, 8 if timed and config.sliding_window is None and prompts else 2)
-    of_head = max(num_tokens // tiles.tokens, num_reqs) * tiles_of_group(config, tiles)
-    enough = WAVES_TOGETHER * processors / of_head
-    sizes = (size for size in range(fewest, config.num_kv_heads) if config.num_kv_heads % size == 0 and size >= enough)
-    return next(sizes, config.num_kv_heads)
-
-
-def tiles_of_group(config: AttentionConfig, tiles: TileConfig) -> int:
-    """Return how many row tiles the heads of a KV head have for the same tokens."""
-    return config.group_size // min(tiles.pack, config.group_size)
+    return 8 if timed and config.sliding_window is None and LEAST_TOGETHER <= rows_per_request <= MOST_TOGETHER else 2
 
 
 def items_of(config: AttentionConfig, num_tokens: int, num_reqs: int, tiles: TileConfig) -> int:
     """Return the most row tiles of all heads that a step of these shapes can have."""
-    heads = config.num_kv_heads * tiles_of_group(config, tiles)
+    heads = config.num_heads // min(tiles.pack, config.group_size)
     return max_row_tiles(num_tokens, num_reqs, tiles.tokens) * heads
 
 
@@ -323,10 +309,7 @@ def launch(
         "output": as_bytes(output), "lse": args.lse,
         "block_scale": scales, "scale_stride": strides[0], "group_stride": strides[1], "sinks": args.sinks,
         "q_scale": args.q_scale, "k_scale": args.k_scale, "v_scale": args.v_scale, "output_scale": args.output_scale,
-        "schedule": schedule, "counter": counter,
-        # Heads that share keys run together too, so that the keys of a few heads stay in L2.
-        "together": math.gcd(config.num_kv_heads, tiles.together) * tiles_of_group(config, tiles),
-        "block_table": args.block_table,
+        "schedule": schedule, "counter": counter, "block_table": args.block_table,
         "table_stride": args.block_table.stride(0), "table_width": args.block_table.shape[1],
         "num_blocks": key.shape[0], "query_rows": query if own_loads else None,
         "query_stride": query.stride(0) if own_loads else None, "query_head_stride": query.stride(1), "scale": scale,
@@ -386,6 +369,8 @@ def shape_of(config: AttentionConfig, tiles: TileConfig, late: bool, kind: str =
     return Shape(
         HEADS=config.num_heads,
         KV_HEADS=config.num_kv_heads,
+        # Heads that share keys run together too, so that the keys of a few heads stay in L2.
+        KV_GROUP=math.gcd(config.num_kv_heads, tiles.together),
         D=columns_of(config),
         SIZE=config.head_size,
         USED=-(-config.head_size // depth) * depth,

@@ -127,9 +127,9 @@ def load_queries(
 def produce(arguments, SHAPE: gl.constexpr):
     """Take row tiles from the counter, or in turn, announce them, and load their queries, keys and values."""
     (
-        query_boxes, key_boxes, value_boxes, schedule, counter, together, block_table, table_stride, table_width,
-        num_blocks, query_head_stride, queries, keys, values, words, messages, blocks, query_full, query_empty,
-        key_full, key_empty, value_full, value_empty, message_full, message_empty,
+        query_boxes, key_boxes, value_boxes, schedule, counter, block_table, table_stride, table_width, num_blocks,
+        query_head_stride, queries, keys, values, words, messages, blocks, query_full, query_empty, key_full,
+        key_empty, value_full, value_empty, message_full, message_empty,
     ) = arguments  # fmt: skip
     KV_HEADS: gl.constexpr = SHAPE.KV_HEADS
     D: gl.constexpr = SHAPE.D
@@ -144,6 +144,7 @@ def produce(arguments, SHAPE: gl.constexpr):
     GROUP: gl.constexpr = SHAPE.HEADS // KV_HEADS
     FILLED: gl.constexpr = PACK if PACK <= GROUP else GROUP
     HEADS: gl.constexpr = SHAPE.HEADS // FILLED
+    TOGETHER: gl.constexpr = SHAPE.KV_GROUP * GROUP // FILLED
     BOX: gl.constexpr = SHAPE.BOX
     BOXES: gl.constexpr = KEYS // BOX
     QUERY_BYTES: gl.constexpr = GROUP_ROWS * D * query_boxes.dtype.primitive_bitwidth // 8
@@ -162,12 +163,12 @@ def produce(arguments, SHAPE: gl.constexpr):
     while rows > 0:
         if PART:
             fields, rows, below = announce_part(
-                schedule, messages, message_full, message_empty, item, message, most_tiles, together, below, HEADS,
+                schedule, messages, message_full, message_empty, item, message, most_tiles, below, HEADS, TOGETHER,
                 SHAPE.SPLIT, PART,
             )  # fmt: skip
         else:
             fields, rows = announce(
-                schedule, messages, message_full, message_empty, item, message, most_tiles, together, HEADS, SHAPE.SPLIT
+                schedule, messages, message_full, message_empty, item, message, most_tiles, HEADS, TOGETHER, SHAPE.SPLIT
             )
         message += 1
         first = read_word(fields.index(5), 1)

@@ -35,8 +35,8 @@ def part_start(tile, PART: gl.constexpr):
 
 @gluon.jit
 def announce_part(
-    schedule, messages, message_full, message_empty, item, message, most_tiles, together, below,
-    HEADS: gl.constexpr, SPLIT: gl.constexpr, PART: gl.constexpr,
+    schedule, messages, message_full, message_empty, item, message, most_tiles, below, HEADS: gl.constexpr,
+    TOGETHER: gl.constexpr, SPLIT: gl.constexpr, PART: gl.constexpr,
 ):  # fmt: skip
     """Pass the next part of a row tile on, as `announce` does with whole ones; the last word holds its place too.
 
@@ -45,7 +45,7 @@ def announce_part(
     Returns:
         The words of the record in shared memory, its rows, and `below` of the part before.
     """
-    record, word, head = record_of(schedule, item, most_tiles, together, HEADS)
+    record, word, head = record_of(schedule, item, most_tiles, HEADS, TOGETHER)
     first = gl.sum(gl.where(word == 5, record, 0), 0)
     end = gl.sum(gl.where(word == 6, record, 0), 0)
     place = end * 0 - 1

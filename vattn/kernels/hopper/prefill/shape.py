@@ -12,6 +12,7 @@ class Shape(NamedTuple):
         HEADS, KV_HEADS, SIZE: of the layer; heads have SIZE columns.
         D: columns of a head in shared memory, zeros behind SIZE.
         USED: columns of queries and keys that are multiplied, SIZE and what fills up an instruction.
+        KV_GROUP: KV heads with row tiles that run together.
         PACK: rows of a token in one tile: 1, or as many as its KV head has query heads, or more. If it does not divide
             64, warpgroups load their queries themselves.
         KEYS: tokens of a key tile.
@@ -43,6 +44,7 @@ class Shape(NamedTuple):
 
     HEADS: int
     KV_HEADS: int
+    KV_GROUP: int
     D: int
     SIZE: int
     USED: int

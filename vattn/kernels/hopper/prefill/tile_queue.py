@@ -33,20 +33,19 @@ def new_barriers(COUNT: gl.constexpr, ARRIVALS: gl.constexpr):
 
 @gluon.jit
 def announce(
-    schedule, messages, message_full, message_empty, item, message, most_tiles, together, HEADS: gl.constexpr,
-    SPLIT: gl.constexpr,
+    schedule, messages, message_full, message_empty, item, message, most_tiles, HEADS: gl.constexpr,
+    TOGETHER: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Pass the next row tile on: its record of the schedule, the head in the last word; no rows if there is none.
 
     With SPLIT the last word also holds the record's last, see `slot_of`.
 
     most_tiles: key tiles that the block table has room for, where schedules may go further.
-    together: heads whose row tiles run side by side, a divisor of HEADS.
 
     Returns:
         The words of the record in shared memory, and its rows.
     """
-    record, word, head = record_of(schedule, item, most_tiles, together, HEADS)
+    record, word, head = record_of(schedule, item, most_tiles, HEADS, TOGETHER)
     last = head
     if SPLIT:
         last = head + ((record + 1) << HEAD_BITS)
@@ -54,16 +53,16 @@ def announce(
 
 
 @gluon.jit
-def record_of(schedule, item, most_tiles, together, HEADS: gl.constexpr):
+def record_of(schedule, item, most_tiles, HEADS: gl.constexpr, TOGETHER: gl.constexpr):
     """Return the record of a row tile and its words' numbers, and the head; no rows if there are no more row tiles."""
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     num_tiles = gl.load(schedule)
     at = gl.minimum(item, num_tiles * HEADS - 1)
-    of_group = num_tiles * together
+    of_group = num_tiles * TOGETHER
     rest = at % of_group
-    head = at // of_group * together + rest % together
+    head = at // of_group * TOGETHER + rest % TOGETHER
     word = gl.arange(0, RECORD, layout=lanes)
-    record = gl.load(schedule + (1 + rest // together) * RECORD + word)
+    record = gl.load(schedule + (1 + rest // TOGETHER) * RECORD + word)
     record = gl.where((word == 5) | (word == 6), gl.minimum(record, most_tiles), record)
     return gl.where((word == 2) & (item >= num_tiles * HEADS), 0, record), word, head
 
