@@ -4,8 +4,7 @@ The schedule is int32 `[1 + max_items + 3 * max_tiles + 1, 8]` or longer:
 
 - row 0: number of items, number of row tiles that are split, and for the reduction that no padding is left to it;
 - rows 1 to max_items, an item each: the words of a row tile (`schedule`), first and end key tile of this part, place of
-  its partial result (-1: it writes the result itself). The first parts of all row tiles come first, then their second
-  parts, and so on, so that row tiles of one request read the same keys at about the same time; whole tiles come last;
+  its partial result (-1: it writes the result itself);
 - then a row for each row tile that is split, as `reduce_kernel` reads it: first row, first place, parts, rows;
 - the rest is a schedule of whole row tiles, which are the items where they stay so, and scratch.
 """
@@ -31,28 +30,6 @@ def units_of_tiles(tiles, most_units, index, inside):
     record = tiles + (1 + index) * 8
     keys = tl.load(record + 6, mask=inside, other=0) - tl.load(record + 5, mask=inside, other=0)
     return tl.where(inside, tl.minimum(tl.maximum(keys, 1), most_units), 0)
-
-
-@triton.jit
-def count_tiles(tiles, most_units, total, part_units, least_parts, CHUNK: tl.constexpr):
-    """Return how many row tiles have so many parts or more."""
-    count = tl.zeros([], tl.int32)
-    for start in range(0, total, CHUNK):
-        index = start + tl.arange(0, CHUNK)
-        units = units_of_tiles(tiles, most_units, index, index < total)
-        count += tl.sum(((units + part_units - 1) // part_units >= least_parts).to(tl.int32), 0)
-    return count
-
-
-@triton.jit
-def count_parts(tiles, most_units, total, part_units, CHUNK: tl.constexpr):
-    """Return how many parts all row tiles have."""
-    count = tl.zeros([], tl.int32)
-    for start in range(0, total, CHUNK):
-        index = start + tl.arange(0, CHUNK)
-        units = units_of_tiles(tiles, most_units, index, index < total)
-        count += tl.sum((units + part_units - 1) // part_units, 0)
-    return count
 
 
 @triton.jit
@@ -114,7 +91,7 @@ def split_plan_kernel(
     # Items of all row tiles together fit int32, and so does what they cost.
     most_units = MOST_UNITS // tl.maximum(total, 1)
     chunk = choose_part(tiles, most_units, total, ctas, LEAST, MERGING, CHUNK)
-    num_items = count_parts(tiles, most_units, total, chunk, CHUNK)
+    num_items = 0
     num_splits = 0
     num_slots = 0
     for start in range(0, total, CHUNK):
@@ -125,19 +102,16 @@ def split_plan_kernel(
         parts = (units + chunk - 1) // chunk
         step = (units + parts - 1) // tl.maximum(parts, 1)
         is_split = (parts > 1).to(tl.int32)
+        item = behind(parts, num_items)
         slot = behind(parts * is_split, num_slots)
         split = behind(is_split, num_splits)
         first_row = tl.load(tile + 1, mask=inside, other=0)
         rows = tl.load(tile + 2, mask=inside, other=0)
         first_key = tl.load(tile + 5, mask=inside, other=0)
         end_key = tl.load(tile + 6, mask=inside, other=0)
-        earlier = 0
         for part in range(0, tl.max(parts, 0)):
-            # Row tiles have ever fewer parts, so all before one have this part, too.
-            item = tl.where(is_split > 0, earlier + index, num_items - total + index)
-            earlier += count_tiles(tiles, most_units, total, chunk, tl.maximum(part + 1, 2), CHUNK)
-            mask = (part < parts) & (item < max_items)
-            record = schedule + (1 + item) * 8
+            mask = (part < parts) & (item + part < max_items)
+            record = schedule + (1 + item + part) * 8
             for word in tl.static_range(5):
                 tl.store(record + word, tl.load(tile + word, mask=mask, other=0), mask=mask)
             last = tl.where(part + 1 == parts, end_key, first_key + (part + 1) * step)
@@ -150,6 +124,7 @@ def split_plan_kernel(
         tl.store(record + 1, slot, mask=is_split > 0)
         tl.store(record + 2, parts, mask=is_split > 0)
         tl.store(record + 3, rows, mask=is_split > 0)
+        num_items += tl.sum(parts, 0)
         num_slots += tl.sum(parts * is_split, 0)
         num_splits += tl.sum(is_split, 0)
     tl.store(tiles, total)
