@@ -54,23 +54,6 @@ def test_shapes_choose_the_route(case: str) -> None:
     assert mixed_launch.route_of(make_config(**LLAMA), tokens, reqs, torch.device("cpu")) == route
 
 
-@pytest.mark.parametrize(
-    ("heads", "tokens", "reqs", "route"),
-    [
-        (48, 620, 8, "split_keys"),  # 62 tiles of 10 tokens and 4 KV heads: 1.9 a multiprocessor
-        (48, 670, 8, "two_kernels"),
-        (48, 490, 9, "split_keys"),  # Of fewer rows up to 1.5: these are 1.48, and the next 1.52
-        (48, 500, 9, "two_kernels"),
-        (48, 620, 2, ""),
-        (32, 1020, 8, "two_kernels"),
-    ],
-)
-def test_prompts_beside_drafts_of_large_groups(heads: int, tokens: int, reqs: int, route: str) -> None:
-    """The decode kernel takes one row of such a draft, so that its keys are split beside up to two row tiles each."""
-    config = make_config(**{**LLAMA, "num_heads": heads, "num_kv_heads": 4})
-    assert mixed_launch.route_of(config, tokens, reqs, torch.device("cpu")) == route
-
-
 def test_larger_groups_than_the_decode_kernel_takes_go_to_the_prefill_kernel() -> None:
     device = torch.device("cpu")
     for heads in (17, 48, 64):

@@ -30,10 +30,9 @@ from vattn.kernels.hopper.prefill.load import GROUP_ROWS
 from vattn.kernels.triton.attention.launch import rows_to_write
 from vattn.ops.arguments import AttentionArgs
 
-MOST_SPLIT_TILES, MOST_SPLIT_DRAFTS, MOST_SPLIT_PROMPTS = 1, 1.5, 2
+MOST_SPLIT_TILES, MOST_SPLIT_DRAFTS = 1, 1.5
 """Keys may be split below so many row tiles per multiprocessor; the second number is for steps in which the decode
-kernel takes up to `FEW_ROWS` rows of a request at a time, the third for prompts beside requests of which it takes one
-row: drafts would be whole row tiles. The third was not timed."""
+kernel takes up to `FEW_ROWS` rows of a request at a time."""
 
 FEW_ROWS = 3
 
@@ -51,7 +50,8 @@ def route_of(config: AttentionConfig, num_tokens: int, num_reqs: int, device: to
         return ""
     if long and prefill_launch.sees_few_keys(config):
         return ""
-    most = _most_split_tiles(config, num_tokens, num_reqs) * devices.multiprocessors(device)
+    few_rows = short_rows(config) <= FEW_ROWS and not long
+    most = (MOST_SPLIT_DRAFTS if few_rows else MOST_SPLIT_TILES) * devices.multiprocessors(device)
     if split_launch.items_of(config, num_tokens, num_reqs) < most:
         return "split_keys"
     if large:
@@ -64,14 +64,6 @@ def route_of(config: AttentionConfig, num_tokens: int, num_reqs: int, device: to
     return (
         "packed_gqa" if prefill_launch.columns_of(config) == 256 and products_of(config) != "plain" else "two_kernels"
     )
-
-
-def _most_split_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int) -> float:
-    """Return below how many row tiles per multiprocessor keys may be split."""
-    if not prefill_launch.is_prefill(num_tokens, num_reqs):
-        return MOST_SPLIT_DRAFTS if short_rows(config) <= FEW_ROWS else MOST_SPLIT_TILES
-    one_row = decode_fast.attends_drafts(config) and short_rows(config) == 1
-    return MOST_SPLIT_PROMPTS if one_row and num_tokens < MOST_ROWS_PER_REQUEST * num_reqs else MOST_SPLIT_TILES
 
 
 def is_speculative(config: AttentionConfig, num_tokens: int, num_reqs: int) -> bool:
