@@ -61,8 +61,8 @@ WHOLE_SHARE, MOST_WHOLE_TOKENS = 4 / 5, 1024
 proportionally fewer below this share of the card: splitting saves less time than a schedule and a reduction take."""
 
 FULL_WAVES, LEAST_WAVE_TOKENS, LARGEST_WAVE_GROUP = 3 / 2, 256, 4
-"""They stay whole, too, over an FP8 cache and in several waves of two CTAs a multiprocessor: in so many or more, with
-room for so many tokens or more, and up to so many query heads per KV head."""
+"""Over an FP8 cache, with up to so many query heads per KV head, they stay whole in several waves of two CTAs a
+multiprocessor, too: in so many waves or more, with room for so many tokens or more."""
 
 HOPPER_MULTIPROCESSORS, MANY_WAVES = 132, 3.5
 """For which waves were timed; and of those so many that what the last one leaves idle is little."""
@@ -116,9 +116,6 @@ def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> Tu
     plain = config.kv_cache_dtype not in QUANTISED_CACHES
     if columns == 256 and not plain:
         return _wide_tuning(config, tokens)
-    if columns == 256 and config.head_size < columns and config.group_size > QUERY_ROWS.value:
-        # The Triton kernel keeps a tile outside of the registers.
-        return Tuning(heads, 2, ctas=1, slots=4 // heads, overlap=True)
     large = num_reqs >= 16 and heads == 2 and row_bytes <= 256
     if tokens > 1 or (large and (plain or config.group_size > 4)):
         stages = 512 // row_bytes if plain else 5
@@ -162,14 +159,11 @@ def whole_tuning(args: AttentionArgs, config: AttentionConfig) -> Tuning | None:
     if config.num_kv_heads % 2 or columns not in SPECULATIVE_COLUMNS or args.query.shape[0] != num_reqs:
         return None
     waves = num_reqs * config.num_kv_heads / 2 / devices.multiprocessors(args.query.device)
-    two = waves > 1 and not plain and columns == 128 and config.group_size <= QUERY_ROWS.value
+    two = waves > 1 and not plain and columns == 128 and config.group_size <= LARGEST_WAVE_GROUP
     waves = waves / 2 if two else waves
-    if waves <= 1:
-        is_short = room <= MOST_WHOLE_TOKENS * min(1, waves / WHOLE_SHARE)
-    else:
-        is_full = two and waves >= FULL_WAVES and config.group_size <= LARGEST_WAVE_GROUP
-        is_short = is_full and LEAST_WAVE_TOKENS <= room <= MOST_WHOLE_TOKENS
-    if not is_short:
+    if waves > 1 and not (two and waves >= FULL_WAVES and room >= LEAST_WAVE_TOKENS):
+        return None
+    if room > MOST_WHOLE_TOKENS * min(1, waves / WHOLE_SHARE):
         return None
     stages = 512 // (columns * KV_FORMATS[config.kv_cache_dtype].element_size) if plain else 4
     ctas, slots = (2, 2) if two else (1, 4)
