@@ -82,6 +82,19 @@ def test_blocks_are_shared_by_equal_images(name: str) -> None:
     assert [request.reused for request in done] == [0, 32, 16]
 
 
+def test_blocks_are_not_shared_under_another_mask() -> None:
+    """Without types of tokens, Gemma's images are causal: their log-probabilities differ by 0.03."""
+    model = make("gemma3")
+    both_ways = prompt("gemma3", BEFORE[:12], AFTER * 4)
+    causal = {name: value for name, value in both_ways.items() if name != "token_type_ids"}
+    expected = own(model, causal)
+    generator = vattn.Generator(enable(model, num_blocks=33), max_seq_len=64)
+    generator.generate([both_ways], SAMPLING)
+    request = generator.generate([causal], SAMPLING)[0]
+    check(request, expected)
+    assert request.reused == 0
+
+
 def test_images_in_a_cache_with_groups_and_beside_drafts() -> None:
     model = make("gemma3")
     prompts = [prompt("gemma3", BEFORE, AFTER), prompt("gemma3", [7, 5], AFTER, seed=1)]
@@ -122,6 +135,7 @@ def test_refusals() -> None:
         ({**good, "pixel_values": [1.0]}, "pixel_values of type list"),
         ({**good, "attention_mask": good["attention_mask"] * 0}, "images and padding"),
         ({**good, "input_ids": good["input_ids"].repeat(2, 1)}, r"input_ids of shape \[2"),
+        ({**good, "position_ids": torch.arange(5, 35)[None]}, "position_ids, which Gemma3Model does not take"),
     ]
     done = generator.generate([inputs for inputs, _ in wrong] + [TEXT[:5]], SAMPLING)
     assert done[-1].state == "finished"

@@ -120,21 +120,24 @@ def read_media(model: Any, encoded: Mapping[str, Any]) -> tuple[list[int], Promp
     vocabulary = base.get_input_embeddings().num_embeddings
     known = torch.where(ids < vocabulary, ids, 0)
     ranges = _ranges(taken.get("attention_mask"), count, model)
-    # Rows that are not those of the ids.
-    own = (rows != base.get_input_embeddings()(known)).any(1).tolist()
-    runs = _runs(own)
-    names = tuple((start, end, _digest(start, end, rows, positions, added)) for start, end in runs)
+    # Rows that are not those of the ids, or see later ones.
+    own = (rows != base.get_input_embeddings()(known)).any(1)
+    for start, end in ranges:
+        own[start : end + 1] = True
+    names = tuple(
+        (start, end, _digest(start, end, rows, positions, added, ranges)) for start, end in _runs(own.tolist())
+    )
     return known.tolist(), PromptInputs(rows, positions, offset, added, ranges, names)
 
 
 def _check(base: Any, encoded: Mapping[str, Any], device: torch.device) -> tuple[Tensor, dict[str, Any]]:
     """Return the ids `[n]`, and the inputs of the model, on its device."""
-    allowed = inspect.signature(base.forward).parameters
-    unknown = sorted(set(encoded) - set(allowed) - {"attention_mask"})
+    allowed = set(inspect.signature(base.forward).parameters) - _OF_STEPS
+    unknown = sorted(set(encoded) - allowed - {"attention_mask"})
     if unknown:
         raise RequestError(
-            f"a prompt with {', '.join(unknown)}, which {type(base).__name__} does not take",
-            f"inputs among {', '.join(sorted(set(allowed) & _PROCESSED))}",
+            f"a prompt with {', '.join(unknown)}, which {type(base).__name__} does not take in a prompt",
+            f"inputs among {', '.join(sorted(allowed & _PROCESSED))}",
             "use the model's own processor",
         )
     wrong = [name for name, value in encoded.items() if not isinstance(value, Tensor)]
@@ -160,6 +163,9 @@ def _check(base: Any, encoded: Mapping[str, Any], device: torch.device) -> tuple
     }
     return inputs["input_ids"][0], inputs
 
+
+_OF_STEPS = frozenset({"position_ids", "inputs_embeds"})
+"""Inputs that no processor gives. Blocks of text are shared by ids, whatever these hold."""
 
 _PROCESSED = frozenset(
     {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "pixel_values", "image_sizes"}
@@ -268,11 +274,19 @@ def _runs(flags: list[bool]) -> list[tuple[int, int]]:
     return found
 
 
-def _digest(start: int, end: int, rows: Tensor, positions: Tensor | None, added: Tensor | None) -> bytes:
-    """Return a name for the content of some rows."""
+def _digest(
+    start: int,
+    end: int,
+    rows: Tensor,
+    positions: Tensor | None,
+    added: Tensor | None,
+    ranges: tuple[tuple[int, int], ...],
+) -> bytes:
+    """Return a name for the content of some rows, and for which of them see each other both ways."""
     parts = [rows[start:end], *([] if positions is None else [positions[:, start:end]])]
     parts += [] if added is None else [added[:, start:end]]
-    found = hashlib.sha256()
+    inside = [(first - start, last - start) for first, last in ranges if start <= first < end]
+    found = hashlib.sha256(repr(inside).encode())
     for part in parts:
         found.update(f"{tuple(part.shape)}{part.dtype}".encode())
         found.update(part.contiguous().cpu().view(torch.uint8).numpy().tobytes())
