@@ -145,6 +145,18 @@ WRONG_REQUESTS: dict[str, tuple[Any, Any, type[Exception], str | None]] = {
         errors.RequestError,
         "a prompt with pixel_values",
     ),
+    "a mask of another length": (
+        {"input_ids": [[3, 4, 5]], "attention_mask": [1, 1]},
+        None,
+        errors.RequestError,
+        "an attention_mask of another shape",
+    ),
+    "types of tokens": (
+        {"input_ids": torch.tensor([[3, 4]]), "token_type_ids": torch.tensor([[0, 1]])},
+        None,
+        errors.RequestError,
+        "a prompt with token_type_ids other than 0",
+    ),
     **{
         f"a prompt {wrong!r}": (wrong, None, errors.RequestError, "a flat sequence of token ids")
         for wrong in (

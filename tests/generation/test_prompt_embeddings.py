@@ -70,8 +70,9 @@ def test_ids_beside_embeddings() -> None:
     assert ids.output == rows.output
     assert ids.prompt_logprobs and rows.prompt_logprobs
     assert rows.prompt_logprobs[7].logprob == pytest.approx(ids.prompt_logprobs[7].logprob, abs=1e-4)
-    with pytest.raises(RequestError, match="embeddings without token ids"):
-        generator.add(embedded(embedding, LONG), sampling)
+    for needs_ids in (sampling, vattn.Sampling(stopping_criteria=[lambda ids, scores: 7 in ids])):
+        with pytest.raises(RequestError, match="embeddings without token ids"):
+            generator.add(embedded(embedding, LONG), needs_ids)
 
 
 def test_prompt_lookup_beside_embeddings() -> None:
@@ -85,12 +86,15 @@ def test_refusals() -> None:
     for rows, error, words in (
         ([[1.0]], ConfigError, "embeddings of list"),
         (torch.ones(3, 64, dtype=torch.int64), ConfigError, "int64"),
+        (torch.ones(3, 64, device="meta"), ConfigError, "on meta"),
         (torch.ones(1, 3, 64), ShapeError, r"\[1, 3, 64\]"),
     ):
         with pytest.raises(error, match=words):
             vattn.PromptEmbeddings(rows)
     with pytest.raises(ShapeError, match="2 token ids for 3 rows"):
         vattn.PromptEmbeddings(torch.ones(3, 64), [1, 2])
+    with pytest.raises(ConfigError, match="a flat list of token ids"):
+        vattn.PromptEmbeddings(torch.ones(1, 64), torch.tensor([[1, 2, 3]]))
     with pytest.raises(ConfigError, match="a list of prompts"):
         generator.generate(vattn.PromptEmbeddings(torch.ones(3, 64)))
     wide, good = vattn.PromptEmbeddings(torch.ones(3, 65)), SHORT

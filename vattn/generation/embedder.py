@@ -13,6 +13,7 @@ from vattn.calibration.eval_mode import EvalMode
 from vattn.config.arguments import check_switches, read_count
 from vattn.config.pooling import PoolingConfig
 from vattn.errors import ConfigError, RequestError, VattnError
+from vattn.generation.prompt_embeddings import PromptEmbeddings
 from vattn.generation.prompts import encoded_rows, read_prompt
 from vattn.generation.setup import check_tokenizer
 from vattn.metadata.builder import AttentionMetadataBuilder
@@ -69,7 +70,7 @@ class Embedder:
         self.tokenizer = tokenizer
         self.pooling: PoolingConfig | None = self.model.pooling
         if pooling is not None:
-            modes = (pooling,) if isinstance(pooling, str) else tuple(pooling)
+            modes = tuple(pooling) if isinstance(pooling, (list, tuple)) else (pooling,)
             self.pooling = replace(self.pooling or PoolingConfig(("cls",)), modes=modes)
         if normalise is not None:
             check_switches(normalise=normalise)
@@ -113,14 +114,13 @@ class Embedder:
                 if prompt_name is not None:
                     raise RequestError(f"prompt_name={name!r} with token ids", "texts", "encode its text before them")
                 return prompt
-            return before + (prompt.lower() if pooling.lower_case else prompt)
+            return (before + prompt).lower() if pooling.lower_case else before + prompt
 
         texts = self._read(prompts, prefixed)
-        found = []
+        found = [torch.empty(0, self.model.hidden_size * len(pooling.modes), device=self.device)]
         for batch in self._batches(texts):
-            pooled = _pool(self._hidden_states(batch).float(), [len(text.ids) for text in batch], pooling.modes)
-            found.append(self.model.project(pooled))
-        embeddings = torch.cat(found) if found else torch.empty(0, 0, device=self.device)
+            found.append(_pool(self._hidden_states(batch).float(), [len(text.ids) for text in batch], pooling.modes))
+        embeddings = self.model.project(torch.cat(found))
         return nn.functional.normalize(embeddings, dim=-1) if pooling.normalise else embeddings
 
     def score(self, prompts: Iterable[Any]) -> Tensor:
@@ -203,11 +203,25 @@ class Embedder:
                     "a pair of texts for a tokenizer that takes one", "a tokenizer of transformers", "pass tokenizer="
                 )
             prompt = self.tokenizer(*prompt)
-        types: list[list[int]] = []
-        if isinstance(prompt, Mapping) and "token_type_ids" in prompt:
-            types = encoded_rows({**prompt, "input_ids": prompt["token_type_ids"]})
+        if isinstance(prompt, PromptEmbeddings):
+            raise RequestError(repr(prompt), "texts and token ids", "pass its token ids")
+        types: list[Any] = []
+        if isinstance(prompt, Mapping) and prompt.get("token_type_ids") is not None:
+            types = encoded_rows(
+                {"input_ids": prompt["token_type_ids"], "attention_mask": prompt.get("attention_mask")}
+            )
+            prompt = {name: value for name, value in prompt.items() if name != "token_type_ids"}
         ids = read_prompt(prompt, self.tokenizer, self.model.vocab_size)
-        return _Text(ids, types[0] if types and any(types[0]) else None)
+        if not types or not any(types[0]):
+            return _Text(ids, None)
+        kinds = range(max(1, self.model.num_token_types))
+        if len(types[0]) != len(ids) or any(kind not in kinds for kind in types[0]):
+            raise RequestError(
+                f"{len(types[0])} token_type_ids from {min(types[0])} to {max(types[0])} for {len(ids)} tokens",
+                f"one for each token, 0 to {kinds[-1]}",
+                "use the model's own tokenizer",
+            )
+        return _Text(ids, types[0])
 
 
 def _pool(rows: Tensor, lengths: list[int], modes: Sequence[str]) -> Tensor:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
+from operator import index
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from vattn.errors import ConfigError, RequestError, ShapeError
@@ -19,13 +21,13 @@ class PromptEmbeddings:
 
     Args:
         rows: `[n, H]`, floats; H as `model.get_input_embeddings()` has. They are copied.
-        token_ids: the ids that these tokens have, for penalties, log-probabilities of the prompt and drafts, which go
-            by ids; `None`: they have none, and these are refused.
+        token_ids: the ids that these tokens have, for penalties, logits processors, stopping criteria and
+            log-probabilities of the prompt; `None`: they have none, and these are refused.
         identity: text, bytes or an integer: prompts with the same identity, and the same ids, have the same rows, and
             may share cached blocks. `None`: this object shares with no other one.
 
     Raises:
-        ConfigError: no floats, or another type of identity.
+        ConfigError: no floats, no ids, or another type of identity.
         ShapeError: other shapes, or another number of ids.
 
     Example:
@@ -35,14 +37,16 @@ class PromptEmbeddings:
     """
 
     def __init__(self, rows: Tensor, token_ids: Sequence[int] | None = None, identity: Salt | None = None) -> None:
-        if not isinstance(rows, Tensor) or not rows.is_floating_point():
-            what = rows.dtype if isinstance(rows, Tensor) else type(rows).__name__
+        if not isinstance(rows, Tensor) or not rows.is_floating_point() or rows.layout != torch.strided or rows.is_meta:
+            what = f"{rows.dtype}, {rows.layout}, on {rows.device}" if isinstance(rows, Tensor) else type(rows).__name__
             raise ConfigError(f"embeddings of {what}", "a tensor of floats [n, H]", "pass rows of the embedding layer")
         if rows.ndim != 2:
             raise ShapeError(f"embeddings of shape {list(rows.shape)}", "[n, H]", "pass one prompt, without a batch")
-        if token_ids is not None and len(token_ids) != rows.shape[0]:
-            raise ShapeError(f"{len(token_ids)} token ids for {rows.shape[0]} rows", "as many", "pass all, or None")
-        self.rows, self.token_ids = rows.detach().clone(), token_ids
+        self.rows, self.token_ids = rows.detach().clone(), None if token_ids is None else _ids(token_ids)
+        if self.token_ids is not None and len(self.token_ids) != rows.shape[0]:
+            raise ShapeError(
+                f"{len(self.token_ids)} token ids for {rows.shape[0]} rows", "as many", "pass all, or None"
+            )
         self.identity = secrets.token_bytes(16) if identity is None else salt_digest(1, identity, "identity")
 
     def __repr__(self) -> str:
@@ -66,13 +70,21 @@ class PromptEmbeddings:
         width = model.embedding_size
         if self.rows.shape[1] != width:
             raise RequestError(f"embeddings of {self.rows.shape[1]} columns", f"{width} columns", "use the model's own")
-        by_ids = sampling.penalised or sampling.logits_processors or sampling.prompt_logprobs is not None
-        if self.token_ids is None and by_ids:
+        called = sampling.logits_processors or sampling.stopping_criteria
+        if self.token_ids is None and (sampling.penalised or called or sampling.prompt_logprobs is not None):
             raise RequestError(
-                "embeddings without token ids, with penalties, logits processors or prompt_logprobs",
+                "embeddings without token ids, with penalties, logits processors, stopping criteria or prompt_logprobs",
                 "settings that do not go by the ids of the prompt",
                 "give PromptEmbeddings token_ids=, or leave these settings out",
             )
         parameter = next(model.parameters())
         rows = self.rows.to(parameter.device, model.embedding_dtype)
         return PromptInputs(rows, identities=((0, rows.shape[0], self.identity),))
+
+
+def _ids(given: Any) -> list[int]:
+    """Return token ids as a list of ints."""
+    try:
+        return [index(token) for token in (given.tolist() if hasattr(given, "tolist") else given)]
+    except TypeError as error:
+        raise ConfigError(f"token_ids={given!r:.60}", "a flat list of token ids", "pass one for each row") from error

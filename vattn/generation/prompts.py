@@ -74,20 +74,26 @@ def encoded_rows(encoded: Mapping[str, Any]) -> list[Any]:
     """Return the token ids of each sequence that a tokenizer encoded, without padding.
 
     Raises:
-        RequestError: inputs besides ids.
+        RequestError: inputs besides ids, or a mask of other lengths.
     """
     others = sorted(set(encoded) - {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
     if others:
         raise RequestError(
             f"a prompt with {', '.join(others)}", "input_ids and attention_mask, for a text model", "pass its input_ids"
         )
-    ids: Any = encoded["input_ids"]
-    mask: Any = encoded.get("attention_mask")
-    ids, mask = (value.tolist() if hasattr(value, "tolist") else value for value in (ids, mask))
-    if not _nested(ids):
-        ids, mask = [ids], None if mask is None else [mask]
-    if mask is None or not _nested(mask):
-        return list(ids)
+    named = next((name for name in sorted(encoded) if name.endswith("token_type_ids") and _some(encoded[name])), None)
+    if named is not None:
+        raise RequestError(f"a prompt with {named} other than 0", "one kind of token", f"leave {named} out")
+    ids = _listed(encoded["input_ids"])
+    if encoded.get("attention_mask") is None:
+        return ids
+    mask = _listed(encoded["attention_mask"])
+    if [*map(len, ids)] != [*map(len, mask)]:
+        raise RequestError(
+            "an attention_mask of another shape than input_ids",
+            "a number for each id",
+            "pass what a tokenizer returned",
+        )
     return [[token for token, real in zip(*row, strict=True) if real] for row in zip(ids, mask, strict=True)]
 
 
@@ -102,8 +108,16 @@ def has_media(prompt: Any) -> bool:
     )
 
 
-def _nested(rows: Any) -> bool:
-    return isinstance(rows, (list, tuple)) and len(rows) > 0 and isinstance(rows[0], (list, tuple))
+def _listed(rows: Any) -> list[Any]:
+    """Return the rows of a batch, or of one sequence."""
+    rows = rows.tolist() if hasattr(rows, "tolist") else rows
+    nested = isinstance(rows, (list, tuple)) and len(rows) > 0 and isinstance(rows[0], (list, tuple))
+    return list(rows) if nested else [rows]
+
+
+def _some(values: Any) -> bool:
+    values = values.tolist() if hasattr(values, "tolist") else values
+    return any(map(_some, values)) if isinstance(values, (list, tuple)) else bool(values)
 
 
 def check_sampling(sampling: Any, tokenizer: Any, vocab_size: int | None) -> None:
