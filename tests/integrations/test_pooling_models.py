@@ -43,6 +43,7 @@ EMBEDDING = {
     "modernbert": {"local_attention": 6, "cls_token_id": 1, "sep_token_id": 2},
     "eurobert": DECODER,
     "nomic_bert": ENCODER,
+    "gpt2": {"n_positions": 44},
     "qwen3": DECODER,
     "qwen2": DECODER,
     "gemma3_text": {**DECODER, "use_bidirectional_attention": True, "sliding_window": 9, "num_hidden_layers": 6},
@@ -152,8 +153,8 @@ def test_a_folder_of_sentence_transformers(tmp_path: Path) -> None:
         "modules.json": modules,
         "1_Pooling/config.json": {"word_embedding_dimension": 64, "pooling_mode_mean_tokens": True},
         "2_Dense/config.json": {"in_features": 64, "out_features": 7, "activation_function": "torch.nn.Tanh"},
-        "config_sentence_transformers.json": {"prompts": {"query": "q: "}, "default_prompt_name": None},
-        "sentence_bert_config.json": {"max_seq_length": 23, "do_lower_case": False},
+        "config_sentence_transformers.json": {"prompts": {"query": "Q: "}, "default_prompt_name": None},
+        "sentence_bert_config.json": {"max_seq_length": 23, "do_lower_case": True},
     }
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -163,7 +164,8 @@ def test_a_folder_of_sentence_transformers(tmp_path: Path) -> None:
     model = transformers.AutoModel.from_pretrained(tmp_path, attn_implementation="eager").eval()
     expected = own_rows(model, Tokenizer().encode("q: hello")).mean(0) @ weight.T
     embedder = vattn.Embedder(enable_pooling(model), Tokenizer())
-    got = embedder.encode(["hello"], prompt_name="query")
+    got = embedder.encode(["Hello"], prompt_name="query")
+    assert embedder.encode([]).shape == (0, 7)
     assert relative_l2(got[0], torch.nn.functional.normalize(expected.tanh(), dim=0)) < TOLERANCE
     assert relative_l2(embedder.encode(["hello"]), got) > 1e-2
     with pytest.raises(RequestError, match=r"prompts\[1\] of 24 tokens.*1 to 23"):
@@ -184,21 +186,29 @@ def test_refusals() -> None:
         vattn.Embedder(packed).encode(PROMPTS)
     with pytest.raises(ConfigError, match="no classification head"):
         vattn.Embedder(packed).score(PROMPTS)
-    with pytest.raises(ConfigError, match="pooling='average'"):
-        vattn.Embedder(packed, pooling="average")
+    for pooling in ("average", 3):
+        with pytest.raises(ConfigError, match=f"pooling={pooling!r}"):
+            vattn.Embedder(packed, pooling=pooling)
     embedder = vattn.Embedder(packed, pooling="mean", token_budget=50)
-    assert embedder.encode([]).shape[0] == 0
+    typed = {"input_ids": [3, 4, 5], "token_type_ids": [0, 1, 1]}
     for prompts, words in (
         ([[3], []], r"prompts\[1\] of 0 tokens"),
         ([list(range(45))], r"1 to 44 tokens \(the model's longest text\)"),
         ([[97]], r"prompts\[0\]: token id 97"),
+        ([typed, {**typed, "token_type_ids": [0, 0, 2]}], r"prompts\[1\]: 3 token_type_ids from 0 to 2 for 3 tokens"),
+        ([{**typed, "token_type_ids": [0, 1]}], "2 token_type_ids"),
+        ([{**typed, "attention_mask": [1, 1]}], "an attention_mask of another shape"),
+        ([vattn.PromptEmbeddings(torch.ones(3, 64))], r"prompts\[0\]: PromptEmbeddings"),
         (["text"], r"prompts\[0\]: a text for a generator without a tokenizer"),
     ):
         with pytest.raises(RequestError, match=words):
             embedder.encode(prompts)
     with pytest.raises(ConfigError, match="pass \\[prompt\\]"):
         embedder.encode("text")
+    with pytest.raises(ConfigError, match="pass the whole model"):
+        disable(model.encoder)
     disable(packed)
+    disable(model)
     with pytest.raises(ConfigError, match="not on vattn any more"):
         embedder.encode(PROMPTS)
     causal = transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING["qwen3"](**BASE, **DECODER))

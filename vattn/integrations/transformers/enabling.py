@@ -26,7 +26,7 @@ from vattn.integrations.transformers.checkpoint_scales import (
     remove_cache_hooks,
     restore_cache_hooks,
 )
-from vattn.integrations.transformers.checks import check_model, check_quant_config, has_head, model_dtype
+from vattn.integrations.transformers.checks import check_model, check_quant_config, model_dtype
 from vattn.integrations.transformers.model_layers import (
     find_heads,
     install,
@@ -221,7 +221,8 @@ def disable(model: nn.Module) -> None:
     inner: Any = getattr(model, "wrapped", model)
     before = inner.__dict__.pop("_vattn_before", None)
     if before is None:
-        if not isinstance(inner, transformers.PreTrainedModel) or not has_head(inner):
+        is_part = any(NAME in module._modules for module in inner.modules())
+        if is_part or not isinstance(inner, transformers.PreTrainedModel):
             raise ConfigError(
                 f"disable() of {type(inner).__name__}, a model that is not on vattn",
                 "what enable was called with, or what it returned",

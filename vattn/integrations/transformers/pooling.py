@@ -49,6 +49,8 @@ class PoolingModel(nn.Module):
         pooling: how embeddings are made, from the files of sentence-transformers in the local folder that the model
             was loaded from; `None` without them.
         num_labels: scores of a text; `None` for a model without a classification head.
+        num_token_types: values that `token_type_ids` may have; 0 for a model that takes none.
+        hidden_size: columns of a hidden state.
         max_seq_len: the longest text that the model takes; `None` for any.
     """
 
@@ -59,6 +61,7 @@ class PoolingModel(nn.Module):
         self.first_position, self.enabled = first_position, True
         self.vocab_size: int | None = getattr(config, "vocab_size", None)
         self.num_labels: int | None = None if base is model else model.config.num_labels
+        self.hidden_size: int = config.hidden_size
         self.pooling: PoolingConfig | None = None
         self.projections: Any = nn.Sequential()
         folder, longest = folder_of(model), None
@@ -71,7 +74,8 @@ class PoolingModel(nn.Module):
         taken = inspect.signature(base.forward).parameters
         self._cache = {"past_key_values": PackedCache()} if "past_key_values" in taken else {}
         self._options = {"use_cache": False} if "use_cache" in taken else {}
-        self._takes_types = "token_type_ids" in taken
+        # GPT-2 takes them too, looks them up as tokens, and is called without.
+        self.num_token_types = getattr(config, "type_vocab_size", 0) if "token_type_ids" in taken else 0
         self._attention: str = model.config._attn_implementation
 
     @property
@@ -102,7 +106,7 @@ class PoolingModel(nn.Module):
             raise ConfigError("a step of a model that is not on vattn any more", "a model on vattn", "enable it again")
         check_inputs(input_ids, positions, None, self.base)
         options = {**self._cache, **self._options}
-        if self._takes_types:
+        if self.num_token_types:
             types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
             options["token_type_ids"] = types[None]
         elif token_type_ids is not None:
