@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from vattn.integrations.transformers import disable
+from vattn.integrations.transformers import disable, enable_adapters
 from vattn.integrations.transformers.encoder_decoder import enable_encoder_decoder
 
 NEW = 9
@@ -106,7 +106,9 @@ def test_refusals() -> None:
     good = prompts(1)[0]
     wrong = [
         ({**good, "pixel_values": torch.ones(1)}, "pixel_values for WhisperForConditionalGeneration"),
-        ({**good, "input_features": torch.randn(2, 8, 74)}, "several input_features"),
+        ({**good, "input_features": torch.randn(2, 8, 74)}, r"input_features of \[2, 8, 74\]"),
+        ({**good, "decoder_input_ids": torch.tensor([1])}, r"decoder_input_ids of \[1\]"),
+        ({**good, "decoder_input_ids": torch.tensor([[1.0]])}, "token id 1.0"),
         ({**good, "input_features": torch.randn(1, 8, 70)}, "encoder refuses"),
         ({**good, "decoder_input_ids": torch.tensor([[97]])}, "token id 97"),
         ([3, 4], "a prompt without input_features for Whisper"),
@@ -116,8 +118,16 @@ def test_refusals() -> None:
     for request, (_, words) in zip(done, wrong, strict=False):
         with pytest.raises(RequestError, match=words):
             request.result()
-    with pytest.raises(ConfigError, match="no graphs"):
-        vattn.Generator(generator.model, graph_sizes=[1])
+    assert generator.generate(good, SAMPLING)[0].state == "finished"
+    with pytest.raises(ConfigError, match="a batch of prompts with images or recordings"):
+        generator.generate({**good, "input_features": torch.randn(2, 8, 74)})
+    with pytest.raises(ConfigError, match=r"mixed_graph_sizes=\[16\].*no graphs"):
+        vattn.Generator(generator.model, mixed_graph_sizes=[16])
+    with pytest.raises(UnsupportedRequestError, match="adapters of an encoder-decoder model"):
+        enable_adapters(generator.model)
+    generator.model.allocate(num_blocks=12, hybrid=True)
+    with pytest.raises(ConfigError, match="without hybrid=True"):
+        vattn.Generator(generator.model)
     bart = transformers.BartConfig(d_model=64, encoder_layers=1, decoder_layers=1, vocab_size=97)
     with pytest.raises(UnsupportedRequestError, match="position_ids"):
         enable_encoder_decoder(transformers.BartForConditionalGeneration(bart).eval())

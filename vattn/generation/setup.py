@@ -75,7 +75,9 @@ def find_cache(model: Any, cache: Any) -> KVCacheAllocation:
         )
     if any(group.kind == "cross" for group in found.groups):
         raise ConfigError(
-            "a cache with encoder states", "models without cross attention", "write the loop: docs/layers.md shows it"
+            "a cache with groups (hybrid=True) for a model with cross attention",
+            "a cache without groups",
+            "allocate it without hybrid=True; docs/layers.md has a loop for models of your own",
         )
     return found
 
@@ -257,18 +259,16 @@ def make_builder(
     )
 
 
-def sizes_with_encoder(model: Any, graph_sizes: Any) -> Any:
+def sizes_with_encoder(model: Any, name: str, sizes: Any) -> Any:
     """Return the sizes of graphs: none for a model with cross attention.
 
     Raises:
         ConfigError: sizes for such a model.
     """
     if not longest_encoder(model):
-        return graph_sizes
-    if graph_sizes:
-        raise ConfigError(
-            f"graph_sizes={graph_sizes!r:.60} for an encoder-decoder model", "no graphs", "leave graph_sizes out"
-        )
+        return sizes
+    if sizes:
+        raise ConfigError(f"{name}={sizes!r:.60} for an encoder-decoder model", "no graphs", f"leave {name} out")
     return ()
 
 

@@ -56,9 +56,9 @@ def read_submissions(prompts: Any, tokenizer: Any, **settings: Any) -> list[Subm
             neither one nor as many as the prompts.
     """
     if has_media(prompts):
-        if len(prompts["input_ids"]) != 1:
+        if any(len(value) != 1 for name, value in prompts.items() if name.endswith(("input_ids", "input_features"))):
             raise ConfigError(
-                f"prompts={sorted(prompts)}, a batch of prompts with images",
+                f"prompts={sorted(prompts)}, a batch of prompts with images or recordings",
                 "a list of prompts",
                 "call the processor for each prompt, and pass a list of what it returned",
             )

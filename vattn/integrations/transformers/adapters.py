@@ -239,6 +239,10 @@ def _check_model(model: Any) -> None:
             "models whose linear layers run once on all tokens of a step",
             "merge the adapter into the model, and enable that",
         )
+    if getattr(model, "max_encoder_len", 0):
+        raise UnsupportedRequestError(
+            "adapters of an encoder-decoder model", "causal language models", "merge the adapter, and enable the model"
+        )
     if ranks_of(model) is not None:
         raise UnsupportedRequestError(
             "adapters of a model whose weights are sharded over ranks", "models on one device", "merge the adapter"

@@ -125,11 +125,12 @@ class EncoderDecoderModel(PackedModel):
                 "input_features and decoder_input_ids",
                 "pass what the processor returned for one recording",
             )
-        wrong = [name for name, value in encoded.items() if not isinstance(value, Tensor) or value.shape[0] != 1]
-        if wrong:
-            raise RequestError(
-                f"a prompt with several {wrong[0]}", "tensors of one prompt, [1, ...]", "pass each alone"
-            )
+        first = torch.tensor([[model.config.decoder_start_token_id]])
+        given = {"input_features": encoded["input_features"], "decoder_input_ids": first, **encoded}
+        for name, value in given.items():
+            shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            if not isinstance(shape, list) or len(shape) < 2 or shape[0] != 1:
+                raise RequestError(f"a prompt with {name} of {shape}", "tensors of one prompt, [1, ...]", "pass each")
         features = encoded["input_features"].to(model.device, model_dtype(model))
         try:
             states = model.get_encoder()(features).last_hidden_state[0]
@@ -143,11 +144,11 @@ class EncoderDecoderModel(PackedModel):
             raise RequestError(
                 f"a recording of {states.shape[0]} encoder states", f"up to {self.max_encoder_len}", "cut the recording"
             )
-        first = model.config.decoder_start_token_id
-        ids = encoded["decoder_input_ids"][0].tolist() if "decoder_input_ids" in encoded else [first]
-        wrong_ids = [token for token in ids if not 0 <= token < (self.vocab_size or 0)]
-        if wrong_ids:
-            raise RequestError(f"token id {wrong_ids[0]} in a prompt", f"0 to {self.vocab_size}", "use its tokenizer")
+        ids = given["decoder_input_ids"][0].tolist()
+        wrong = [token for token in ids if token not in range(self.vocab_size or 0)]
+        if wrong or given["decoder_input_ids"].is_floating_point():
+            token, most = wrong[0] if wrong else ids[0], (self.vocab_size or 0) - 1
+            raise RequestError(f"token id {token} in a prompt", f"ids from 0 to {most}", "use the model's tokenizer")
         name = hashlib.sha256(states.contiguous().cpu().view(torch.uint8).numpy().tobytes()).digest()
         return ids, PromptInputs(identities=((0, _ENDLESS, name),), encoder_states=states)
 
@@ -215,6 +216,8 @@ def enable_encoder_decoder(
     """
     check_model(model, pools=True)
     check_switches(batch_invariant=batch_invariant)
+    if cache_config is not None and not isinstance(cache_config, CacheConfig):
+        raise ConfigError(f"cache_config={cache_config!r}", "vattn.CacheConfig(...)", "leave it out")
     if cache_config is not None and cache_config.cache_dtype != "auto":
         raise ConfigError(f"cache_dtype={cache_config.cache_dtype!r} for an encoder-decoder", "'auto'", "leave it out")
     _check_decoder(model)

@@ -145,7 +145,7 @@ def _check(base: Any, encoded: Mapping[str, Any], device: torch.device) -> tuple
         raise RequestError(
             f"a prompt with {wrong[0]} of type {type(encoded[wrong[0]]).__name__}", "tensors", "return_tensors='pt'"
         )
-    ids: Tensor = encoded["input_ids"]
+    ids: Tensor = encoded.get("input_ids", torch.empty(0))
     if ids.ndim != 2 or ids.shape[0] != 1:
         raise RequestError(
             f"a prompt with images and input_ids of shape {list(ids.shape)}",
