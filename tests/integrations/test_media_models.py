@@ -95,6 +95,16 @@ def test_blocks_are_not_shared_under_another_mask() -> None:
     assert request.reused == 0
 
 
+def test_a_text_gets_its_token_beside_an_image_that_waits() -> None:
+    """The first step ends before the image, which it has no room for, and completes the shorter text after it."""
+    model = make("gemma3")
+    image, text = prompt("gemma3", BEFORE, AFTER), torch.tensor([TEXT[:3]])
+    expected = [own(model, inputs) for inputs in (image, {"input_ids": text, "attention_mask": text * 0 + 1})]
+    generator = vattn.Generator(enable(model, num_blocks=33), token_budget=20, max_num_reqs=4, max_seq_len=64)
+    for request, one in zip(generator.generate([image, TEXT[:3]], SAMPLING), expected, strict=True):
+        check(request, one)
+
+
 def test_images_in_a_cache_with_groups_and_beside_drafts() -> None:
     model = make("gemma3")
     prompts = [prompt("gemma3", BEFORE, AFTER), prompt("gemma3", [7, 5], AFTER, seed=1)]
