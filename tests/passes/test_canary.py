@@ -31,6 +31,7 @@ NAMES = """
 torch._C._AutoDispatchBelowAutograd
 torch._C._cuda_getCurrentRawStream
 torch._C._cuda_getDevice
+torch._C._cuda_isCurrentStreamCapturing
 torch._C._dynamo.eval_frame._FrameAction.SKIP
 torch._C._dynamo.eval_frame._FrameExecStrategy
 torch._C._dynamo.eval_frame.set_code_exec_strategy
@@ -44,6 +45,8 @@ torch._dynamo.maybe_mark_dynamic
 torch._guards.detect_fake_mode
 torch._inductor.aoti_compile_and_package
 torch._inductor.aoti_load_package
+torch._inductor.async_compile.AsyncCompile.warm_pool
+torch._inductor.compile_fx
 torch._inductor.compile_fx.compile_fx
 torch._inductor.config.eager_numerics.division_rounding
 torch._inductor.config.emulate_precision_casts
