@@ -356,7 +356,28 @@ def test_a_request_that_was_not_queued_uses_no_adapter(saved: tuple[Path, dict[s
     with pytest.raises(errors.QueueFullError) as refused:
         generator.add(PROMPT, SAMPLING, adapter="small")
     adapters.remove("small")
-    del refused
+    with pytest.raises(errors.VattnError, match="grammar") as without_tokenizer:
+        generator.add(PROMPT, vattn.Sampling(grammar=vattn.Grammar(regex="a+")), adapter="large")
+    adapters.remove("large")
+    del refused, without_tokenizer
+
+
+def test_prompts_with_images_use_adapters(tmp_path: Path) -> None:
+    """Those of the language model: its vision tower has layers of the same names."""
+    from tests.integrations.media_families import make, prompt
+
+    options = {"r": 4, "lora_alpha": 8, "target_modules": r".*language_model.*(q_proj|down_proj)"}
+    model, inputs = peft.get_peft_model(make("llava"), peft.LoraConfig(**options)), prompt("llava", [7, 5], [9, 4])
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+    model.save_pretrained(tmp_path)
+    expected = model.eval().generate(**inputs, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    packed = enable(make("llava"), num_blocks=16)
+    enable_adapters(packed, max_rank=4).load("own", tmp_path)
+    generator = vattn.Generator(packed, max_seq_len=64)
+    with_adapter, without = generator.generate([inputs] * 2, SAMPLING, adapter=["own", None])
+    assert with_adapter.output == expected[0, inputs["input_ids"].shape[1] :].tolist() != without.output
 
 
 class Reversed(torch.nn.Module):

@@ -108,9 +108,9 @@ def test_refusals() -> None:
         ({**good, "pixel_values": torch.ones(1)}, "pixel_values for WhisperForConditionalGeneration"),
         ({**good, "input_features": torch.randn(2, 8, 74)}, r"input_features of \[2, 8, 74\]"),
         ({**good, "decoder_input_ids": torch.tensor([1])}, r"decoder_input_ids of \[1\]"),
-        ({**good, "decoder_input_ids": torch.tensor([[1.0]])}, "token id 1.0"),
+        ({**good, "decoder_input_ids": torch.tensor([[1.0]])}, r"token ids \[1\.0\]"),
         ({**good, "input_features": torch.randn(1, 8, 70)}, "encoder refuses"),
-        ({**good, "decoder_input_ids": torch.tensor([[97]])}, "token id 97"),
+        ({**good, "decoder_input_ids": torch.tensor([[97]])}, r"token ids \[97\]"),
         ([3, 4], "a prompt without input_features for Whisper"),
     ]
     done = generator.generate([*(prompt for prompt, _ in wrong), good], SAMPLING)

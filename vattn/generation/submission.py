@@ -12,7 +12,7 @@ from torch import nn
 
 from vattn.errors import ConfigError, RequestError, VattnError
 from vattn.generation.chat import Chat, is_conversation
-from vattn.generation.grammar import GrammarCompiler
+from vattn.generation.grammar import GrammarCompiler, GrammarMatcher
 from vattn.generation.prompt_embeddings import PromptEmbeddings
 from vattn.generation.prompts import Prompt, check_sampling, encoded_rows, has_media, read_bad_words, read_prompt
 from vattn.generation.request import FAILED, Request
@@ -115,19 +115,27 @@ class SubmissionReader:
         ids, inputs = self._prompt(submission.prompt, sampling, vocab_size)
         ends = stop_token_ids if sampling.stop_token_ids is None else frozenset(sampling.stop_token_ids)
         words = read_bad_words(sampling, self._tokenizer, vocab_size)
+        matchers = [self._matcher(sampling, ends, stop_token_ids) for _ in range(sampling.candidates)]
+        # Nothing fails once a request uses an adapter, which could not be removed then.
         with nullcontext() if self._adapters is None else self._adapters.lock:
             adapter = None if submission.adapter is None else self._adapter(submission.adapter)
             choices = tuple(
                 Request(ids, sampling, ends, submission.cache_salt, words, index, adapter, inputs)
                 for index in range(sampling.candidates)
             )
-        for request in choices:
-            request.choices = choices
-            if sampling.grammar is not None:
-                if self._grammars is None:
-                    self._grammars = GrammarCompiler(self._tokenizer, vocab_size, stop_token_ids)
-                request.matcher = self._grammars.matcher(sampling.grammar, ends)
+        for request, matcher in zip(choices, matchers, strict=True):
+            request.choices, request.matcher = choices, matcher
         return choices
+
+    def _matcher(
+        self, sampling: Sampling, ends: frozenset[int], stop_token_ids: frozenset[int]
+    ) -> GrammarMatcher | None:
+        """Return what a request's grammar allows; `None` without a grammar."""
+        if sampling.grammar is None:
+            return None
+        if self._grammars is None:
+            self._grammars = GrammarCompiler(self._tokenizer, getattr(self._model, "vocab_size", None), stop_token_ids)
+        return self._grammars.matcher(sampling.grammar, ends)
 
     def _prompt(self, prompt: Any, sampling: Sampling, vocab_size: int | None) -> tuple[list[int], PromptInputs | None]:
         """Return the ids of a prompt, and what it is besides them."""

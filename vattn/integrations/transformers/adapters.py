@@ -17,6 +17,7 @@ from vattn.cache.bindings import take_cache
 from vattn.config.arguments import read_count
 from vattn.errors import ConfigError, UnsupportedRequestError
 from vattn.integrations.transformers.checks import model_dtype
+from vattn.integrations.transformers.media import LANGUAGE, takes_media
 from vattn.integrations.transformers.merged_linear import MergedLinear
 from vattn.integrations.transformers.observe import ordinary_tokens
 from vattn.integrations.transformers.packed_model import PackedModel
@@ -169,7 +170,7 @@ def enable_adapters(
         max_adapters: how many can be loaded at once.
         max_rank: largest rank of an adapter. Memory and time are those of this rank, whatever ranks are loaded.
         target_modules: the last names of the linear layers that can have adapters, such as `["q_proj", "v_proj"]`;
-            default all in repeated layers. Merged projections share one product: see
+            default all in repeated layers. Those of a vision tower cannot. Merged projections share one product: see
             `enable(merge_projections=...)`.
         max_num_tokens: of a step; a generator makes room for its own steps.
 
@@ -249,17 +250,21 @@ def _check_model(model: Any) -> None:
         )
 
 
-def _targets(model: nn.Module, names: Iterable[str] | None) -> dict[str, nn.Linear]:
+def _targets(model: Any, names: Iterable[str] | None) -> dict[str, nn.Linear]:
     """Return the linear layers that can have adapters."""
     if isinstance(names, str):
         raise ConfigError(f"target_modules={names!r}", "a list of names", f"target_modules=[{names!r}]")
     wanted = None if names is None else set(names)
+    parts = model.base_model._modules if takes_media(model) else {}
+    # A vision tower runs outside of steps.
+    others = [part for name, part in parts.items() if name != LANGUAGE]
+    outside = tuple(f"{name}." for name, module in model.named_modules() if module in others)
     lists = {f"{name}." for name, module in model.named_modules() if isinstance(module, nn.ModuleList)}
     found: dict[str, nn.Linear] = {}
     for name, module in model.named_modules():
         last = name.rpartition(".")[2]
         kind = type(module) in SWAPPED["adapters"] or merged_product(module) is not None
-        inside = any(name.startswith(each) for each in lists)
+        inside = any(name.startswith(each) for each in lists) and not name.startswith(outside)
         if kind and inside and (last in wanted if wanted is not None else True):
             found[name] = module  # type: ignore[assignment]
     missing = set() if wanted is None else wanted - {name.rpartition(".")[2] for name in found}

@@ -127,10 +127,12 @@ class EncoderDecoderModel(PackedModel):
             )
         first = torch.tensor([[model.config.decoder_start_token_id]])
         given = {"input_features": encoded["input_features"], "decoder_input_ids": first, **encoded}
-        for name, value in given.items():
+        for key, value in given.items():
             shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
             if not isinstance(shape, list) or len(shape) < 2 or shape[0] != 1:
-                raise RequestError(f"a prompt with {name} of {shape}", "tensors of one prompt, [1, ...]", "pass each")
+                raise RequestError(
+                    f"a prompt with {key} of {shape}", "tensors of one prompt, [1, ...]", "pass each prompt alone"
+                )
         features = encoded["input_features"].to(model.device, model_dtype(model))
         try:
             states = model.get_encoder()(features).last_hidden_state[0]
@@ -147,8 +149,10 @@ class EncoderDecoderModel(PackedModel):
         ids = given["decoder_input_ids"][0].tolist()
         wrong = [token for token in ids if token not in range(self.vocab_size or 0)]
         if wrong or given["decoder_input_ids"].is_floating_point():
-            token, most = wrong[0] if wrong else ids[0], (self.vocab_size or 0) - 1
-            raise RequestError(f"token id {token} in a prompt", f"ids from 0 to {most}", "use the model's tokenizer")
+            most = (self.vocab_size or 0) - 1
+            raise RequestError(
+                f"token ids {(wrong or ids)[:3]} in a prompt", f"ids from 0 to {most}", "use the model's tokenizer"
+            )
         name = hashlib.sha256(states.contiguous().cpu().view(torch.uint8).numpy().tobytes()).digest()
         return ids, PromptInputs(identities=((0, _ENDLESS, name),), encoder_states=states)
 
