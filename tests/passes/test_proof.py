@@ -225,6 +225,10 @@ def test_conditions_are_met_and_not() -> None:
             assert refused.value.near and refused.value.node in first.nodes
         else:
             conditions.check()
+    first = Traced(lambda o, s: torch.where(o > 9, o, torch.where(o < -9, o, o * 2)))
+    with pytest.raises(Refusal) as refused:
+        Conditions(first.nodes, [first.output]).check()  # none was seen
+    assert refused.value.node is next(n for n in first.nodes if n.meta["val"].dtype == torch.bool)
     first = Traced(lambda o, s: torch.where(torch.arange(256) > 300, o, o * 2))
     Conditions(first.nodes, [first.output]).check()  # of no value
 

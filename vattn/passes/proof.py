@@ -191,7 +191,8 @@ class Conditions:
         Raises:
             Refusal: there is one.
         """
-        for node, met in sorted(self.missing):
+        if self.missing:
+            node, met = min(self.missing)
             seen = "never" if met else "always"
             raise Refusal(f"{op_name(node.target)} is {seen} true for the inputs that are tried", node, near=True)
 

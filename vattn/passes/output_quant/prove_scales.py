@@ -106,8 +106,7 @@ class ScaleProver(Prover):
     def _maxima(self) -> dict[Node, Tensor]:
         """Return the nodes that hold maxima of groups, made of nothing else, with the group of each element."""
         rows, values, output = self.sample.rows, self.sample.values, self.region.output
-        rng = torch.Generator().manual_seed(6)
-        weights = torch.randint(-(2**62), 2**62, values[output].shape, generator=rng)
+        weights = torch.empty(values[output].shape, dtype=torch.int64).random_(generator=torch.Generator())
         sums = weights.view(-1, self.group).sum(-1)
         sums, order = torch.cat((sums, 2 * sums)).sort()  # twice: of values and negated ones
         order = order % (rows.numel() // self.group)
@@ -204,7 +203,7 @@ class ScaleProver(Prover):
         for source in node.all_input_nodes:
             if source not in found:
                 held = read[source] = given[source]
-                if isinstance(held, Tensor) and held.dim():
+                if held.dim():
                     if not held.numel() or bool((held != held.flatten()[0]).any()):
                         return None
                     read[source] = held.flatten()[:1]
