@@ -145,6 +145,7 @@ def test_refusals() -> None:
         ({**good, "pixel_values": [1.0]}, "pixel_values of type list"),
         ({**good, "attention_mask": good["attention_mask"] * 0}, "images and padding"),
         ({**good, "input_ids": good["input_ids"].repeat(2, 1)}, r"input_ids of shape \[2"),
+        ({**good, "input_ids": good["input_ids"] + 90}, "token id 102"),
         ({**good, "position_ids": torch.arange(5, 35)[None]}, "position_ids, which Gemma3Model does not take"),
     ]
     done = generator.generate([inputs for inputs, _ in wrong] + [TEXT[:5]], SAMPLING)

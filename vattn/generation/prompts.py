@@ -99,13 +99,9 @@ def encoded_rows(encoded: Mapping[str, Any]) -> list[Any]:
 
 def has_media(prompt: Any) -> bool:
     """Return whether a prompt is what a processor returned for images, sound or other media."""
-    if isinstance(prompt, Mapping) and "input_features" in prompt:
-        return True
-    return (
-        isinstance(prompt, Mapping)
-        and "input_ids" in prompt
-        and any(name not in ("input_ids", "attention_mask") and not name.endswith("token_type_ids") for name in prompt)
-    )
+    if not isinstance(prompt, Mapping) or not {"input_ids", "input_features"} & prompt.keys():
+        return False
+    return any(name not in ("input_ids", "attention_mask") and not name.endswith("token_type_ids") for name in prompt)
 
 
 def _listed(rows: Any) -> list[Any]:

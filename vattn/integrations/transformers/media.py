@@ -152,6 +152,14 @@ def _check(base: Any, encoded: Mapping[str, Any], device: torch.device) -> tuple
             "one prompt, [1, n]",
             "call the processor for each prompt",
         )
+    # On a GPU the embedding layer would not raise, but end the process.
+    known = range(base.get_input_embeddings().num_embeddings)
+    named = {value for name, value in vars(base.config).items() if "_token_i" in name and isinstance(value, int)}
+    wrong = [token for token in ids[0].tolist() if token not in known and token not in named]
+    if wrong:
+        raise RequestError(
+            f"token id {wrong[0]} in a prompt", f"ids from 0 to {known[-1]}", "use the model's own processor"
+        )
     mask = encoded.get("attention_mask")
     if mask is not None and not bool(mask.all()):
         raise RequestError("a prompt with images and padding", "no padding", "call the processor for each prompt")
