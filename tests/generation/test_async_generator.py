@@ -109,6 +109,19 @@ def test_requests_of_other_threads(running: Any, expected: list[list[int]]) -> N
     assert ended.wait(30) and found == expected[1]
 
 
+def test_a_watch_that_raises_ends_its_request_alone(running: Any, expected: list[list[int]]) -> None:
+    generator, _ = running
+
+    def broken(part: vattn.Progress) -> None:
+        raise RuntimeError("Event loop is closed")
+
+    request = generator.submit(vattn.Submission(PROMPTS[0], GREEDY), broken)
+    assert asyncio.run(generator.generate(PROMPTS[1], GREEDY)).output == expected[1]
+    assert request.state == "cancelled" and len(request.output) == 1
+    with pytest.raises(errors.ConfigError, match="a vattn.Submission"):
+        generator.submit(PROMPTS[0], broken)
+
+
 def test_closed_and_wrong(packed: PackedModel) -> None:
     with pytest.raises(errors.ConfigError, match=r"a vattn\.Generator"):
         vattn.AsyncGenerator(packed)  # type: ignore[arg-type]

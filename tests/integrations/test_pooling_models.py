@@ -205,6 +205,9 @@ def test_refusals() -> None:
             embedder.encode(prompts)
     with pytest.raises(ConfigError, match="pass \\[prompt\\]"):
         embedder.encode("text")
+    embedder.tokenizer = transformers.BertTokenizer({"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "[PAD]": 3, "[MASK]": 4})
+    with pytest.raises(RequestError, match="a pair that the tokenizer refuses"):
+        embedder.encode([("a", "b\ud800")])
     with pytest.raises(ConfigError, match="pass the whole model"):
         disable(model.encoder)
     disable(packed)

@@ -72,12 +72,17 @@ class AsyncGenerator:
         Args:
             submission: the prompt with its settings.
             watch: is called in the thread of the steps and must return soon. The last call of a request finds it ended;
-                one that is cancelled gets no call.
+                one that is cancelled gets no call. If it raises, that is logged and its request is cancelled.
 
         Raises:
             VattnError: see `Generator.add`.
+            ConfigError: no `Submission`.
             RequestError: this is closed.
         """
+        if not isinstance(submission, Submission):
+            raise ConfigError(
+                f"submit({submission!r:.60})", "a vattn.Submission", "submit(vattn.Submission(prompt), ...)"
+            )
         # Steps go on while a tokenizer or a grammar takes its time.
         choices = self.generator._read(submission)
         with self._changed:
@@ -190,5 +195,11 @@ class AsyncGenerator:
     def _pass_on(self, part: Progress) -> None:
         request = part.request
         watch = self._unfinished.pop(request, None) if request.done else self._unfinished.get(request)
-        if watch is not None:
+        if watch is None:
+            return
+        try:
             watch(part)
+        except Exception:
+            # Such as of an event loop that is closed. The other requests go on.
+            logger.exception("a watch failed")
+            self.cancel([request])

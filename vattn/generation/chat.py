@@ -70,8 +70,8 @@ class Chat:
             if kinds:
                 raise RequestError(
                     f"a message with content of type {kinds[0]!r}",
-                    "texts, for a text model",
-                    "leave it out of the chat",
+                    "texts",
+                    "leave it out, or pass what the processor of a model that takes images returned instead of a chat",
                 )
         if unread := self._unread(tokenizer):
             raise RequestError(

@@ -202,7 +202,12 @@ class Embedder:
                 raise RequestError(
                     "a pair of texts for a tokenizer that takes one", "a tokenizer of transformers", "pass tokenizer="
                 )
-            prompt = self.tokenizer(*prompt)
+            try:
+                prompt = self.tokenizer(*prompt)
+            except Exception as error:
+                raise RequestError(
+                    f"a pair that the tokenizer refuses: {error}", "pairs that it can encode", "check both texts"
+                ) from error
         if isinstance(prompt, PromptEmbeddings):
             raise RequestError(repr(prompt), "texts and token ids", "pass its token ids")
         types: list[Any] = []
