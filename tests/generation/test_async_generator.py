@@ -118,7 +118,7 @@ def test_a_watch_that_raises_ends_its_request_alone(running: Any, expected: list
     request = generator.submit(vattn.Submission(PROMPTS[0], GREEDY), broken)
     assert asyncio.run(generator.generate(PROMPTS[1], GREEDY)).output == expected[1]
     assert request.state == "cancelled" and len(request.output) == 1
-    with pytest.raises(errors.ConfigError, match="a vattn.Submission"):
+    with pytest.raises(errors.ConfigError, match=r"a vattn\.Submission"):
         generator.submit(PROMPTS[0], broken)
 
 

@@ -157,6 +157,18 @@ def test_a_failed_step_starts_over(long_expected: list[list[int]]) -> None:
         check_empty(generator)
 
 
+def test_a_step_that_failed_ahead_concerns_its_requests_alone(long_expected: list[list[int]]) -> None:
+    target = Faulty(enable(make_model("llama"), num_blocks=64))
+    target.bad, target.vocab_size = -1, target.packed.vocab_size
+    generator = make_generator(target, speculation=vattn.DraftModel(equal(), 3))
+    request = generator.add(PROMPTS[0], LONG)
+    generator.step()
+    target.raise_in = 1
+    assert generator.step(), "the tokens of the step before the one that fails are returned"
+    generator.cancel(request)
+    assert generator.generate([PROMPTS[1]], LONG)[0].output == long_expected[1]
+
+
 def test_a_draft_model_belongs_to_the_newest_generator(packed: PackedModel) -> None:
     drafting = equal()
     old = make_generator(enable(make_model("llama"), num_blocks=16), speculation=vattn.DraftModel(drafting))

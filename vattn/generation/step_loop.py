@@ -43,7 +43,8 @@ class StepLoop:
         self._bindings = CacheBindings(layers, cache_claim)
         self._skips_special_tokens = takes(getattr(tokenizer, "decode", None), "skip_special_tokens")
         self._ahead: Launched | None = None
-        self._error: Exception | None = None
+        # What launching the next step raised, and the requests that were left then.
+        self._error: tuple[Exception, list[Request]] | None = None
         self._statistics, self._first = Statistics(), list[float]()
         # Reentrant: a signal handler may cancel requests too. It is held for moments, never during a step.
         self._lock, self._stepping = threading.RLock(), False
@@ -150,8 +151,8 @@ class StepLoop:
                 "use that one or make a new one, or give each a model with a cache of its own",
             )
 
-    def _undo(self, snapshot: Mapping[Request, int]) -> None:
-        """Undo a step: its requests have the tokens of the snapshot and wait, and the cache is empty."""
+    def _undo(self, snapshot: Mapping[Request, int]) -> list[Request]:
+        """Undo a step: its requests have the tokens of the snapshot and wait, and the cache is empty; return them."""
         self._ahead = None
         with self._lock:
             unfinished = self.scheduler.start_over(snapshot)
@@ -161,12 +162,14 @@ class StepLoop:
                 for count in range(len(request.output)):
                     request.stream.push(request.output[: count + 1])
                 request.text = request.stream.text
+        return unfinished
 
     def _run_step(self) -> list[Progress]:
         begin = time.perf_counter()
         if self._error is not None:
-            error, self._error = self._error, None
-            raise error
+            (error, requests), self._error = self._error, None
+            if not all(request.done for request in requests):
+                raise error
         now, self._ahead = self._ahead or self._launch(None), None
         if now is None:
             return []
@@ -184,13 +187,13 @@ class StepLoop:
     def _launch_next(self) -> None:
         """Launch the next step as soon as the tokens of this one are known, so that the device waits for no caller.
 
-        One that fails is undone, and the next call raises its error: the tokens of this step are to be returned.
+        One that fails is undone, and the next call raises its error, unless its requests are cancelled before: the
+        tokens of this step are to be returned.
         """
         try:
             self._ahead = self._launch(None)
         except Exception as error:
-            self._undo(self.scheduler.snapshot())
-            self._error = error
+            self._error = error, self._undo(self.scheduler.snapshot())
 
     def _can_look_ahead(self, now: Batch) -> bool:
         """Whether the next step can be launched before the tokens of this one are known on the host."""
