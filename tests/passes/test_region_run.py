@@ -101,6 +101,10 @@ def test_casts_are_those_of_eager_code(saturates: bool, monkeypatch: pytest.Monk
     assert torch.equal(run_node(held, {source: x[:3]}), x[:3])
 
 
+def test_casts_saturate_from_a_version_on() -> None:
+    assert region_run.SATURATES == (torch.torch_version.TorchVersion(torch.__version__) >= "2.12")
+
+
 def test_other_casts_do_not_saturate_and_keep_integers() -> None:
     assert unsaturated_cast(torch.tensor([1e9]), E5M2).float().tolist() == torch.tensor([1e9]).to(E5M2).float().tolist()
     assert unsaturated_cast(torch.tensor([900]), E4M3).float().tolist() == torch.tensor([900]).to(E4M3).float().tolist()

@@ -90,6 +90,10 @@ EIGHTH = (WIDTH, BF16)
 ROTATED: dict[str, tuple[Callable[..., Tensor], list[Shape], dict[str, Any]]] = {
     "neox": (neox, [HEAD, HALF, HALF], {"tables": (1, 2)}),
     "sines come first": (by_sin_first, [HEAD, HALF, HALF], {"tables": (2, 1)}),
+    "one token": (neox, [(1, HEADS, WIDTH, BF16), (1, 1, 4), (1, 1, 4)], {"tables": (1, 2)}),
+    "as many tokens as columns": (
+        neox, [(WIDTH, HEADS, WIDTH, BF16), (WIDTH, 1, 4), (WIDTH, 1, 4)], {"tables": (1, 2)},
+    ),
     "interleaved": (interleaved, [HEAD, HALF, HALF], {"style": "interleaved", "tables": (1, 2)}),
     "tables of all columns": (whole_tables, [HEAD, (T, 1, WIDTH), (T, 1, WIDTH)], {"tables": (1, 2)}),
     "half of the columns": (partly, [HEAD, (T, 1, 2), (T, 1, 2)], {"rotary_dim": 4, "tables": (1, 2)}),

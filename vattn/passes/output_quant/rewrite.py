@@ -77,8 +77,8 @@ def _new_arguments(
         kwargs["_output_block_scale_base_index"] = len(bases)
         bases.append(_block_scale(builder, fmt, tokens, heads * width, val.device))
     if fmt.static_scale:
-        scale = found.scale if isinstance(found.scale, Node) else (found.scale or 0.0) * found.factor
-        kwargs["output_scale"] = _static_scale(builder, scale, found.factor, val.device)
+        assert found.scale is not None
+        kwargs["output_scale"] = _static_scale(builder, found.scale, found.factor, val.device)
     return {**kwargs, "_all_bases": bases, "config": found.config.encode()}, bases
 
 

@@ -159,14 +159,13 @@ class _Trial:
     def _sort(self, leaf: Node) -> None:
         count, size = math.prod(self.run.shape(leaf)), self.config.head_size
         varies = any(expression(n).free_symbols for n in value(leaf).shape)
-        if _is_per_token(leaf, self.region.end) and 1 <= count // self.tokens <= size:
-            self.tables.append(leaf)
-        elif count == size and not varies:
+        whole = not varies and not _is_per_token(leaf, self.region.end)
+        if whole and count == size:
             self.weights.append(leaf)
-        elif count in (1, self.config.num_kv_heads) and not varies:
+        elif whole and count in (1, self.config.num_kv_heads):
             self.scales.append(leaf)
-        elif self.tokens % self._rows(leaf) == 0 and 1 <= count // self._rows(leaf) <= size:
-            self.tables.append(leaf)  # of a sequence, for all sequences of a batch
+        elif self.tokens % self._rows(leaf) == 0 and count // self._rows(leaf) <= size:
+            self.tables.append(leaf)  # of the tokens, or of a sequence for all sequences of a batch
         else:
             shape = tuple(map(str, value(leaf).shape))
             raise Refusal(f"it also depends on {leaf.name} of shape {shape}", self.region.end, near=True)
@@ -225,7 +224,7 @@ class _Trial:
         magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.float64).roll(seed)
         x *= magnitudes.repeat(-(-self.tokens // len(_MAGNITUDES)))[: self.tokens, None]
         if seed == 1:
-            x[0, 3::7], x[-1, -1] = torch.nan, torch.nan
+            x[0, 3::7] = torch.nan
         return inputs, self.run(dict(inputs)).reshape(self.tokens, self.num_heads, self.config.head_size)
 
     def _candidates(self) -> Iterator[Rotation[Node]]:

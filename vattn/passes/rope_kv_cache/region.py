@@ -51,15 +51,13 @@ def history(end: Node) -> list[Node]:
         node, done = stack.pop()
         if done:
             order.append(node)
-            continue
-        if node in seen or is_size(node):
-            continue
-        seen.add(node)
-        if len(seen) > LARGEST_REGION:
-            raise Refusal(f"more than {LARGEST_REGION} nodes make {end.name}", end)
-        stack.append((node, True))
-        if can_run(node):
-            stack.extend((source, False) for source in reversed(node.all_input_nodes))
+        elif node not in seen and not is_size(node):
+            seen.add(node)
+            if len(seen) > LARGEST_REGION:
+                raise Refusal(f"more than {LARGEST_REGION} nodes make {end.name}", end)
+            stack.append((node, True))
+            if can_run(node):
+                stack.extend((source, False) for source in reversed(node.all_input_nodes))
     return order
 
 
@@ -157,14 +155,14 @@ def before_copies(node: Node) -> Node | None:
     name = op_name(node.target)
     if len(sources) != 1 or not isinstance(value(sources[0]), Tensor):
         return None
-    source = sources[0]
+    (source,) = sources
     if meaning(node) in _MOVES or (name == "cat" and node.args[0].count(source) == len(node.args[0])):  # type: ignore[union-attr,arg-type]
         return source
     if meaning(node) == "cast":
         # Narrower too: generated code does not round what it casts and reads in one kernel.
         floats = all(value(n).dtype.is_floating_point and value(n).dtype not in FP8_DTYPES for n in (source, node))
         return source if floats else None
-    is_weight = value(source).dim() == 1 and isinstance(value(source).shape[0], int)
+    is_weight = value(source).dim() == 1 and isinstance(value(source).numel(), int)
     if name == "add" and is_weight and not node.kwargs and 1 in node.args:
         return source
     return None
