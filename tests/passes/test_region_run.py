@@ -102,7 +102,7 @@ def test_casts_are_those_of_eager_code(saturates: bool, monkeypatch: pytest.Monk
 
 
 def test_casts_saturate_from_a_version_on() -> None:
-    assert region_run.SATURATES == (torch.torch_version.TorchVersion(torch.__version__) >= "2.12")
+    assert (torch.torch_version.TorchVersion(torch.__version__) >= "2.12") == region_run.SATURATES
 
 
 def test_other_casts_do_not_saturate_and_keep_integers() -> None:
