@@ -139,6 +139,19 @@ def test_quotients_are_those_of_every_value_and_maximum() -> None:
         assert len(sizes) == 128 * 19 + round((maximum - 1) * 128) + 1
 
 
+def test_groups_have_maxima_of_every_mantissa() -> None:
+    rows = probe_inputs.every_mantissa(64, 16)
+    groups = rows.float().view(-1, 16)
+    largest = groups.abs().amax(1)
+    assert torch.equal(largest, groups[:, 0]) and len(groups) == len(largest.unique()) == 20 * 128
+    assert (largest.min(), largest.max()) == (2.0**-8, 2.0**12 - 2.0**4)
+    assert len(groups[:, 1:].abs().frexp()[0].unique()) == 128 and groups.abs().min() > 2.0**-14  # normal in fp16
+    # Each way to divide by 6 and a scale rounds some to another block scale.
+    for other in (lambda m, s: m / (6 * s), lambda m, s: m * (1 / 6) / s, lambda m, s: m / 6 * (1 / s)):
+        scales = torch.tensor(probe_inputs.TIED_SCALES)[:, None]
+        assert not torch.equal(rounded(other(largest, scales)), rounded(largest / 6 / scales))
+
+
 def varying() -> Node:
     """Return the output of the template: a varying number of tokens, four heads of 64."""
     return next(n for n in template().graph.nodes if str(n.target) == "aten.reshape.default" or "view" in n.name).args[

@@ -11,7 +11,7 @@ from test_by_hand import judged
 from torch import Tensor
 
 from vattn.ops.fusion_notes import FUSED, NEAR_MISS
-from vattn.quantization.codecs import encode_e2m1
+from vattn.quantization.codecs import encode_e2m1, pack_e2m1
 
 Program = Callable[[Tensor, Tensor], Any]
 
@@ -129,3 +129,32 @@ def test_quantisers_that_are_not_proven_are_refused(name: str) -> None:
     program, says = REFUSED[name]
     node = judged(program)
     assert node.outcome == NEAR_MISS and node.reason.startswith(says), node.reason
+
+
+def nvfp4_of(block: Callable[[Tensor, Tensor], Tensor], inverse: bool = False) -> Program:
+    def function(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        x = o.float().view(-1, 16, 16)
+        scales = rounded(block(x.abs().amax(-1), s))
+        step = scales.float() * s
+        step = torch.where(step == 0, torch.inf, step).unsqueeze(-1)
+        return pack_e2m1(encode_e2m1((x * step.reciprocal() if inverse else x / step).flatten(1))), scales
+
+    return function
+
+
+OPS: dict[str, Program] = {
+    "divided_twice": nvfp4_of(lambda m, s: m / 6.0 / s),
+    "divided_once": nvfp4_of(lambda m, s: m / (6.0 * s)),
+    "times_a_sixth": nvfp4_of(lambda m, s: m * (1 / 6) / s),
+    "times_the_reciprocal_of_the_scale": nvfp4_of(lambda m, s: m / 6.0 * (1 / s)),
+    "values_times_a_reciprocal": nvfp4_of(lambda m, s: m / 6.0 / s, inverse=True),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_an_op_of_a_library_that_rounds_otherwise_is_refused(name: str) -> None:
+    with torch.library._scoped_library("torchao", "FRAGMENT") as library:
+        library.define(f"{name}(Tensor x, Tensor s) -> (Tensor, Tensor)")
+        library.impl(name, OPS[name], "CompositeExplicitAutograd")
+        node = judged(lambda o, s: getattr(torch.ops.torchao, name)(o, s))
+    assert (node.outcome == FUSED) == (name == "divided_twice"), node.reason

@@ -27,6 +27,9 @@ still: there no factor of a supported quantiser makes it overflow, and bounds as
 nothing.
 """
 
+TIED_SCALES = (1 / 3, 5 / 3, 7 / 3, 1 / 29, 0.3, 5 / 16)
+"""Static scales under which maxima of few bits, divided by 6 and by the scale, lie at or just beside ties of e4m3."""
+
 
 def probe_values(columns: int, *scales: float) -> Tensor:
     """Return fp32 rows `[R, columns]` that distinguish quantisers; the first is all zeros.
@@ -132,6 +135,16 @@ def _step(output: Node, count: int, most: int) -> int:
 def every_row(columns: int, config_dtype: str) -> Tensor:
     """Return rows that hold the values of `every_value` in order."""
     return _rows(every_value(MODEL_DTYPES[config_dtype]), columns)
+
+
+def every_mantissa(columns: int, group: int) -> Tensor:
+    """Return bf16 rows: each group has another maximum, of all mantissas in 20 octaves, and smaller values of many."""
+    mantissas = 1 + torch.arange(128) / 128
+    largest = (mantissas * torch.exp2(torch.arange(-8, 12).unsqueeze(1))).view(-1, 1)
+    place, index = torch.arange(group), torch.arange(len(largest)).unsqueeze(1)
+    smaller = mantissas[(37 * place + 11 * index) % 128] * torch.exp2(torch.floor(torch.log2(largest)) - 1 - place % 4)
+    groups = torch.where(place == 0, largest, smaller) * (1 - place % 2 * 2)
+    return _rows(groups.flatten(), columns).bfloat16()
 
 
 @lru_cache(maxsize=4)

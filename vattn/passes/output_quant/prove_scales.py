@@ -16,7 +16,16 @@ from vattn.passes.ops import PLACING, is_pointwise, meaning, op_name
 from vattn.passes.output_quant.prove import Check, Prover
 from vattn.passes.output_quant.quantisers import Quantiser
 from vattn.passes.probe import Sample, run, run_one
-from vattn.passes.probe_inputs import cycled, every_maximum, every_quotient, every_row, every_scaled, scales_near
+from vattn.passes.probe_inputs import (
+    TIED_SCALES,
+    cycled,
+    every_mantissa,
+    every_maximum,
+    every_quotient,
+    every_row,
+    every_scaled,
+    scales_near,
+)
 from vattn.passes.proof import Origin
 from vattn.passes.region import FP8_DTYPES, Refusal, dtype_of, is_size, value
 from vattn.passes.region_precision import LOW
@@ -75,6 +84,7 @@ class ScaleProver(Prover):
             self._check_scales(maxima, small)
         else:
             self._check_moved_scales()
+            self._check_op()
         unknown = [*self.inputs.roots, *self.inputs.derived, *maxima, *small]
         nodes = self.region.ancestors(self.ends)
         numbers = proof.check_scaled(nodes, [self.region.output], unknown, self.sample.values)
@@ -102,6 +112,14 @@ class ScaleProver(Prover):
             moves = _is_library(node) or node.target is operator.getitem or meaning(node) in PLACING
             if not moves:
                 raise Refusal("the scales that an op computes are changed", node, near=True)
+
+    def _check_op(self) -> None:
+        """Run an op that computes scales on maxima of every mantissa, since what it does with them cannot be read."""
+        rows = every_mantissa(self.columns, self.group).to(MODEL_DTYPES[self.dtype])
+        roots = self.inputs.roots
+        for scales in [[scale] * len(roots) for scale in TIED_SCALES] if roots else [self.roots(0)]:
+            for x in self._batches(rows):
+                self.check(self.run(x, scales))
 
     def _maxima(self) -> dict[Node, Tensor]:
         """Return the nodes that hold maxima of groups, made of nothing else, with the group of each element."""
