@@ -192,6 +192,9 @@ def test_what_vattn_would_have_to_ignore_is_refused() -> None:
         model(ids, attention_mask=torch.zeros(1, 1, 4, 4))
     with pytest.raises(vattn.errors.MetadataError, match="between the tokens"):
         model(ids, attention_mask=torch.tensor([[1, 0, 1, 1]]))
+    cache = model(ids).past_key_values
+    with pytest.raises(vattn.errors.MetadataError, match="attention_mask of 1 tokens for rows of 5"):
+        model(ids[:, :1], attention_mask=torch.ones(1, 1, dtype=torch.int64), past_key_values=cache)
     with pytest.raises(refused, match="output_attentions"):
         model(ids, output_attentions=True)
     layer = model.model.layers[0].self_attn

@@ -41,7 +41,7 @@ def step_mask(
 
     Raises:
         UnsupportedRequestError: another mask than causal ones and causal windows.
-        MetadataError: padding between the tokens of a row.
+        MetadataError: padding between the tokens of a row, or a mask of fewer tokens.
     """
     traced = torch.compiler.is_compiling()
     if "allow_is_bidirectional_skip" in options:
@@ -59,6 +59,12 @@ def step_mask(
     end: Any = q_offset + q_length - kv_offset
     start, whole_blocks = None, kv_length >= BLOCK and (window is None or window >= BLOCK)
     if attention_mask is not None and not traced:
+        if isinstance(q_offset, int) and attention_mask.shape[1] < q_offset + q_length:
+            raise MetadataError(
+                f"an attention_mask of {attention_mask.shape[1]} tokens for rows of {q_offset + q_length}",
+                "a mask of all tokens, those in the cache included",
+                "append ones for new tokens to the mask of the prompt",
+            )
         if not bool(attention_mask.all()):
             start, room = _read_padding(attention_mask, q_offset, q_length, kv_offset, kv_length)
             whole_blocks = whole_blocks and room
