@@ -163,6 +163,25 @@ def test_tables_are_viewed_by_token(name: str) -> None:
         assert added.add(make) == (made, [])
 
 
+@pytest.mark.parametrize("shape", [(3, 8), (1, 3, 8)])
+def test_tables_of_a_sequence_are_repeated_once(shape: Shape) -> None:
+    added = Added(lambda x, table: x * 1, (6, 4), shape)
+    table = added.inputs[1]
+    _, nodes = added.add(lambda builder, _, last: rope_rewrite._table(builder, (table, ""), 6, last))
+    x = torch.randn(shape)
+    assert torch.equal(added.run(torch.zeros(6, 4), x), x.view(3, 8).repeat(2, 1))
+    again, more = added.add(lambda builder, _, last: rope_rewrite._repeated(builder, table, 6, last))
+    assert len(nodes) >= 3 and more == [] and again in nodes
+
+
+def test_tables_of_sequences_of_unknown_number_are_refused() -> None:
+    added = Added(lambda x, table: torch.cat((x, x)), (T, 4), (3, 8))
+    tokens = value(added.inputs[0]).shape[0]
+    with pytest.raises(Refusal, match="no input of the graph has their number") as refused:
+        added.add(lambda builder, _, last: rope_rewrite._repeated(builder, added.inputs[1], tokens * 3 // 2, last))
+    assert refused.value.near
+
+
 def test_flat_weights_stay() -> None:
     added = Added(lambda x: x.view(2, 3), (6,))
     assert rope_rewrite._flat(Builder(added.gm.graph), added.inputs[0]) is added.inputs[0]
