@@ -43,6 +43,7 @@ EMBEDDING = {
     "modernbert": {"local_attention": 6, "cls_token_id": 1, "sep_token_id": 2},
     "eurobert": DECODER,
     "nomic_bert": ENCODER,
+    "esm": {**ENCODER, "mask_token_id": 96, "token_dropout": True, "position_embedding_type": "rotary"},
     "gpt2": {"n_positions": 44},
     "qwen3": DECODER,
     "qwen2": DECODER,
@@ -214,6 +215,9 @@ def test_refusals() -> None:
     disable(model)
     with pytest.raises(ConfigError, match="not on vattn any more"):
         embedder.encode(PROMPTS)
+    embedder = vattn.Embedder(enable_pooling(make("esm")), pooling="mean")
+    with pytest.raises(RequestError, match="the mask token 96 for EsmModel"):
+        embedder.encode([[5, 6], [7, 96]])
     causal = transformers.AutoModelForCausalLM.from_config(transformers.CONFIG_MAPPING["qwen3"](**BASE, **DECODER))
     with pytest.raises(ConfigError, match="AutoModelForSequenceClassification"):
         enable_pooling(causal.eval())

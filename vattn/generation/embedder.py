@@ -217,6 +217,12 @@ class Embedder:
             )
             prompt = {name: value for name, value in prompt.items() if name != "token_type_ids"}
         ids = read_prompt(prompt, self.tokenizer, self.model.vocab_size)
+        if self.model.mixing_token in ids:
+            raise RequestError(
+                f"a prompt with the mask token {self.model.mixing_token} for {type(self.model.wrapped).__name__}",
+                "prompts without it: the model scales all texts of a step by its number",
+                "run this prompt by transformers' own model",
+            )
         if not types or not any(types[0]):
             return _Text(ids, None)
         kinds = range(max(1, self.model.num_token_types))

@@ -52,6 +52,8 @@ class PoolingModel(nn.Module):
         num_token_types: values that `token_type_ids` may have; 0 for a model that takes none.
         hidden_size: columns of a hidden state.
         max_seq_len: the longest text that the model takes; `None` for any.
+        mixing_token: a token by whose number the model scales all tokens of a row, and so all texts of a step; `None`
+            for none.
     """
 
     def __init__(self, model: Any, first_position: int = 0, rope_length: int | None = None) -> None:
@@ -71,6 +73,8 @@ class PoolingModel(nn.Module):
         trained = getattr(config, "max_position_embeddings", None)
         limits = [longest, rope_length, trained - first_position if isinstance(trained, int) else None]
         self.max_seq_len: int | None = min((limit for limit in limits if limit), default=None)
+        # ESM alone.
+        self.mixing_token: int | None = config.mask_token_id if getattr(config, "token_dropout", False) else None
         taken = inspect.signature(base.forward).parameters
         self._cache = {"past_key_values": PackedCache()} if "past_key_values" in taken else {}
         self._options = {"use_cache": False} if "use_cache" in taken else {}
