@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -47,6 +48,8 @@ def main() -> None:
     driver = {"device": 0, "stream": lambda device: 0, "target": GPUTarget("cuda", 90, 32)}
     calls = {f"get_current_{name}": value if callable(value) else lambda v=value: v for name, value in driver.items()}
     triton.runtime.driver.set_active(SimpleNamespace(**calls))
+    os.environ["PYTHONSAFEPATH"] = "1"
+    sys.path.append(Path("no_string"))  # type: ignore[arg-type]
     print("empty cache:", plan(16), compiled)
     print("warm cache:", plan(16), compiled)
     compile_ahead.WORKER = Path("no_such_file.py")
@@ -57,5 +60,9 @@ def main() -> None:
             raise KeyboardInterrupt
     except KeyboardInterrupt:
         print("interrupted:", is_compiling_ahead())
+    sys.frozen = True  # type: ignore[attr-defined]
+    with compiling_ahead(CUDA):
+        print("frozen:", is_compiling_ahead())
+    del sys.frozen  # type: ignore[attr-defined]
     with triton.AsyncCompileMode(None), compiling_ahead(CUDA):
         print("another mode:", is_compiling_ahead())

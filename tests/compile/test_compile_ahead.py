@@ -29,6 +29,7 @@ def test_processes_compile_and_what_they_do_not_is_compiled_here() -> None:
         "no worker: True [False]",
         "one folder: True",
         "interrupted: False",
+        "frozen: False",
         "another mode: False",
     ]
 

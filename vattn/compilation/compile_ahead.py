@@ -41,7 +41,8 @@ def compiling_ahead(device: torch.device) -> Iterator[None]:
     Launches in this thread wait for their own kernel alone, the end of the block waits for all.
     """
     mode = _active_mode()
-    if device.type != "cuda" or mode is None or mode.get() is not None:
+    # The executable of a frozen program is the program.
+    if device.type != "cuda" or mode is None or mode.get() is not None or getattr(sys, "frozen", False):
         yield
         return
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -147,7 +148,8 @@ class _Then:
 
 def _compile_in_process(job: bytes, compile_here: Callable[[], Any]) -> Any:
     """Compile a kernel in a process, and load it."""
-    paths = os.pathsep.join(path for path in sys.path if path)
+    # Python passes over entries that are no strings.
+    paths = os.pathsep.join(path for path in sys.path if path and isinstance(path, str))
     try:
         subprocess.run(
             [sys.executable, str(WORKER)],

@@ -26,7 +26,8 @@ class Reader(pickle.Unpickler):
 
 def main() -> None:
     """Compile the kernel of standard input."""
-    del sys.path[0]  # The folder of this file.
+    folder = Path(__file__).parent  # Python puts it into the path, unless it runs with -P or PYTHONSAFEPATH.
+    sys.path = [path for path in sys.path if Path(path) != folder]
     # The package without its `__init__`, which imports torch.
     package = types.ModuleType("vattn")
     package.__path__ = [str(Path(__file__).resolve().parents[1])]
