@@ -61,6 +61,10 @@ class ArgumentError(ConfigError, TypeError):
     """An argument has another type than the function takes."""
 
 
+class MissingAttributeError(ConfigError, AttributeError):
+    """An object has no such attribute; `hasattr` and `getattr` with a default take it for a missing one."""
+
+
 class UnsupportedRequestError(VattnError, NotImplementedError):
     """No backend, or not the requested one, can run the request. The text has the nearest backend's reasons."""
 

@@ -12,7 +12,7 @@ from torch import nn
 
 import vattn
 from tests.support import relative_l2
-from vattn.errors import ConfigError, UnsupportedRequestError
+from vattn.errors import ConfigError, MissingAttributeError, UnsupportedRequestError
 
 transformers = pytest.importorskip("transformers")
 
@@ -182,7 +182,9 @@ def test_sparse_attention_behind_images_is_refused_by_both() -> None:
 
 def test_what_people_try_with_a_packed_model() -> None:
     packed = enable(make_model("llama"))
-    with pytest.raises(ConfigError, match=r"PackedModel\.generate.*vattn\.Generator\(packed\)"):
+    with pytest.raises(
+        MissingAttributeError, match=r"PackedModel\.generate.*Try: vattn\.Generator\(packed, tokenizer\)\.gen"
+    ):
         packed.generate(torch.tensor([[1, 2]]))
     assert not hasattr(packed, "config") and not hasattr(packed, "no_such_attribute")
     with pytest.raises(ConfigError, match=r"call disable\(model\) before anything that runs the model"):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn.cache.allocation import KVCacheAllocation, allocate_kv_cache
-from vattn.errors import ConfigError, MetadataError, RequestError, UnsupportedRequestError
+from vattn.errors import ConfigError, MetadataError, MissingAttributeError, RequestError, UnsupportedRequestError
 from vattn.integrations.transformers import linears
 from vattn.integrations.transformers.available import transformers
 from vattn.integrations.transformers.checks import check_inputs, model_dtype
@@ -94,10 +94,6 @@ class _Users:
         )
 
 
-class _MissingAttributeError(ConfigError, AttributeError):
-    """A `ConfigError` that `hasattr` and `getattr` with a default take for a missing attribute."""
-
-
 class PackedModel(nn.Module):
     """A causal language model over packed tokens, as `vattn.Generator` and `CUDAGraphRunner` call it.
 
@@ -152,10 +148,12 @@ class PackedModel(nn.Module):
         except AttributeError:
             if name.startswith("_") or not hasattr(self._modules.get("model"), name):
                 raise
-        raise _MissingAttributeError(
+        raise MissingAttributeError(
             f"PackedModel.{name}",
             "steps of packed tokens, packed(input_ids, positions), and vattn.Generator(packed)",
-            f"packed.model.{name}; call disable(model) before anything that runs the model, such as a pipeline",
+            "vattn.Generator(packed, tokenizer).generate(prompts)"
+            if name == "generate"
+            else f"packed.model.{name}; call disable(model) before anything that runs the model, such as a pipeline",
         )
 
     @property
