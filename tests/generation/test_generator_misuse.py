@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import pickle
 import threading
 from typing import Any
 
 import pytest
+import torch
 
 import vattn
 from vattn import errors
+from vattn.config.other_names import ENABLE, GENERATOR, SAMPLING
 
 pytest.importorskip("transformers")
 
@@ -251,24 +254,56 @@ def test_cancels_of_other_threads_disturb_no_step(packed: PackedModel) -> None:
 
 
 @pytest.mark.parametrize(
-    ("call", "says"),
+    ("owner", "options", "says"),
     [
-        (lambda: vattn.Sampling(max_tokens=3), r"Sampling\(max_tokens=3\).*write max_new_tokens="),  # type: ignore[call-arg]
-        (lambda: vattn.Sampling(temprature=1.0), "write temperature="),  # type: ignore[call-arg]
-        (lambda: vattn.Sampling(mirostat=2), "leave mirostat out"),  # type: ignore[call-arg]
-        (lambda: vattn.Generator(None, max_num_seqs=3), "write max_num_reqs="),  # type: ignore[call-arg]
+        (vattn.Sampling, {"max_tokens": 3}, r"Sampling\(max_tokens=3\).*write max_new_tokens="),
+        (vattn.Sampling, {"temprature": 1.0}, "write temperature="),
+        (vattn.Sampling, {"mirostat": 2}, "leave mirostat out"),
+        (vattn.Sampling, {"do_sample": True}, r"write temperature=1\.0\.$"),
+        (vattn.Sampling, {"do_sample": False}, r"write temperature=0\.$"),
+        (vattn.Generator, {"max_tokens": "x" * 99}, r"sampling=vattn\.Sampling\(max_new_tokens=\.\.\.\) in add"),
+        (vattn.Generator, {"max_num_seqs": 3}, "write max_num_reqs=3"),
+        (vattn.Generator, {"batch_size": 2}, "write max_num_reqs=2"),
+        (vattn.Generator, {"max_seq_length": 9}, "write max_seq_len=9"),
+        (vattn.Generator, {"max_new_tokens": 3}, r"sampling=vattn\.Sampling\(max_new_tokens=3\) in add"),
+        (vattn.Generator, {"max_tokens": 3}, r"sampling=vattn\.Sampling\(max_new_tokens=3\) in add"),
+        (enable, {"dtype": torch.float16}, r"write from_pretrained\(dtype=torch\.float16\) before enable"),
+        (enable, {"device": "cuda"}, r"write model\.to\('cuda'\) before enable"),
+        (enable, {"kv_cache_dtype": "fp8"}, r"cache_config=vattn\.CacheConfig\(cache_dtype='fp8'\)"),
     ],
 )
-def test_unknown_keywords_name_the_right_one(call: Any, says: str) -> None:
+def test_unknown_keywords_name_the_right_one(owner: Any, options: dict[str, Any], says: str) -> None:
     with pytest.raises(errors.UnknownOptionError, match=says):
-        call()
+        owner(**({} if owner is vattn.Sampling else {"model": None}), **options)
+
+
+@pytest.mark.parametrize(
+    ("owner", "names"),
+    [(vattn.Sampling, SAMPLING), (vattn.Generator, GENERATOR), (enable, ENABLE)],
+)
+def test_advice_names_keywords_that_exist(owner: Any, names: dict[str, str]) -> None:
+    known = inspect.signature(owner).parameters
+    for name, right in names.items():
+        assert name not in known
+        assert "(" in right.split("=")[0] or right.split("=")[0] in known, (name, right)
+
+
+def test_refused_values_say_what_to_write() -> None:
+    for wrong, says in (
+        (lambda: vattn.Generator(None, max_num_reqs=0), "leave max_num_reqs out"),  # type: ignore[arg-type]
+        (lambda: vattn.DraftModel(None, num_drafts=100), "Try: pass num_drafts=4"),
+        (lambda: vattn.Sampling(grammar="yes|no"), r"grammar=vattn\.Grammar\(regex='yes\|no'\)"),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(errors.ConfigError, match=says):
+            wrong()
 
 
 def test_options_of_sampling_are_not_those_of_a_generator(packed: PackedModel) -> None:
     generator = make_generator(packed)
     for call in (generator.add, generator.generate, generator.stream):
-        with pytest.raises(errors.UnknownOptionError, match=r"write sampling=vattn.Sampling\(max_new_tokens=...\)"):
-            call(PROMPTS[:1], max_new_tokens=5)  # type: ignore[call-arg, operator]
+        for name in ("max_new_tokens", "max_tokens"):
+            with pytest.raises(errors.UnknownOptionError, match=r"write sampling=vattn\.Sampling\(max_new_tokens=5\)"):
+                call(PROMPTS[:1], **{name: 5})  # type: ignore[arg-type, operator]
     check_empty(generator)
 
 

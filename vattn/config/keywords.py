@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from vattn.errors import UnknownOptionError
@@ -13,19 +13,20 @@ from vattn.errors import UnknownOptionError
 T = TypeVar("T", bound=Callable[..., Any])
 
 
-def known_keywords(**meant: str) -> Callable[[T], T]:
+def known_keywords(meant: Mapping[str, str]) -> Callable[[T], T]:
     """Return a decorator of functions and classes that refuses keywords which they do not have.
 
     Args:
-        meant: names in other libraries, or of another class, and what to write here.
+        meant: names in other libraries, or of another class, and what to write here, see `other_names`. A name may be
+            followed by `=` and a value, for advice that depends on it.
 
     Example:
-        >>> @known_keywords(max_tokens="max_new_tokens")
+        >>> @known_keywords({"max_tokens": "max_new_tokens={value}"})
         ... def sample(max_new_tokens=64): ...
         >>> sample(max_tokens=3)
         Traceback (most recent call last):
         ...
-        vattn.errors.UnknownOptionError: sample(max_tokens=3). Allowed: max_new_tokens. Try: write max_new_tokens=.
+        vattn.errors.UnknownOptionError: sample(max_tokens=3). Allowed: max_new_tokens. Try: write max_new_tokens=3.
     """
 
     def decorate(function: T) -> T:
@@ -47,8 +48,21 @@ def known_keywords(**meant: str) -> Callable[[T], T]:
     return decorate
 
 
-def _unknown(owner: str, name: str, value: Any, known: list[str], meant: dict[str, str]) -> UnknownOptionError:
-    near = difflib.get_close_matches(name, known, n=1)
-    right = meant.get(name) or (near[0] if near else "")
-    fix = f"write {right}{'' if '=' in right else '='}" if right else f"leave {name} out"
-    return UnknownOptionError(f"{owner}({name}={value!r:.40})", ", ".join(known), fix)
+def right_name(name: str, value: str, known: Iterable[str], meant: Mapping[str, str]) -> str:
+    """Return what to write instead of a keyword, or `""`; `value` is the source text of what was passed.
+
+    Example:
+        >>> right_name("temprature", "0.5", ["temperature"], {})
+        'temperature=0.5'
+    """
+    right = meant.get(f"{name}={value}") or meant.get(name)
+    # At lower similarities the nearest name often means something else.
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.8)
+    return (right or (f"{near[0]}={{value}}" if near else "")).replace("{value}", value)
+
+
+def _unknown(owner: str, name: str, value: Any, known: list[str], meant: Mapping[str, str]) -> UnknownOptionError:
+    text = repr(value)
+    right = right_name(name, text if len(text) <= 40 else "...", known, meant)
+    fix = f"write {right}" if right else f"leave {name} out"
+    return UnknownOptionError(f"{owner}({name}={text:.40})", ", ".join(known), fix)

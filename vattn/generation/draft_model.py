@@ -53,8 +53,12 @@ class DraftModel(DraftSource):
     num_drafts: int = 4
 
     def __post_init__(self) -> None:
-        if read_count("num_drafts", self.num_drafts, 1, "change num_drafts of DraftModel") > MOST_DRAFTS:
-            raise ConfigError(f"num_drafts={self.num_drafts}", f"1 to {MOST_DRAFTS}", "few drafts in a row are right")
+        if read_count("num_drafts", self.num_drafts, 1, "pass num_drafts=4") > MOST_DRAFTS:
+            raise ConfigError(
+                f"num_drafts={self.num_drafts}",
+                f"1 to {MOST_DRAFTS}",
+                "pass num_drafts=4: few drafts in a row are right",
+            )
         if not isinstance(self.model, nn.Module):
             raise ConfigError(
                 f"DraftModel({self.model!r:.60})",

@@ -12,6 +12,7 @@ from torch import nn
 from vattn.cache.allocation import KVCacheAllocation
 from vattn.config.arguments import check_switches
 from vattn.config.keywords import known_keywords
+from vattn.config.other_names import GENERATOR, of_sampling
 from vattn.errors import ConfigError, MissingPackageError, VattnError
 from vattn.generation.cache_blocks import CacheBlocks, longest_that_fits
 from vattn.generation.capture import graph_ladder
@@ -48,16 +49,11 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-_OF_SAMPLING = known_keywords(
-    **{field.name: f"sampling=vattn.Sampling({field.name}=...)" for field in fields(Sampling)}
-)
+_FIELDS = [field.name for field in fields(Sampling)]
+_OF_SAMPLING = known_keywords(of_sampling(_FIELDS))
 
 
-@known_keywords(
-    max_num_seqs="max_num_reqs", max_batch_size="max_num_reqs", max_num_batched_tokens="token_budget",
-    max_model_len="max_seq_len", eos_token_id="stop_token_ids", enable_prefix_caching="reuse_prefixes",
-    cuda_graph_sizes="graph_sizes", process_group="group",
-)  # fmt: skip
+@known_keywords({**of_sampling(_FIELDS, " in add or generate"), **GENERATOR})
 class Generator(StepLoop):
     """Run many requests on one model: they join and leave a running batch, in chunks, on a paged cache.
 

@@ -35,7 +35,7 @@ class PromptLookup(DraftSource):
 
     def __post_init__(self) -> None:
         for name in ("num_drafts", "shortest", "longest"):
-            read_count(name, getattr(self, name), 1, f"change {name} of PromptLookup")
+            read_count(name, getattr(self, name), 1, f"leave {name} out for its default")
         if self.longest < self.shortest:
             raise ConfigError(
                 f"PromptLookup(longest={self.longest}, shortest={self.shortest})",

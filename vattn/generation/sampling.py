@@ -10,15 +10,12 @@ from typing import Any
 
 from vattn.config.arguments import integer
 from vattn.config.keywords import known_keywords
+from vattn.config.other_names import SAMPLING
 from vattn.errors import ConfigError
 from vattn.generation.grammar import Grammar
 
 
-@known_keywords(
-    max_tokens="max_new_tokens", max_length="max_new_tokens", min_new_tokens="min_tokens", do_sample="temperature",
-    stop="stop_strings", eos_token_id="stop_token_ids", bad_words_ids="bad_words", num_return_sequences="n",
-    logits_processor="logits_processors", stopping_criterion="stopping_criteria",
-)  # fmt: skip
+@known_keywords(SAMPLING)
 @dataclass(frozen=True)
 class Sampling:
     """Say how tokens are chosen and when to stop.
@@ -222,5 +219,7 @@ def _biases(given: Any) -> dict[int, float]:
 
 def _refused(name: str, value: Any, allowed: str) -> ConfigError:
     example = _EXAMPLES.get(name)
+    if name == "grammar" and isinstance(value, str):
+        example = f"vattn.Grammar(regex={value!r:.80})"
     fix = f"pass {name}={example}" if example else f"leave {name} out for its default"
     return ConfigError(f"Sampling({name}={value!r:.80})", allowed, fix)

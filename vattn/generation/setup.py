@@ -22,14 +22,14 @@ def check_counts(max_num_reqs: Any, token_budget: Any, max_queue: Any, state_sna
     """Refuse sizes of a generator that are no counts."""
     for name, count in {"max_num_reqs": max_num_reqs, "token_budget": token_budget, "max_queue": max_queue}.items():
         if name != "max_queue" or count is not None:
-            read_count(name, count, 1, f"change {name}")
+            read_count(name, count, 1, f"leave {name} out for its default")
     read_count("state_snapshots", state_snapshots, 0, "pass how many states to keep for other requests")
 
 
 def check_kind(name: str, value: Any, kind: type) -> None:
     """Refuse a value that is neither `None` nor of a type."""
     if value is not None and not isinstance(value, kind):
-        raise ConfigError(f"{name}={value!r:.60}", f"a {kind.__name__}", f"change {name}, or leave it out")
+        raise ConfigError(f"{name}={value!r:.60}", f"a {kind.__name__}", f"leave {name} out for its default")
 
 
 def check_speculation(value: Any) -> None:
@@ -177,7 +177,7 @@ def longest_request(model: Any, requested: int | None, most: int) -> int:
     # `enable(rope_length=...)` fixes the frequencies for requests of up to this length.
     rope_length: int | None = getattr(model, "rope_length", None)
     if requested is not None:
-        read_count("max_seq_len", requested, 1, "change max_seq_len")
+        read_count("max_seq_len", requested, 1, "leave max_seq_len out for its default")
     if rope_length is not None:
         if requested is not None and requested > rope_length:
             raise ConfigError(
@@ -220,7 +220,7 @@ def end_tokens(model: Any, given: Iterable[int] | None) -> frozenset[int]:
         given = () if given is None else given if isinstance(given, (list, tuple)) else (int(given),)
     elif isinstance(given, (str, bytes)) or not isinstance(given, Iterable):
         raise ConfigError(f"stop_token_ids={given!r:.80}", "token ids, or () for none", "stop_token_ids=[2]")
-    ids = [read_count("stop_token_ids", token, 0, "change stop_token_ids") for token in given]
+    ids = [read_count("stop_token_ids", token, 0, "stop_token_ids=[2]") for token in given]
     # A model's own end tokens may lie outside its vocabulary.
     check_stop_ids(ids, vocab_size, ConfigError)
     return frozenset(ids)

@@ -16,6 +16,7 @@ from vattn.compilation.regions import restore_regions
 from vattn.config.arguments import check_switches
 from vattn.config.attention import CacheConfig
 from vattn.config.keywords import known_keywords
+from vattn.config.other_names import ENABLE
 from vattn.errors import ConfigError, UnsupportedRequestError
 from vattn.integrations.transformers import linears
 from vattn.integrations.transformers.adapters import remove_adapters
@@ -48,7 +49,7 @@ from vattn.layers import QuantConfig
 from vattn.layers.weight_parts import ranks_of, take_back, use_parts
 
 
-@known_keywords(kv_cache_dtype="cache_config", cache_dtype="cache_config", max_num_seqs="max_num_reqs")
+@known_keywords(ENABLE)
 def enable(
     model: Any,
     *,
