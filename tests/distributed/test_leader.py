@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -91,3 +92,12 @@ def test_nothing_is_missed_after_the_end(leaders: list[leader.Leader], monkeypat
     assert not second.look()
     time.sleep(0.3)
     second.check()
+
+
+def test_no_thread_is_left_in_the_store_when_python_ends(leaders: list[leader.Leader]) -> None:
+    """One that came back from it then would end the process by an abort."""
+    watching = [thread for thread in threading.enumerate() if thread.name == "vattn ranks" and thread.is_alive()]
+    assert len(watching) >= 2 and all(each.end_watch.atexit for each in leaders)
+    for each in leaders:
+        each.end_watch()
+    assert sum(thread.is_alive() for thread in watching) == len(watching) - 2

@@ -50,6 +50,7 @@ class Leader:
 
     Attributes:
         rank, world_size: this rank in the group, and how many there are.
+        end_watch: ends the thread; no sign of life is given after it.
 
     Raises:
         RankError: ranks have other facts, or one did not answer.
@@ -77,7 +78,11 @@ class Leader:
         # What each rank's last sign of life was, and when it came; when a failure was seen.
         self._signs: dict[int, tuple[bytes, float]] = {}
         self._seen: float | None = None
-        threading.Thread(target=_watch, args=(weakref.ref(self),), name="vattn ranks", daemon=True).start()
+        over = threading.Event()
+        thread = threading.Thread(target=_watch, args=(weakref.ref(self), over), name="vattn ranks", daemon=True)
+        thread.start()
+        # Also at the end of the process: a thread that comes back from the store after Python's end aborts it.
+        self.end_watch = weakref.finalize(self, _end_watch, thread, over)
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
@@ -251,11 +256,19 @@ class Leader:
         return [rank for rank in ranks if not self._store.check([f"{self._key}/failed/{rank}"])]
 
 
-def _watch(reference: weakref.ref[Leader]) -> None:
+def _watch(reference: weakref.ref[Leader], over: threading.Event) -> None:
     """Look for failures until the leader is gone."""
     while (leader := reference()) is not None and leader.look():
         del leader
-        time.sleep(_LOOK.total_seconds())
+        if over.wait(_LOOK.total_seconds()):
+            return
+
+
+def _end_watch(thread: threading.Thread, over: threading.Event) -> None:
+    over.set()
+    if thread is not threading.current_thread():
+        # A store that is out of reach may keep it longer.
+        thread.join(_GRACE)
 
 
 def _never() -> bool:
