@@ -351,7 +351,6 @@ def _fits(name: str, got: Tensor, wanted: Tensor) -> bool:
         return proof.same_scaled(got.float(), wanted)
     if torch.uint8 in (got.dtype, wanted.dtype):
         return same_bits(got, wanted)
-    got = got.float() if got.itemsize == 1 else got
     return same_bits(got.double(), wanted.double())
 
 
