@@ -10,6 +10,8 @@ from collections.abc import Sequence
 import vattn
 from vattn.cli import calibrate, doctor, explain, explain_fusion, generate, kv_report, tune
 from vattn.cli.bench import command as bench
+from vattn.config.keywords import right_name
+from vattn.config.other_names import GENERATOR, SAMPLING
 from vattn.errors import VattnError
 
 COMMANDS = {
@@ -48,15 +50,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("vattn: no installed package holds the demo. Run `make demo` in a checkout of vattn.", file=sys.stderr)
         return 2
     if rest:
-        print(
-            f"vattn: {options.command} has no {rest[0]}. See python -m vattn {options.command} --help.", file=sys.stderr
-        )
+        what = f"{options.command} has no {rest[0]}.{_advice(options.command, rest[0])}"
+        print(f"vattn: {what} See python -m vattn {options.command} --help.", file=sys.stderr)
         return 2
     try:
         return COMMANDS[options.command][0].main(options)
     except VattnError as error:
         print(f"vattn: {error}", file=sys.stderr)
         return 2
+
+
+def _advice(command: str, option: str) -> str:
+    """Return a sentence that names what is meant by an option that a command does not have; `""` without a guess."""
+    parser = argparse.ArgumentParser()
+    COMMANDS[command][0].add_arguments(parser)
+    known = {_name(text) for action in parser._actions for text in action.option_strings}
+    name = _name(option.split("=")[0])
+    right = name if name in known else right_name(name, "", known, GENERATOR | SAMPLING).split("=")[0]
+    return f" Try: --{right.replace('_', '-')}." if option.startswith("--") and right in known else ""
+
+
+def _name(option: str) -> str:
+    return option.lstrip("-").replace("-", "_")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,9 @@ pytest.importorskip("safetensors")
 
 from vattn.__main__ import main
 from vattn.cli.checkpoints import DEMO_MODEL
+from vattn.cli.generate import _sampling
+from vattn.errors import VattnError
+from vattn.generation.sampling import Sampling
 
 QUICK = ["generate", "--max-new-tokens", "8", "--device", "cpu", "--memory", "8MiB"]
 
@@ -104,7 +108,11 @@ WRONG = {
     "scales": (["--prompt", "x", "--kv-scales", "unit"], "--kv-scales with --kv-cache-dtype auto"),
     "scales file": (["--prompt", "x", "--kv-cache-dtype", "fp8", "--kv-scales", "none.json"], "calibration file"),
     "drafts": (["--prompt", "x", "--drafts", "-2"], "num_drafts=-2"),
-    "file": (["--file", "nowhere.jsonl"], "nowhere.jsonl"),
+    "file": (["--file", "nowhere.jsonl"], "nowhere.jsonl: No such file or directory."),
+    "grammar file": (["--prompt", "x", "--ebnf", "nowhere.ebnf"], "nowhere.ebnf: No such file or directory."),
+    "another library's name": (["--prompt", "x", "--max-tokens", "3"], "no --max-tokens. Try: --max-new-tokens."),
+    "underscores": (["--prompt", "x", "--max_num_reqs=3"], "no --max_num_reqs=3. Try: --max-num-reqs."),
+    "an option without a likeness": (["--prompt", "x", "--mirostat", "2"], "no --mirostat. See"),
     "system": (["--prompt", "x", "--system", "Be brief."], "--chat"),
     "log-probabilities": (["--prompt", "x", "--logprobs", "2"], "--json"),
     "two grammars": (["--prompt", "x", "--regex", "a", "--ebnf", __file__], "one of json_schema"),
@@ -148,8 +156,22 @@ def test_wrong_lines_of_a_file(capsys: Any, tmp_path: Path, line: str) -> None:
     path.write_text('{"prompt": "fine"}\n' + line)
     status, _, err = run(capsys, "--file", str(path))
     assert status == 2 and "prompts.jsonl:2" in err
+    assert "TypeError" not in err
     if not isinstance(json.loads(line) if line != "{" else {}, dict):
         assert "no object" in err and "dictionary update" not in err
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"max_tokens": 3}, "Try: write max_new_tokens=3."),
+        ({"grammar": "yes|no"}, 'Try: grammar={"regex": "yes|no"}.'),
+        ({"grammar": {"json": "{}"}}, "Try: write json_schema='{}'."),
+    ],
+)
+def test_lines_with_options_of_other_libraries(options: dict[str, Any], says: str) -> None:
+    with pytest.raises(VattnError, match=re.escape(says)):
+        _sampling(Sampling(), options, "prompts.jsonl:2")
 
 
 def test_a_file_that_is_no_text(capsys: Any, tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ class Calibration:
             return cls(layers, int(content["tokens"]), inputs)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise ScaleError(
-                f"calibration file {path}: {type(error).__name__}: {error}",
+                f"calibration file {path}: {getattr(error, 'strerror', None) or f'{type(error).__name__}: {error}'}",
                 f"a file of Calibration.save, format 1 to {FILE_FORMAT}",
                 "vattn.calibrate(model, batches).save(path)",
             ) from error

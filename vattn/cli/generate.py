@@ -15,6 +15,7 @@ import torch
 from vattn.cli.checkpoints import SCALES_FILE, add_model_arguments, find_checkpoint, holds_fp8, load_model
 from vattn.cli.sampling_options import add_sampling_arguments, given_sampling, sampling_of
 from vattn.config.attention import CacheConfig
+from vattn.config.files import why_unreadable
 from vattn.errors import ConfigError, ScaleError, VattnError
 from vattn.generation.chat import Chat, is_conversation
 from vattn.generation.generator import Generator
@@ -184,7 +185,9 @@ def _jobs(options: argparse.Namespace) -> list[tuple[Prompt, dict[str, Any], str
         try:
             lines = options.file.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--file {options.file}: {error}", "a file of UTF-8 text", "check the path") from error
+            raise ConfigError(
+                f"--file {options.file}: {why_unreadable(error)}", "a file of UTF-8 text", "check the path"
+            ) from error
         for number, line in enumerate(lines, 1):
             if line.strip():
                 jobs.append(_job(line, f"{options.file}:{number}", ask, options.system))
@@ -202,18 +205,18 @@ def _job(line: str, where: str, ask: Callable[[str], Prompt], system: str | None
     try:
         job = json.loads(line)
         if not isinstance(job, dict):
-            raise TypeError(f"a line that holds {type(job).__name__}, no object")
+            raise ValueError(f"a line that is no object but {line.strip():.40}")
         if "messages" in job and system is not None:
-            raise TypeError("messages with --system, which would be ignored")
+            raise ValueError("messages with --system, which would be ignored")
         if is_conversation(job.get("messages")) and "prompt" not in job:
             return Chat(job.pop("messages")), job, where
         if "prompt" not in job:
-            raise TypeError("neither prompt nor messages")
+            raise ValueError("neither prompt nor messages")
         prompt = job.pop("prompt")
         if not isinstance(prompt, str):
-            raise TypeError("prompt is no text")
+            raise ValueError("a prompt that is no text")
         return ask(prompt), job, where
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, VattnError) as error:
         raise _wrong_line(where, error) from error
 
 
@@ -227,8 +230,8 @@ def _sampling(default: Any, changes: Mapping[str, Any], where: str) -> Any:
 def _wrong_line(where: str, error: Exception) -> ConfigError:
     if isinstance(error, VattnError):
         return ConfigError(f"{where}: {error.got}", error.allowed, error.fix)
-    what = f"{where}: {type(error).__name__}: {error}"
-    return ConfigError(what, '{"prompt": "...", ...} with options of vattn.Sampling', "correct the line")
+    why = f"no JSON: {error.msg} in column {error.colno}" if isinstance(error, json.JSONDecodeError) else error
+    return ConfigError(f"{where}: {why}", '{"prompt": "...", ...} with options of vattn.Sampling', "correct the line")
 
 
 def _converse(generator: Generator, sampling: Any, options: argparse.Namespace) -> int:

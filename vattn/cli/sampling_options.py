@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
+from vattn.config.files import why_unreadable
 from vattn.errors import ConfigError
 from vattn.generation.grammar import Grammar
 from vattn.generation.sampling import Sampling
@@ -68,16 +70,15 @@ def sampling_of(default: Sampling, changes: Mapping[str, Any]) -> Sampling:
     A grammar may be a mapping, such as `{"regex": "yes|no"}`.
 
     Raises:
-        ConfigError: a field that `Sampling` does not have, or a value that it refuses.
+        ConfigError: a value that `Sampling` refuses.
+        UnknownOptionError: a field that it does not have.
     """
-    unknown = sorted(set(changes) - _NAMES)
-    if unknown:
-        raise ConfigError(
-            f"the option {unknown[0]!r}", f"options of Sampling: {', '.join(sorted(_NAMES))}", "rename it"
-        )
     changes = dict(changes)
-    if isinstance(changes.get("grammar"), Mapping):
-        changes["grammar"] = Grammar(**changes["grammar"])
+    grammar = changes.get("grammar")
+    if isinstance(grammar, str):
+        raise ConfigError(f"grammar={grammar!r:.80}", "a mapping", f"grammar={json.dumps({'regex': grammar}):.80}")
+    if isinstance(grammar, Mapping):
+        changes["grammar"] = Grammar(**grammar)
     return replace(default, **changes)
 
 
@@ -93,4 +94,4 @@ def _read(path: Path | None) -> str | None:
     try:
         return None if path is None else path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: {error}", "a readable text file", "check the path") from error
+        raise ConfigError(f"{path}: {why_unreadable(error)}", "a readable text file", "check the path") from error

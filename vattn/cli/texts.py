@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from vattn.config.files import why_unreadable
 from vattn.errors import ConfigError
 
 
@@ -16,7 +17,9 @@ def read_text(path: Path, most: int) -> str:
     try:
         return path.read_bytes()[:most].decode(errors="ignore")
     except OSError as error:
-        raise ConfigError(f"text {path}: {error}", "a readable text file", "pass --text FILE") from error
+        raise ConfigError(
+            f"text {path}: {why_unreadable(error)}", "a readable text file", "pass --text FILE"
+        ) from error
 
 
 def split_text(ids: list[int], what: str, most: int) -> list[list[int]]:

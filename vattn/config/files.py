@@ -68,3 +68,13 @@ def unwritable(path: object, error: OSError) -> ConfigError:
         "a file on a disk with room, in a folder to write to",
         "free space, or name another file",
     )
+
+
+def why_unreadable(error: Exception) -> str:
+    """Return why a file cannot be read, in the words of the system, without the path and its number.
+
+    Example:
+        >>> why_unreadable(FileNotFoundError(2, "No such file or directory", "a.txt"))
+        'No such file or directory'
+    """
+    return getattr(error, "strerror", None) or str(error)

@@ -10,9 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vattn.config.keywords import known_keywords
 from vattn.errors import ConfigError, MissingPackageError, RequestError
 
 
+@known_keywords({"json": "json_schema={value}", "grammar": "ebnf={value}"})
 @dataclass(frozen=True)
 class Grammar:
     """Say what an output must follow; needs xgrammar.
@@ -24,6 +26,7 @@ class Grammar:
 
     Raises:
         ConfigError: none or several of them, or one of another type.
+        UnknownOptionError: a name that is none of these.
 
     Example:
         >>> import vattn

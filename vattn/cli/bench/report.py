@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vattn.cli.doctor import aligned
-from vattn.config.files import write_whole
+from vattn.config.files import why_unreadable, write_whole
 from vattn.errors import ConfigError
 
 FORMAT = 1
@@ -195,7 +195,9 @@ def read_result(path: Path) -> dict[str, Any]:
     try:
         result = json.loads(path.read_text())
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}", "a file of `vattn bench attention --json`", "run it again") from error
+        raise ConfigError(
+            f"{path}: {why_unreadable(error)}", "a file of `vattn bench attention --json`", "run it again"
+        ) from error
     try:
         whole = result["format"] == FORMAT and bool(markdown(result))
     except (KeyError, TypeError, AttributeError, ValueError):
