@@ -89,6 +89,15 @@ def test_scores_equal_a_padded_run(model_type: str) -> None:
     assert relative_l2(embedder.score(PROMPTS), expected) < TOLERANCE
 
 
+def test_positions_skip_padding_inside_a_prompt() -> None:
+    """RoBERTa's do; with positions that count it, the rows differ by 0.5."""
+    model = make("roberta", pad_token_id=1, bos_token_id=0)
+    prompts = [[5, 1, 7, 2], PROMPTS[0], [1, 1, 8, 1], [1], [9, 4, 1]]
+    expected = [own_rows(model, tokens).mean(0) for tokens in prompts]
+    embedder = vattn.Embedder(enable_pooling(model), pooling="mean")
+    assert relative_l2(embedder.encode(prompts), torch.stack(expected)) < TOLERANCE
+
+
 def test_a_whole_model_is_one_graph_for_all_lengths(fresh_dynamo: None) -> None:
     model = make("bert", num_hidden_layers=1)
     expected = torch.stack([own_rows(model, tokens).mean(0) for tokens in PROMPTS])

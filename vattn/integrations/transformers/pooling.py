@@ -115,8 +115,18 @@ class PoolingModel(nn.Module):
             options["token_type_ids"] = types[None]
         elif token_type_ids is not None:
             raise ConfigError("token_type_ids for a model that takes none", "token ids alone", "leave them out")
-        out = self.base(input_ids=input_ids[None], position_ids=positions[None] + self.first_position, **options)
+        if self.first_position:
+            positions = self._after_padding(input_ids, positions)
+        out = self.base(input_ids=input_ids[None], position_ids=positions[None], **options)
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
+
+    def _after_padding(self, input_ids: Tensor, positions: Tensor) -> Tensor:
+        """Return positions as RoBERTa counts them: from the id of padding on, which such a token has and others skip."""
+        padding = self.first_position - 1
+        counted = (input_ids != padding).long()
+        until = counted.cumsum(0)
+        first = torch.arange(positions.shape[0], device=positions.device) - positions
+        return (until - (until - counted)[first]) * counted + padding
 
     def project(self, embeddings: Tensor) -> Tensor:
         """Return fp32 embeddings `[N, H]` after the linear layers that sentence-transformers has behind the pooling."""
