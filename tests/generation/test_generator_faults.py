@@ -151,6 +151,12 @@ WRONG_REQUESTS: dict[str, tuple[Any, Any, type[Exception], str | None]] = {
         errors.RequestError,
         "an attention_mask of another shape",
     ),
+    "a mask without rows": (
+        {"input_ids": [[3, 4], 5], "attention_mask": 1},
+        None,
+        errors.RequestError,
+        r"input_ids=\[\[3, 4\], 5\]",
+    ),
     "types of tokens": (
         {"input_ids": torch.tensor([[3, 4]]), "token_type_ids": torch.tensor([[0, 1]])},
         None,
@@ -184,6 +190,8 @@ def test_wrong_requests(packed: PackedModel) -> None:
         with pytest.raises(error, match=text):
             generator.add(prompt, sampling)
         check_empty(generator)
+    first, second = generator.generate([PROMPTS[0], {"input_ids": [3, 4, 5], "attention_mask": 1}], GREEDY)
+    assert first.error is None and "attention_mask=1" in str(second.error)
 
 
 WRONG_GENERATORS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {

@@ -12,7 +12,7 @@ import torch
 import vattn
 from tests.support import relative_l2
 from vattn.config.pooling import POOLING_MODES
-from vattn.errors import ConfigError, RequestError, UnsupportedRequestError
+from vattn.errors import ConfigError, DtypeError, MetadataError, RequestError, ShapeError, UnsupportedRequestError
 
 pytest.importorskip("transformers")
 
@@ -205,14 +205,25 @@ def test_refusals() -> None:
         ([[3], []], r"prompts\[1\] of 0 tokens"),
         ([list(range(45))], r"1 to 44 tokens \(the model's longest text\)"),
         ([[97]], r"prompts\[0\]: token id 97"),
-        ([typed, {**typed, "token_type_ids": [0, 0, 2]}], r"prompts\[1\]: 3 token_type_ids from 0 to 2 for 3 tokens"),
-        ([{**typed, "token_type_ids": [0, 1]}], "2 token_type_ids"),
+        ([typed, {**typed, "token_type_ids": [0, 0, 2]}], r"prompts\[1\]: token_type_ids with 2\. Allowed: 0 to 1"),
+        ([typed, {**typed, "token_type_ids": [0, 0, "a"]}], r"prompts\[1\]: token_type_ids with 'a'"),
+        ([{**typed, "token_type_ids": [0, 1]}], "2 token_type_ids for 3 tokens"),
+        ([{**typed, "token_type_ids": [0]}], "1 token_type_ids for 3 tokens"),
+        ([{**typed, "token_type_ids": [[0, 1, 1]] * 2}], r"\[3, 3\] token_type_ids for 3 tokens"),
+        ([typed, {**typed, "token_type_ids": 1}], r"prompts\[1\]: token_type_ids=1"),
+        ([{**typed, "attention_mask": 1}], r"prompts\[0\]: attention_mask=1"),
+        ([{"input_ids": [[3, 4], 5], "attention_mask": [[1, 1], 1]}], r"prompts\[0\]: input_ids=\[\[3, 4\], 5\]"),
+        ([{"input_ids": 3, "attention_mask": 1}], r"prompts\[0\]: input_ids=3"),
         ([{**typed, "attention_mask": [1, 1]}], "an attention_mask of another shape"),
         ([vattn.PromptEmbeddings(torch.ones(3, 64))], r"prompts\[0\]: PromptEmbeddings"),
         (["text"], r"prompts\[0\]: a text for a generator without a tokenizer"),
     ):
         with pytest.raises(RequestError, match=words):
             embedder.encode(prompts)
+    ids = torch.tensor([3, 4, 5])
+    for types, error in ((ids[:1] * 0, ShapeError), (ids, MetadataError), (ids / 9, DtypeError)):
+        with pytest.raises(error, match="token_type_ids"):
+            packed(ids, torch.arange(3), types)
     with pytest.raises(ConfigError, match="pass \\[prompt\\]"):
         embedder.encode("text")
     embedder.tokenizer = transformers.BertTokenizer({"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "[PAD]": 3, "[MASK]": 4})

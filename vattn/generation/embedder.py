@@ -14,7 +14,7 @@ from vattn.config.arguments import check_switches, read_count
 from vattn.config.pooling import PoolingConfig
 from vattn.errors import ConfigError, RequestError, VattnError
 from vattn.generation.prompt_embeddings import PromptEmbeddings
-from vattn.generation.prompts import encoded_rows, read_prompt
+from vattn.generation.prompts import read_prompt, unpadded_rows
 from vattn.generation.setup import check_tokenizer
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.forward_context import forward_context
@@ -210,12 +210,9 @@ class Embedder:
                 ) from error
         if isinstance(prompt, PromptEmbeddings):
             raise RequestError(repr(prompt), "texts and token ids", "pass its token ids")
-        types: list[Any] = []
-        if isinstance(prompt, Mapping) and prompt.get("token_type_ids") is not None:
-            types = encoded_rows(
-                {"input_ids": prompt["token_type_ids"], "attention_mask": prompt.get("attention_mask")}
-            )
-            prompt = {name: value for name, value in prompt.items() if name != "token_type_ids"}
+        given, types = prompt, None
+        if isinstance(given, Mapping) and given.get("token_type_ids") is not None:
+            prompt = {name: value for name, value in given.items() if name != "token_type_ids"}
         ids = read_prompt(prompt, self.tokenizer, self.model.vocab_size)
         if self.model.mixing_token in ids:
             raise RequestError(
@@ -223,16 +220,27 @@ class Embedder:
                 "prompts without it: the model scales all texts of a step by its number",
                 "run this prompt by transformers' own model",
             )
-        if not types or not any(types[0]):
-            return _Text(ids, None)
-        kinds = range(max(1, self.model.num_token_types))
-        if len(types[0]) != len(ids) or any(kind not in kinds for kind in types[0]):
+        if prompt is not given:
+            types = self._types(unpadded_rows(given, "token_type_ids"), len(ids))
+        return _Text(ids, types if types and any(types) else None)
+
+    def _types(self, rows: list[Any], count: int) -> list[int]:
+        """Return the types of a prompt's tokens."""
+        sizes, kinds = [len(row) for row in rows], range(max(1, self.model.num_token_types))
+        if sizes != [count]:
             raise RequestError(
-                f"{len(types[0])} token_type_ids from {min(types[0])} to {max(types[0])} for {len(ids)} tokens",
-                f"one for each token, 0 to {kinds[-1]}",
+                f"{sizes[0] if len(sizes) == 1 else sizes} token_type_ids for {count} tokens",
+                "one for each token",
                 "use the model's own tokenizer",
             )
-        return _Text(ids, types[0])
+        wrong = [kind for kind in rows[0] if kind not in kinds]
+        if wrong:
+            raise RequestError(
+                f"token_type_ids with {wrong[0]!r:.60}",
+                f"0 to {kinds[-1]}" if len(kinds) > 1 else "0, since the model takes no types of tokens",
+                "use the model's own tokenizer",
+            )
+        return [int(kind) for kind in rows[0]]
 
 
 def _pool(rows: Tensor, lengths: list[int], modes: Sequence[str]) -> Tensor:

@@ -84,17 +84,26 @@ def encoded_rows(encoded: Mapping[str, Any]) -> list[Any]:
     named = next((name for name in sorted(encoded) if name.endswith("token_type_ids") and _some(encoded[name])), None)
     if named is not None:
         raise RequestError(f"a prompt with {named} other than 0", "one kind of token", f"leave {named} out")
-    ids = _listed(encoded["input_ids"])
+    return unpadded_rows(encoded, "input_ids")
+
+
+def unpadded_rows(encoded: Mapping[str, Any], name: str) -> list[Any]:
+    """Return what a tokenizer gave each sequence under a name, such as `token_type_ids`, without padding.
+
+    Raises:
+        RequestError: no sequences, or a mask of other lengths.
+    """
+    rows = listed_rows(name, encoded[name])
     if encoded.get("attention_mask") is None:
-        return ids
-    mask = _listed(encoded["attention_mask"])
-    if [*map(len, ids)] != [*map(len, mask)]:
+        return rows
+    mask = listed_rows("attention_mask", encoded["attention_mask"])
+    if [*map(len, rows)] != [*map(len, mask)]:
         raise RequestError(
-            "an attention_mask of another shape than input_ids",
+            f"an attention_mask of another shape than {name}",
             "a number for each id",
             "pass what a tokenizer returned",
         )
-    return [[token for token, real in zip(*row, strict=True) if real] for row in zip(ids, mask, strict=True)]
+    return [[value for value, real in zip(*row, strict=True) if real] for row in zip(rows, mask, strict=True)]
 
 
 def has_media(prompt: Any) -> bool:
@@ -104,11 +113,23 @@ def has_media(prompt: Any) -> bool:
     return any(name not in ("input_ids", "attention_mask") and not name.endswith("token_type_ids") for name in prompt)
 
 
-def _listed(rows: Any) -> list[Any]:
-    """Return the rows of a batch, or of one sequence."""
-    rows = rows.tolist() if hasattr(rows, "tolist") else rows
+def listed_rows(name: str, values: Any) -> list[Any]:
+    """Return the rows of a batch, or the one of a single sequence.
+
+    Raises:
+        RequestError: no sequences.
+    """
+    try:
+        rows = values.tolist() if hasattr(values, "tolist") else values
+    except RuntimeError:  # Tensors on meta hold nothing.
+        rows = None
     nested = isinstance(rows, (list, tuple)) and len(rows) > 0 and isinstance(rows[0], (list, tuple))
-    return list(rows) if nested else [rows]
+    found = list(rows) if nested else [rows]
+    if not all(isinstance(row, Sequence) and not isinstance(row, (str, bytes)) for row in found):
+        raise RequestError(
+            f"{name}={str(values)[:60]}", "a list of numbers, or one for each prompt", "pass what a tokenizer returned"
+        )
+    return found
 
 
 def _some(values: Any) -> bool:

@@ -119,6 +119,17 @@ def check_inputs(input_ids: Any, positions: Any, logits_indices: Any, model: Any
         _check_values("logits_indices", logits_indices, input_ids.shape[0], "the rows of the step", fix)
 
 
+def check_types(token_type_ids: Any, input_ids: Tensor, count: int) -> None:
+    """Refuse types of tokens as `check_inputs` refuses ids; a model has `count` types."""
+    _check_line("token_type_ids", token_type_ids, "T", "pass one for each token")
+    if token_type_ids.shape != input_ids.shape:
+        raise ShapeError(
+            f"{token_type_ids.shape[0]} token_type_ids for {input_ids.shape[0]} tokens", "as many", "pass one each"
+        )
+    if _readable(token_type_ids):
+        _check_values("token_type_ids", token_type_ids, count, "the model's types", "use the model's own tokenizer")
+
+
 def _check_line(name: str, given: Any, rows: str, fix: str) -> None:
     if not isinstance(given, Tensor):
         raise DtypeError(f"{name} of type {type(given).__name__}", f"an int64 tensor [{rows}]", fix)

@@ -25,7 +25,7 @@ from vattn.integrations.transformers.attention_notes import AttentionCall
 from vattn.integrations.transformers.available import transformers
 from vattn.integrations.transformers.checkpoint import folder_of
 from vattn.integrations.transformers.checkpoint_scales import remove_cache_hooks
-from vattn.integrations.transformers.checks import check_inputs, check_model
+from vattn.integrations.transformers.checks import check_inputs, check_model, check_types
 from vattn.integrations.transformers.enabling import disable
 from vattn.integrations.transformers.model_layers import install
 from vattn.integrations.transformers.observe import observe, set_attention
@@ -111,6 +111,8 @@ class PoolingModel(nn.Module):
         check_inputs(input_ids, positions, None, self.base)
         options = {**self._cache, **self._options}
         if self.num_token_types:
+            if token_type_ids is not None:
+                check_types(token_type_ids, input_ids, self.num_token_types)
             types = torch.zeros_like(input_ids) if token_type_ids is None else token_type_ids
             options["token_type_ids"] = types[None]
         elif token_type_ids is not None:
