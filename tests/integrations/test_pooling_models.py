@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,20 @@ def test_scores_without_padding_and_with_types_of_tokens() -> None:
     assert relative_l2(embedder.score([pair["input_ids"] for pair in pairs]), expected) > 1e-2
 
 
+def test_a_batch_of_a_tokenizer_equals_its_prompts() -> None:
+    """Padded on either side; types of tokens belong to their prompt."""
+    embedder = vattn.Embedder(enable_pooling(make("bert")), pooling="mean")
+    batch = {
+        "input_ids": torch.tensor([[5, 6, 7], [8, 9, 0], [0, 0, 4]]),
+        "token_type_ids": torch.tensor([[0, 1, 1], [0, 1, 0], [0, 0, 1]]),
+        "attention_mask": torch.tensor([[1, 1, 1], [1, 1, 0], [0, 0, 1]]),
+    }
+    pairs = (([5, 6, 7], [0, 1, 1]), ([8, 9], [0, 1]), ([4], [1]))
+    alone = embedder.encode([{"input_ids": ids, "token_type_ids": types} for ids, types in pairs])
+    assert torch.equal(embedder.encode(transformers.BatchEncoding(batch)), alone)
+    assert torch.equal(embedder.encode({"input_ids": [5, 6, 7]}), embedder.encode([[5, 6, 7]]))
+
+
 def test_every_pooling_is_that_of_its_definition() -> None:
     model = make("bert")
     rows = [own_rows(model, tokens) for tokens in PROMPTS]
@@ -196,13 +211,22 @@ def test_refusals() -> None:
         vattn.Embedder(packed).encode(PROMPTS)
     with pytest.raises(ConfigError, match="no classification head"):
         vattn.Embedder(packed).score(PROMPTS)
-    for pooling in ("average", 3):
-        with pytest.raises(ConfigError, match=f"pooling={pooling!r}"):
+    for pooling in ("average", 3, "mean+max"):
+        with pytest.raises(ConfigError, match=re.escape(f"pooling={pooling!r}") + r'.*pooling=\["mean", "max"\]'):
             vattn.Embedder(packed, pooling=pooling)
+    with pytest.raises(ConfigError, match=r"enable_pooling\(\) of a model that is on vattn"):
+        enable_pooling(model)
     embedder = vattn.Embedder(packed, pooling="mean", token_budget=50)
+    with pytest.raises(ConfigError, match="prompt_name='query' for a model without prompts"):
+        embedder.encode(["text"], prompt_name="query")
     typed = {"input_ids": [3, 4, 5], "token_type_ids": [0, 1, 1]}
     for prompts, words in (
-        ([[3], []], r"prompts\[1\] of 0 tokens"),
+        ([[3], []], r"prompts\[1\] of 0 tokens.*leave it out"),
+        ([[3], ["a", "b"]], r"prompts\[1\]: \['a', 'b'\], texts in a list.*pair as a tuple"),
+        ([vattn.Chat([{"role": "user", "content": "a"}])], "a conversation.*apply_chat_template"),
+        ([[{"role": "user", "content": "a"}]], "a conversation"),
+        ({"input_ids": [[3, 4], [5]], "attention_mask": [[1, 1]]}, "a batch of {'input_ids': 2, 'attention_mask': 1}"),
+        ({"input_ids": [[3, 4], [5, 0]], "attention_mask": [[1, 1], [1]]}, r"prompts\[1\]: an attention_mask"),
         ([list(range(45))], r"1 to 44 tokens \(the model's longest text\)"),
         ([[97]], r"prompts\[0\]: token id 97"),
         ([typed, {**typed, "token_type_ids": [0, 0, 2]}], r"prompts\[1\]: token_type_ids with 2\. Allowed: 0 to 1"),
@@ -216,7 +240,7 @@ def test_refusals() -> None:
         ([{"input_ids": 3, "attention_mask": 1}], r"prompts\[0\]: input_ids=3"),
         ([{**typed, "attention_mask": [1, 1]}], "an attention_mask of another shape"),
         ([vattn.PromptEmbeddings(torch.ones(3, 64))], r"prompts\[0\]: PromptEmbeddings"),
-        (["text"], r"prompts\[0\]: a text for a generator without a tokenizer"),
+        (["text"], r"prompts\[0\]: a text without a tokenizer"),
     ):
         with pytest.raises(RequestError, match=words):
             embedder.encode(prompts)

@@ -41,7 +41,11 @@ class PoolingConfig:
     def __post_init__(self) -> None:
         wrong = [mode for mode in self.modes if mode not in POOLING_MODES]
         if wrong or not self.modes:
-            raise ConfigError(f"pooling={wrong[0] if wrong else ()!r:.60}", ", ".join(POOLING_MODES), "choose of these")
+            raise ConfigError(
+                f"pooling={wrong[0] if wrong else ()!r:.60}",
+                ", ".join(POOLING_MODES),
+                'choose one of these, or several as pooling=["mean", "max"]',
+            )
         if self.default_prompt is not None and self.default_prompt not in self.prompts:
             raise ConfigError(
                 f"default_prompt={self.default_prompt!r:.60} without a text",

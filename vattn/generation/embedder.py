@@ -13,8 +13,9 @@ from vattn.calibration.eval_mode import EvalMode
 from vattn.config.arguments import check_switches, read_count
 from vattn.config.pooling import PoolingConfig
 from vattn.errors import ConfigError, RequestError, VattnError
+from vattn.generation.chat import Chat, is_conversation
 from vattn.generation.prompt_embeddings import PromptEmbeddings
-from vattn.generation.prompts import read_prompt, unpadded_rows
+from vattn.generation.prompts import listed_rows, read_prompt, unpadded_rows
 from vattn.generation.setup import check_tokenizer
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.forward_context import forward_context
@@ -86,7 +87,8 @@ class Embedder:
         """Return the embedding of each prompt.
 
         Args:
-            prompts: a list, each a text, token ids, or what a tokenizer returned for one text.
+            prompts: a list, each a text, token ids, or what a tokenizer returned for one text; or what it returned for
+                several.
             prompt_name: of the configuration's `prompts`, a text that comes before each text; default: what the
                 configuration names.
 
@@ -105,6 +107,10 @@ class Embedder:
                 "Embedder(model, pooling='mean'), as the model was trained",
             )
         name = pooling.default_prompt if prompt_name is None else prompt_name
+        if name is not None and not pooling.prompts:
+            raise ConfigError(
+                f"prompt_name={name!r:.60} for a model without prompts", "None", "write it before each text yourself"
+            )
         if name is not None and name not in pooling.prompts:
             raise ConfigError(f"prompt_name={name!r:.60}", f"one of {sorted(pooling.prompts)}", "choose of these")
         before = "" if name is None else pooling.prompts[name]
@@ -128,7 +134,7 @@ class Embedder:
 
         Args:
             prompts: a list, each a text, a pair `(query, document)` of texts, token ids, or what a tokenizer returned
-                for one of these.
+                for one of these; or what it returned for several.
 
         Returns:
             fp32 `[len(prompts), num_labels]` on the model's device.
@@ -178,6 +184,8 @@ class Embedder:
 
     def _read(self, prompts: Any, prefixed: Any) -> list[_Text]:
         self._mode.check()
+        if isinstance(prompts, Mapping) and "input_ids" in prompts:
+            prompts = _each(prompts)
         if isinstance(prompts, (str, bytes, Mapping)) or not isinstance(prompts, Iterable):
             raise ConfigError(f"prompts={prompts!s:.60}", "a list of prompts", "pass [prompt] for one")
         texts = []
@@ -186,7 +194,9 @@ class Embedder:
                 text = self._text(prefixed(prompt))
             except VattnError as error:
                 raise RequestError(f"prompts[{index}]: {error.got}", error.allowed, error.fix) from error
-            if not 0 < len(text.ids) <= self.max_seq_len:
+            if not text.ids:
+                raise RequestError(f"prompts[{index}] of 0 tokens", "1 token or more", "leave it out")
+            if len(text.ids) > self.max_seq_len:
                 longest = "token_budget" if self.max_seq_len == self.token_budget else "the model's longest text"
                 raise RequestError(
                     f"prompts[{index}] of {len(text.ids)} tokens",
@@ -210,6 +220,18 @@ class Embedder:
                 ) from error
         if isinstance(prompt, PromptEmbeddings):
             raise RequestError(repr(prompt), "texts and token ids", "pass its token ids")
+        if isinstance(prompt, Chat) or is_conversation(prompt):
+            raise RequestError(
+                "a conversation",
+                "texts, pairs of texts and token ids",
+                "pass the text that tokenizer.apply_chat_template(messages, tokenize=False) returns",
+            )
+        if isinstance(prompt, (list, tuple)) and prompt and all(isinstance(text, str) for text in prompt):
+            raise RequestError(
+                f"{prompt!s:.60}, texts in a {type(prompt).__name__}",
+                "a text, or a pair as a tuple",
+                "pass (query, document) for a pair, and other texts as prompts",
+            )
         given, types = prompt, None
         if isinstance(given, Mapping) and given.get("token_type_ids") is not None:
             prompt = {name: value for name, value in given.items() if name != "token_type_ids"}
@@ -241,6 +263,17 @@ class Embedder:
                 "use the model's own tokenizer",
             )
         return [int(kind) for kind in rows[0]]
+
+
+def _each(encoded: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return what a tokenizer gave each of several texts."""
+    columns = {name: listed_rows(name, values) for name, values in encoded.items() if values is not None}
+    sizes = {name: len(rows) for name, rows in columns.items()}
+    if len({*sizes.values()}) > 1:
+        raise RequestError(
+            f"a batch of {sizes} rows", "a row of each for every prompt", "pass what a tokenizer returned"
+        )
+    return [dict(zip(columns, rows, strict=True)) for rows in zip(*columns.values(), strict=True)]
 
 
 def _pool(rows: Tensor, lengths: list[int], modes: Sequence[str]) -> Tensor:

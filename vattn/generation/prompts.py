@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from vattn.errors import ConfigError, RequestError, VattnError
-from vattn.generation.chat import Chat
+from vattn.generation.chat import Chat, is_conversation
 from vattn.generation.detokenizer import takes
 from vattn.generation.prompt_embeddings import PromptEmbeddings
 from vattn.generation.sampling import Sampling
@@ -28,9 +28,9 @@ def read_prompt(prompt: Any, tokenizer: Any, vocab_size: int | None, special: bo
     if isinstance(prompt, str):
         if tokenizer is None:
             raise RequestError(
-                "a text for a generator without a tokenizer",
+                "a text without a tokenizer",
                 "token ids",
-                "give the generator tokenizer=, or pass ids",
+                "give the generator or embedder tokenizer=, or pass ids",
             )
         try:
             # A chat template has written the BOS token already.
@@ -42,12 +42,14 @@ def read_prompt(prompt: Any, tokenizer: Any, vocab_size: int | None, special: bo
             raise RequestError(
                 f"a text that the tokenizer refuses: {error}", "texts that it can encode", "check the prompt"
             ) from error
+    if is_conversation(prompt):
+        raise RequestError("a list of messages", "a vattn.Chat of them", "pass vattn.Chat(messages)")
     if isinstance(prompt, Chat):
         prompt = prompt.token_ids(tokenizer)
     elif isinstance(prompt, Mapping) and "input_ids" in prompt:
         rows = encoded_rows(prompt)
         if len(rows) != 1:
-            raise RequestError(f"a prompt of {len(rows)} sequences", "one", "pass each, or all of them to generate()")
+            raise RequestError(f"a prompt of {len(rows)} sequences", "one", "pass each as a prompt")
         prompt = rows[0]
     try:
         if hasattr(prompt, "tolist"):
@@ -60,7 +62,7 @@ def read_prompt(prompt: Any, tokenizer: Any, vocab_size: int | None, special: bo
     except (TypeError, RuntimeError) as error:  # Tensors on meta have no ids.
         raise RequestError(
             f"a prompt of {str(prompt)[:60]!r}",
-            "a text, a flat sequence of token ids, what a tokenizer returned, or a vattn.Chat",
+            "a text, a flat sequence of token ids, or what a tokenizer returned",
             "encode it first, each prompt apart",
         ) from error
     wrong = [token for token in ids if token < 0 or (vocab_size is not None and token >= vocab_size)]

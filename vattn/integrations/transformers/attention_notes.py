@@ -206,6 +206,6 @@ def unsupported(got: str) -> UnsupportedRequestError:
     """Return the error of a model that attends in a way which vattn cannot express."""
     return UnsupportedRequestError(
         got,
-        "models whose tokens meet in causal attention, full or in a window, and nowhere else",
+        "models whose tokens meet in attention alone, full or in a window: causal, or both ways in enable_pooling",
         "keep this model on transformers' own attention",
     )

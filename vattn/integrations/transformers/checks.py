@@ -25,35 +25,36 @@ def model_dtype(model: Any) -> torch.dtype:
 
 def check_model(model: Any, pools: bool = False) -> None:
     """Refuse what is no whole model in eval mode that is not on vattn yet, and without `pools` no causal one."""
+    call, kind = ("enable_pooling", "AutoModel") if pools else ("enable", "AutoModelForCausalLM")
     if isinstance(model, (str, os.PathLike)):
         raise ConfigError(
-            f"enable({str(model)!r:.80}), a name or a folder",
+            f"{call}({str(model)!r:.80}), a name or a folder",
             "a model of transformers",
-            "load it first: enable(transformers.AutoModelForCausalLM.from_pretrained(folder).eval())",
+            f"load it first: {call}(transformers.{kind}.from_pretrained(folder).eval())",
         )
     if not isinstance(model, transformers.PreTrainedModel):
         inside = model.named_modules() if isinstance(model, nn.Module) else ()
         path = next((name for name, part in inside if isinstance(part, transformers.PreTrainedModel)), None)
         if path is not None:
             raise ConfigError(
-                f"enable() of {type(model).__name__}, a module around a model of transformers",
+                f"{call}() of {type(model).__name__}, a module around a model of transformers",
                 "the model itself",
-                f"enable(model.{path}); adapters in its layers stay where they are",
+                f"{call}(model.{path}); adapters in its layers stay where they are",
             )
         raise ConfigError(
-            f"enable() of {type(model).__name__}", "a model of transformers", "use vattn.Attention in your own models"
+            f"{call}() of {type(model).__name__}", "a model of transformers", "use vattn.Attention in your own models"
         )
     if model.training:
-        raise ConfigError("enable() of a model in training mode", "a model in eval mode", "call model.eval() first")
+        raise ConfigError(f"{call}() of a model in training mode", "a model in eval mode", "call model.eval() first")
     empty = next((name for name, parameter in model.named_parameters() if parameter.is_meta), None)
     if empty is not None:
         raise ConfigError(
-            f"enable() of a model in which {empty!r} has no values (device meta), as after offloading",
+            f"{call}() of a model in which {empty!r} has no values (device meta), as after offloading",
             "a model with all weights on its device",
             "load it whole, with device_map=None or one device",
         )
     if "_vattn_before" in model.__dict__:
-        raise ConfigError("enable() of a model that is on vattn", "a model that is not", "call disable(model) first")
+        raise ConfigError(f"{call}() of a model that is on vattn", "a model that is not", "call disable(model) first")
     if not pools and not has_head(model):
         raise ConfigError(
             f"enable() of {type(model).__name__}",

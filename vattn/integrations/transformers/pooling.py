@@ -123,7 +123,7 @@ class PoolingModel(nn.Module):
         return out.last_hidden_state[0]  # type: ignore[no-any-return]
 
     def _after_padding(self, input_ids: Tensor, positions: Tensor) -> Tensor:
-        """Return positions as RoBERTa counts them: from the id of padding on, which such a token has and others skip."""
+        """Return positions as RoBERTa counts them: from the id of padding on, which padding keeps and others skip."""
         padding = self.first_position - 1
         counted = (input_ids != padding).long()
         until = counted.cumsum(0)
