@@ -68,7 +68,7 @@ BY_HAND = [name for name in FORMS if not name.startswith(COMPILED_ONLY) and name
 
 EXTRA = (
     "static, scaled: / s / 2", "static, scaled: / 0.02", "static, scaled: ldexp", "static, cast: copy_",
-    "token, scale: in bf16", "group, placed: first half of columns",
+    "token, largest: of negative and positive", "token, scale: in bf16", "group, placed: first half of columns",
     "vattn: quant_fp8_group of the first tokens", "vattn: quant_nvfp4, swizzled",
     "NVFP4: thresholds",
 )  # fmt: skip
