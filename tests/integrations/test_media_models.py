@@ -155,6 +155,28 @@ def test_refusals() -> None:
             request.result()
 
 
+def test_places_of_images_need_them() -> None:
+    model = make("qwen2_5_vl")
+    good = prompt("qwen2_5_vl", BEFORE, AFTER)
+    generator = vattn.Generator(enable(model, num_blocks=33), max_seq_len=64)
+    wrong: list[tuple[Any, str]] = [
+        ([5, 90, 7], "token id 90 in a prompt, the place of a part of the image, without image"),
+        ({"input_ids": [5, 91, 7]}, "token id 91 in a prompt, the place of a part of the video, without video"),
+        ({k: v for k, v in good.items() if k != "pixel_values"}, "token id 90.* without pixel_values"),
+        ({**good, "input_ids": good["input_ids"].where(good["input_ids"] != 90, 91)}, "91.* pixel_values_videos"),
+        ({k: v for k, v in good.items() if k != "image_grid_thw"}, "pixel_values without image_grid_thw"),
+        (
+            {**good, "image_grid_thw": torch.tensor([[1, 4, 60]])},
+            r"image_grid_thw=\[\[1, 4, 60\]\], pixel_values of \[24, 96\]",
+        ),
+    ]
+    done = generator.generate([inputs for inputs, _ in wrong] + [TEXT[:5]], SAMPLING)
+    assert done[-1].state == "finished"
+    for request, (_, words) in zip(done, wrong, strict=False):
+        with pytest.raises(RequestError, match=words):
+            request.result()
+
+
 def test_the_documented_models_are_those_tested() -> None:
     page = (Path(__file__).parents[2] / "docs" / "inputs.md").read_text()
     assert table() in page, "put what tests.integrations.media_families.table() returns into the page"

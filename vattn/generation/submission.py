@@ -147,7 +147,9 @@ class SubmissionReader:
                 "pass {'input_features': ..., 'decoder_input_ids': ...}",
             )
         if not with_media and not isinstance(prompt, PromptEmbeddings):
-            return read_prompt(prompt, self._tokenizer, vocab_size), None
+            ids = read_prompt(prompt, self._tokenizer, vocab_size)
+            self._check_placeholders(ids)
+            return ids, None
         if self._on_ranks:
             raise RequestError(
                 "embeddings or images for a generator with group=", "token ids", "run such prompts on one device"
@@ -159,6 +161,18 @@ class SubmissionReader:
         if prompt.token_ids is None:
             return [0] * prompt.rows.shape[0], inputs
         return read_prompt(prompt.token_ids, None, vocab_size), inputs
+
+    def _check_placeholders(self, ids: list[int]) -> None:
+        """Refuse places of images in a text: the model would read the embedding of the place itself."""
+        kinds: Mapping[int, str] = getattr(self._model, "placeholders", {})
+        token = next((token for token in ids if token in kinds), None) if kinds else None
+        if token is not None:
+            kind = kinds[token]
+            raise RequestError(
+                f"token id {token} in a prompt, the place of a part of the {kind}, without {kind}",
+                f"what the processor returned for text and {kind}",
+                "pass processor(..., return_tensors='pt'), or leave the token out",
+            )
 
     def refused(self, submission: Submission, error: VattnError) -> Request:
         """Return a failed request of a submission, with the ids of its prompt if it has any."""

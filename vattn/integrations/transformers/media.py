@@ -55,6 +55,13 @@ def takes_media(model: Any) -> bool:
     return base is not model and isinstance(base._modules.get(LANGUAGE), nn.Module)
 
 
+def placeholders(model: Any) -> dict[int, str]:
+    """Return the tokens that stand for an image, a video or a recording in a prompt, and which of these."""
+    names = [(f"{kind}_token_{end}", kind) for kind in ("image", "video", "audio") for end in ("id", "index")]
+    found = {getattr(model.config, name, None): kind for name, kind in names} if takes_media(model) else {}
+    return {token: kind for token, kind in found.items() if isinstance(token, int)}
+
+
 def _with_language_model(base: Any, call: Callable[..., Any]) -> Any:
     other = copy.copy(base)
     other._modules = {**base._modules, LANGUAGE: _LanguageModel(base._modules[LANGUAGE], call)}
@@ -89,6 +96,7 @@ def read_media(model: Any, encoded: Mapping[str, Any]) -> tuple[list[int], Promp
     """
     base, device = model.base_model, next(model.parameters()).device
     ids, inputs = _check(base, encoded, device)
+    _check_parts(model, inputs)
     taken: dict[str, Any] = {}
 
     def take(*args: Any, **options: Any) -> Any:
@@ -105,7 +113,7 @@ def read_media(model: Any, encoded: Mapping[str, Any]) -> tuple[list[int], Promp
         raise
     except Exception as error:
         raise RequestError(
-            f"a prompt that {type(model).__name__} refuses: {type(error).__name__}: {error}",
+            f"a prompt that {type(model).__name__} refuses{_sizes(inputs)}: {type(error).__name__}: {error}",
             "what its processor returned for one prompt",
             "check images and text",
         ) from error
@@ -170,6 +178,33 @@ def _check(base: Any, encoded: Mapping[str, Any], device: torch.device) -> tuple
         if name in allowed
     }
     return inputs["input_ids"][0], inputs
+
+
+def _check_parts(model: Any, inputs: Mapping[str, Any]) -> None:
+    """Refuse places of images or videos without these, and these without the numbers of their patches."""
+    known, tokens = inspect.signature(model.base_model.forward).parameters, set(inputs["input_ids"][0].tolist())
+    for kind, pixels, grid in (
+        ("image", "pixel_values", "image_grid_thw"),
+        ("video", "pixel_values_videos", "video_grid_thw"),
+    ):
+        token = next((token for token, named in placeholders(model).items() if named == kind and token in tokens), None)
+        if token is not None and pixels in known and pixels not in inputs:
+            raise RequestError(
+                f"token id {token}, the place of a part of the {kind}, without {pixels}",
+                f"what the processor returned for text and {kind}",
+                f"pass {pixels} too, or leave the token out",
+            )
+        if pixels in inputs and grid in known and grid not in inputs:
+            raise RequestError(
+                f"{pixels} without {grid}", "both, as the processor returned them", f"pass {grid}, [{kind}s, 3], too"
+            )
+
+
+def _sizes(inputs: Mapping[str, Any]) -> str:
+    """Return what a prompt says about sizes, for an error."""
+    named = [f"{name}={value.tolist()}" for name, value in inputs.items() if name.endswith(("_grid_thw", "_sizes"))]
+    pixels = [f"{name} of {list(value.shape)}" for name, value in inputs.items() if name.startswith("pixel_values")]
+    return f", with {', '.join(named + pixels)}" if named else ""
 
 
 _OF_STEPS = frozenset({"position_ids", "inputs_embeds"})

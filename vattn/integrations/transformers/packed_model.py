@@ -15,7 +15,7 @@ from vattn.errors import ConfigError, MetadataError, MissingAttributeError, Requ
 from vattn.integrations.transformers import linears
 from vattn.integrations.transformers.available import transformers
 from vattn.integrations.transformers.checks import check_inputs, model_dtype
-from vattn.integrations.transformers.media import MOST_RANGES, read_media, run_with_added, takes_media
+from vattn.integrations.transformers.media import MOST_RANGES, placeholders, read_media, run_with_added, takes_media
 from vattn.integrations.transformers.pipeline import StageModel, stage_of
 from vattn.integrations.transformers.state_rows import RowGroup, row_groups
 from vattn.metadata import forward_context as context
@@ -108,6 +108,7 @@ class PackedModel(nn.Module):
         adapters: what `enable_adapters` returned; `None` before.
         takes_embeddings: whether rows of a step may come as embeddings.
         embedding_size, embedding_dtype: of such rows.
+        placeholders: the tokens that stand for an image, a video or a recording, and which of these.
         max_ranges: most ranges of a prompt whose tokens see each other both ways.
 
     Example: see `enable`.
@@ -123,6 +124,7 @@ class PackedModel(nn.Module):
         super().__init__()
         self.model, self.rope_length, self.first_position = model, rope_length, first_position
         self.takes_embeddings = takes_embeddings and stage_of(model) is None
+        self.placeholders = placeholders(model)
         self.max_ranges = MOST_RANGES if self.takes_embeddings and takes_media(model) else 0
         self.kv_cache: KVCacheAllocation | None = None
         self.adapters: Any = None
