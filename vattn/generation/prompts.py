@@ -85,7 +85,11 @@ def encoded_rows(encoded: Mapping[str, Any]) -> list[Any]:
         )
     named = next((name for name in sorted(encoded) if name.endswith("token_type_ids") and _some(encoded[name])), None)
     if named is not None:
-        raise RequestError(f"a prompt with {named} other than 0", "one kind of token", f"leave {named} out")
+        raise RequestError(
+            f"a prompt with {named} other than 0",
+            "one kind of token",
+            f"leave {named} out; with images, pass all that the processor returned",
+        )
     return unpadded_rows(encoded, "input_ids")
 
 
