@@ -155,7 +155,7 @@ def compare(
         return
     ideal = replace(result, args=args._replace(output=torch.empty_like(args.output), **_empty_scales(args)))
     rounded = out.to(MODEL_DTYPES[config.dtype])
-    variant = (config.output_arithmetic, config.output_min_scale)
+    variant = (config.output_arithmetic, config.output_min_scale, config.output_floor)
     quantise_output(rounded, fmt, ideal.args.output, ideal.args.output_block_scale, args.output_scale, *variant)
     _compare_scales(args.output_block_scale, ideal.args.output_block_scale, fmt, config, out.shape[0], tolerance)
     _compare_codes(result, out, fmt, tolerance)

@@ -233,9 +233,8 @@ def check_lse(lse: Tensor, expected: Tensor, config: MLAConfig, rounded: float =
 def quantised(values: Tensor, args: MLAAttentionArgs, config: MLAConfig) -> MLAAttentionArgs:
     """Return arguments whose outputs hold rows `[T, N, V]` quantised by the reference."""
     out, scales = OUTPUT_FORMATS[config.output_format].allocate(args.query, config.v_head_dim, values.dtype)
-    quantise_output(
-        values, config.output_format, out, scales, args.output_scale, config.output_arithmetic, config.output_min_scale
-    )
+    variant = config.output_arithmetic, config.output_min_scale, config.output_floor
+    quantise_output(values, config.output_format, out, scales, args.output_scale, *variant)
     return args._replace(output=out, output_block_scale=scales)
 
 

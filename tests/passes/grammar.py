@@ -326,7 +326,8 @@ def _nvfp4(x: Tensor, s: Tensor, is_swizzled: bool) -> tuple[Tensor, Tensor]:
 
 def _agree(form: Form, codes: Tensor, rest: list[Tensor], want: tuple[Tensor, Tensor | None]) -> bool:
     wanted = form.moved(want[0].view(torch.uint8)).flatten()
-    if codes.numel() != wanted.numel() or codes.dtype != want[0].dtype or len(rest) != (want[1] is not None):
+    dtypes = (E4M3, torch.uint8) if want[0].dtype == E4M3 else (want[0].dtype,)
+    if codes.numel() != wanted.numel() or codes.dtype not in dtypes or len(rest) != (want[1] is not None):
         return False
     got = codes.flatten().view(torch.uint8)
     same = got == wanted
