@@ -177,7 +177,7 @@ def test_sparse_attention_behind_images_is_refused_by_both() -> None:
     for function in (enable, enable_latent_attention):
         with pytest.raises(UnsupportedRequestError, match=r"as sparse attention.*transformers' own") as e:
             function(model)
-        assert "enable" not in str(e.value)
+        assert "Try: keep this model on transformers' own attention." in str(e.value)
 
 
 def test_what_people_try_with_a_packed_model() -> None:
