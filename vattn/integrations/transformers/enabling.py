@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -20,7 +21,7 @@ from vattn.config.other_names import ENABLE
 from vattn.errors import ConfigError, UnsupportedRequestError
 from vattn.integrations.transformers import linears
 from vattn.integrations.transformers.adapters import remove_adapters
-from vattn.integrations.transformers.attention_interface import NAME, PACKED, REPLACED, attend, register
+from vattn.integrations.transformers.attention_interface import NAME, PACKED, REPLACED, ModelAttention, attend, register
 from vattn.integrations.transformers.available import transformers
 from vattn.integrations.transformers.checkpoint_scales import (
     checkpoint_configs,
@@ -163,9 +164,9 @@ def enable(
             scales = scales_of_rank(scales, find_heads(found, calls, ranks_of(model)))
         if calibration is None and quant_config is None:
             scales = checkpoint_configs(model, list(calls), cache_config).get
+        make = partial(make_layer, ModelAttention, attn_backend=attn_backend, batch_invariant=batch_invariant)
         layers = {
-            name: make_layer(call, name, cache_config, scales(name), attn_backend, batch_invariant)
-            for name, call in calls.items()
+            name: make(call, name, cache_config=cache_config, quant_config=scales(name)) for name, call in calls.items()
         }
         check_skip_layers(layers, whole=True)
         for name, layer in layers.items():
@@ -177,7 +178,7 @@ def enable(
         with compiling_ahead(next(model.parameters()).device) if prove else nullcontext():
             if prove:
                 plain, backend = plain_cache(cache_config), attn_backend if stores_plainly(cache_config) else None
-                trial = {n: make_layer(call, n, plain, None, backend, batch_invariant) for n, call in calls.items()}
+                trial = {n: make(call, n, attn_backend=backend, cache_config=plain) for n, call in calls.items()}
                 compile_for_proof(one_of_each(calls, trial), model, plain.block_size)
                 proof = Proof(model, proven, rope_length, seen.first_position)
             replaced = bool(replaced_modules(model))

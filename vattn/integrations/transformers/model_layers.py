@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import nn
@@ -12,7 +12,7 @@ from torch import nn
 from vattn.calibration.calibrate import Calibration
 from vattn.config.attention import CacheConfig
 from vattn.errors import ConfigError, ScaleError
-from vattn.integrations.transformers.attention_interface import NAME, ModelAttention
+from vattn.integrations.transformers.attention_interface import NAME, ModelAttention, ModelEncoderAttention
 from vattn.integrations.transformers.attention_notes import AttentionCall
 from vattn.layers import QuantConfig
 from vattn.layers.weight_parts import heads_of_rank
@@ -20,6 +20,8 @@ from vattn.quantization.formats import KV_FORMATS, resolve_kv_cache_dtype
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+
+L = TypeVar("L", bound=ModelAttention | ModelEncoderAttention)
 
 
 def install(modules: Mapping[str, nn.Module], layers: Mapping[str, nn.Module]) -> None:
@@ -111,22 +113,15 @@ def one_of_each(calls: Mapping[str, AttentionCall], layers: Mapping[str, ModelAt
 
 
 def make_layer(
-    call: AttentionCall,
-    name: str,
-    cache_config: CacheConfig | None,
-    quant_config: QuantConfig | None,
-    attn_backend: str | None,
-    batch_invariant: bool,
-) -> ModelAttention:
-    """Return the layer for a module, as the model calls it."""
-    layer = ModelAttention(
+    kind: Callable[..., L], call: AttentionCall, name: str, attn_backend: str | None, batch_invariant: bool, **own: Any
+) -> L:
+    """Return the layer for a module, as the model calls it; `own` are options of its kind."""
+    layer = kind(
         call.num_heads,
         call.head_size,
         call.scale,
         call.num_kv_heads,
         alibi_slopes=call.alibi_slopes,
-        cache_config=cache_config,
-        quant_config=quant_config,
         logits_soft_cap=call.soft_cap,
         per_layer_sliding_window=call.window,
         prefix=name,
@@ -134,6 +129,7 @@ def make_layer(
         head_size_v=call.head_size_v,
         sinks=call.sinks,
         batch_invariant=batch_invariant,
+        **own,
     )
     layer._expected = call.expected_options()
     return layer

@@ -27,7 +27,7 @@ from vattn.integrations.transformers.checkpoint import folder_of
 from vattn.integrations.transformers.checkpoint_scales import remove_cache_hooks
 from vattn.integrations.transformers.checks import check_inputs, check_model, check_types
 from vattn.integrations.transformers.enabling import disable
-from vattn.integrations.transformers.model_layers import install
+from vattn.integrations.transformers.model_layers import install, make_layer
 from vattn.integrations.transformers.observe import observe, set_attention
 from vattn.integrations.transformers.packed_model import PackedCache
 from vattn.integrations.transformers.prove import Proof
@@ -217,7 +217,10 @@ def enable_pooling(
     try:
         seen = observe(base, PackedCache(), pools=True)
         modules = {name: call.module for name, call in seen.calls.items()}
-        layers = {name: _layer(call, name, attn_backend, batch_invariant) for name, call in seen.calls.items()}
+        layers = {
+            name: make_layer(_kind(call), call, name, attn_backend, batch_invariant)
+            for name, call in seen.calls.items()
+        }
         proof = Proof(base, modules, rope_length, seen.first_position) if prove else None
         expected = None if proof is None or base is model else _own_scores(model, proof.requests)
         register()
@@ -261,21 +264,5 @@ def _own_scores(model: Any, requests: list[list[int]]) -> Tensor:
         return torch.cat([model(input_ids=torch.tensor([request], device=device)).logits for request in requests])
 
 
-def _layer(call: AttentionCall, name: str, attn_backend: str | None, batch_invariant: bool) -> nn.Module:
-    kind = ModelAttention if call.causal else ModelEncoderAttention
-    layer = kind(
-        call.num_heads,
-        call.head_size,
-        call.scale,
-        call.num_kv_heads,
-        alibi_slopes=call.alibi_slopes,
-        logits_soft_cap=call.soft_cap,
-        per_layer_sliding_window=call.window,
-        prefix=name,
-        attn_backend=attn_backend,
-        head_size_v=call.head_size_v,
-        sinks=call.sinks,
-        batch_invariant=batch_invariant,
-    )
-    layer._expected = call.expected_options()
-    return layer
+def _kind(call: AttentionCall) -> type[ModelAttention | ModelEncoderAttention]:
+    return ModelAttention if call.causal else ModelEncoderAttention
