@@ -53,6 +53,14 @@ def _above(low, high, eighths: tl.constexpr, by_value, SAME: tl.constexpr):
 
 
 @triton.jit
+def _narrow(sums, target, key, successor, low, high, exact):
+    """Return a range of keys that begins at `key` if the tokens from it up reach the target, and whether exactly."""
+    found = tl.sum(sums.to(tl.float64))
+    reaches = found >= target
+    return tl.where(reaches, key, low), tl.where(reaches, successor, high), tl.where(reaches, found == target, exact)
+
+
+@triton.jit
 def _least(
     row, vocab_size, low, high, target, floor, largest, factor, SAME: tl.constexpr, MASS: tl.constexpr,
     PART: tl.constexpr, PARTS: tl.constexpr,
@@ -100,27 +108,13 @@ def _least(
             if turn == 0:
                 target *= tl.sum(s0.to(tl.float64))
         # A range of keys for each sum that reaches the target and its successor that does not.
-        found = tl.sum(s1.to(tl.float64))
-        next_low, next_high = tl.where(found >= target, k1, low), tl.where(found >= target, k2, k1)
-        exact = found == target
-        found = tl.sum(s2.to(tl.float64))
-        next_low, next_high = tl.where(found >= target, k2, next_low), tl.where(found >= target, k3, next_high)
-        exact = tl.where(found >= target, found == target, exact)
-        found = tl.sum(s3.to(tl.float64))
-        next_low, next_high = tl.where(found >= target, k3, next_low), tl.where(found >= target, k4, next_high)
-        exact = tl.where(found >= target, found == target, exact)
-        found = tl.sum(s4.to(tl.float64))
-        next_low, next_high = tl.where(found >= target, k4, next_low), tl.where(found >= target, k5, next_high)
-        exact = tl.where(found >= target, found == target, exact)
-        found = tl.sum(s5.to(tl.float64))
-        next_low, next_high = tl.where(found >= target, k5, next_low), tl.where(found >= target, k6, next_high)
-        exact = tl.where(found >= target, found == target, exact)
-        found = tl.sum(s6.to(tl.float64))
-        next_low, next_high = tl.where(found >= target, k6, next_low), tl.where(found >= target, k7, next_high)
-        exact = tl.where(found >= target, found == target, exact)
-        found = tl.sum(s7.to(tl.float64))
-        next_low, next_high = tl.where(found >= target, k7, next_low), tl.where(found >= target, high, next_high)
-        exact = tl.where(found >= target, found == target, exact)
+        next_low, next_high, exact = _narrow(s1, target, k1, k2, low, k1, False)
+        next_low, next_high, exact = _narrow(s2, target, k2, k3, next_low, next_high, exact)
+        next_low, next_high, exact = _narrow(s3, target, k3, k4, next_low, next_high, exact)
+        next_low, next_high, exact = _narrow(s4, target, k4, k5, next_low, next_high, exact)
+        next_low, next_high, exact = _narrow(s5, target, k5, k6, next_low, next_high, exact)
+        next_low, next_high, exact = _narrow(s6, target, k6, k7, next_low, next_high, exact)
+        next_low, next_high, exact = _narrow(s7, target, k7, high, next_low, next_high, exact)
         # So many tokens and no more: higher keys with as many tokens keep the same ones.
         low, high = next_low, tl.where(exact & (not MASS), next_low + 1, next_high)
         turn += 1
