@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tests.kernels.gluon_emulation import PATIENCE, Barrier, Memory, Partition, Pointer, run_in_threads
+from tests.kernels.gluon_emulation import Barrier, LateBarrier, Memory, Partition, Pointer, run_in_threads
 from vattn.kernels.hopper.mla import decode_64, rows_64, work_items
 
 FUNCTIONS: dict[Any, tuple[str, ...]] = {
@@ -32,20 +32,6 @@ FUNCTIONS: dict[Any, tuple[str, ...]] = {
     ),
 }  # fmt: skip
 """What runs as it is; what copies, converts or writes for the hardware is replaced below."""
-
-
-class LateBarrier(Barrier):
-    """A barrier at which whoever waits may be late, and gives up when another thread has failed."""
-
-    def __init__(self, program: LatentProgram, arrivals: int) -> None:
-        super().__init__(program.changed, arrivals)
-        self.program = program
-
-    def wait(self, parity: int) -> None:
-        self.program.pause()
-        with self.changed:
-            passed = self.changed.wait_for(lambda: self.program.failed or self.phases % 2 != int(parity), PATIENCE)
-            assert passed and not self.program.failed, "a deadlock"
 
 
 class Room(Memory):

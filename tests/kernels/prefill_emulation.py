@@ -17,7 +17,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from tests.kernels.gluon_emulation import PATIENCE, Barrier, Memory, Partition, Pointer, run_in_threads
+from tests.kernels.gluon_emulation import PATIENCE, Barrier, LateBarrier, Memory, Partition, Pointer, run_in_threads
 from vattn.kernels.hopper import epilogue
 from vattn.kernels.hopper.prefill import kernel, load, merge, parts, ping_pong, softmax, store, tile_queue
 
@@ -57,20 +57,6 @@ class Room(Memory):
 
     def load(self, layout: object) -> Values:
         return values(self.values.clone())
-
-
-class LateBarrier(Barrier):
-    """A barrier at which whoever waits may be late, and gives up when another thread has failed."""
-
-    def __init__(self, program: Program, arrivals: int) -> None:
-        super().__init__(program.changed, arrivals)
-        self.program = program
-
-    def wait(self, parity: int) -> None:
-        self.program.pause()
-        with self.changed:
-            passed = self.changed.wait_for(lambda: self.program.failed or self.phases % 2 != int(parity), PATIENCE)
-            assert passed and not self.program.failed, "a deadlock"
 
 
 class Turn:
