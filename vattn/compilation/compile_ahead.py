@@ -38,7 +38,7 @@ MOST_SECONDS = 120
 def compiling_ahead(device: torch.device) -> Iterator[None]:
     """Inside the block, what `compile_steps` finds is compiled by processes, on machines with a GPU.
 
-    Launches in this thread wait for their own kernel alone, the end of the block waits for all.
+    A launch in this thread waits only for its own kernel; the end of the block waits for all.
     """
     mode = _active_mode()
     # The executable of a frozen program is the program.

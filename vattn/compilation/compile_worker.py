@@ -25,7 +25,7 @@ class Reader(pickle.Unpickler):
 
 
 def main() -> None:
-    """Compile the kernel of standard input."""
+    """Compile the kernel that standard input describes."""
     folder = Path(__file__).parent  # Python puts it into the path, unless it runs with -P or PYTHONSAFEPATH.
     sys.path = [path for path in sys.path if Path(path) != folder]
     # The package without its `__init__`, which imports torch.

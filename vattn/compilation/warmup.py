@@ -208,7 +208,7 @@ def layer_runs(model: nn.Module) -> Runs:
     """Return what runs a step on one layer of each kind, by the layer's name, and the layers that do not run so.
 
     Raises:
-        ConfigError: no layer takes a query, a key and a value alone.
+        ConfigError: no layer takes just a query, a key and a value.
         CacheNotBoundError: a layer without a cache.
     """
     found: dict[str, tuple[str, Callable[[AttentionMetadata], None]]] = {}

@@ -56,7 +56,7 @@ class Batch:
         return self.ends[row] - drafts != self.requests[row].num_tokens
 
     def put_ready_first(self) -> None:
-        """Move requests that get no token behind those that get one."""
+        """Move requests without a new token to the end."""
         order = sorted(range(len(self.requests)), key=self._waits)
         for name in ("requests", "starts", "ends", *(("drafts",) if self.drafts else ())):
             setattr(self, name, [getattr(self, name)[row] for row in order])

@@ -51,7 +51,7 @@ class StepInputs:
         graphs: the kind of graphs that may hold the step, `None` for none.
         state_slots: where each request has its state; `None` for models without states.
         adapters: the slot of each request's adapter, -1 for none.
-        prompts: tokens whose prompts are more than ids.
+        prompts: the parts of prompts that are more than ids, such as embeddings.
         offsets: how much further than its place the position of each request's tokens is; empty for nowhere.
         ranges: places of each request's tokens that see each other both ways; `None` for none.
         encoder: the encoder's side; `None` for models without.

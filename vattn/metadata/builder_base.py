@@ -163,7 +163,7 @@ class BuilderBase:
                 builder allow.
             num_reqs_padded, num_tokens_padded: pad to these sizes; default no padding beyond 2 requests.
             causal: `True` (each layer's own rule), `False` (bidirectional), or `[B]` flags, bools too.
-            copy: `False` leaves the tensors where they are, and makes the schedules alone. Flags are then int32, and
+            copy: `False` leaves the tensors where they are, and only makes the schedules. Flags are then int32, and
                 nothing is padded: a single request compiles a graph of its own, and so do integers of other dtypes.
 
         Returns:

@@ -14,8 +14,8 @@ class PromptInputs:
     """What a prompt of n tokens gives a model besides token ids.
 
     Attributes:
-        embeddings: `[n, H]`, in place of those of the model's embedding layer; `None` for these.
-        positions: int64 `[K, n]`, for models whose tokens have K positions each; `None`: those of the tokens.
+        embeddings: `[n, H]`, in place of the output of the model's embedding layer; `None` to use that layer.
+        positions: int64 `[K, n]`, for models whose tokens have K positions each; `None`: their places.
         offset: how much further than its place the position of a token after the prompt is.
         added: `[L, n, H]`, what the first L layers add to their outputs; `None` for nothing.
         ranges: `(start, end)`, both inclusive: places of tokens that see each other both ways.

@@ -116,7 +116,7 @@ class AttentionCall:
         module: the attention module.
         num_heads, num_kv_heads, head_size, head_size_v, scale: as in `vattn.Attention`.
         window, soft_cap, sinks, alibi_slopes: `None` for none.
-        causal: whether tokens see earlier ones alone.
+        causal: whether a token sees only itself and earlier ones.
         queries: the queries of the run, `[1, heads, T, head_size]`.
     """
 

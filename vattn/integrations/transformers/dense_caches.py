@@ -93,7 +93,7 @@ def view_decode(
     """Return int32 `[B, 2 to 4, 1 or 2, L]` of each row's first visible key, a view of `[B]` or of one number.
 
     Its second size says whether rows have padding, and whether whole blocks follow it; its third one whether layers
-    have a window. The arguments are those of `pack_step`.
+    have a window. Takes the arguments of `pack_step`.
     """
     first = _zero(str(device)) if start is None else start.to(torch.int32)
     padding = 2 if start is None else 3 if whole_blocks else 4

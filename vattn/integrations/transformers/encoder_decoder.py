@@ -1,7 +1,7 @@
 """`enable_encoder_decoder`: put the decoder of an encoder-decoder model, such as Whisper, on vattn.
 
 The encoder runs by transformers' own code once a prompt. Its states become keys and values of cross attention, which
-lie in the paged cache beside those of the tokens.
+lie in the paged cache beside the tokens' own.
 """
 
 from __future__ import annotations

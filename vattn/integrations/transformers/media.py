@@ -2,7 +2,7 @@
 
 transformers' own code runs the vision tower, merges what it gives into the embeddings of the text, and finds positions
 and masks. It does so in a copy of the model that shares all weights and has another language model: one that only takes
-what it is given. The copy leaves steps that run meanwhile alone.
+what it is given. Steps that run meanwhile are not affected by the copy.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ READING = "vattn_reading"
 LANGUAGE = "language_model"
 
 MOST_RANGES = 64
-"""Ranges of one prompt whose tokens see each other both ways, such as images."""
+"""Ranges of one prompt with bidirectional attention, such as images."""
 
 _NO_MEANING = frozenset({"use_cache", "past_key_values", "cache_position", "return_dict"})
-"""Arguments of a language model that are those of every step."""
+"""Arguments of a language model that are the same in every step."""
 
 
 class _LanguageModel(nn.Module):
@@ -69,7 +69,7 @@ def _with_language_model(base: Any, call: Callable[..., Any]) -> Any:
 
 
 def run_with_added(model: Any, given: StepEmbeddings, num_tokens: int, **options: Any) -> Any:
-    """Call a model whose first layers add rows to their outputs, as Qwen3-VL does for images."""
+    """Call a model that adds rows to the outputs of its first layers, as Qwen3-VL does for images."""
     assert given.added is not None
     base = model.base_model
     mask = torch.zeros(1, num_tokens, dtype=torch.bool, device=given.rows.device)
@@ -128,7 +128,7 @@ def read_media(model: Any, encoded: Mapping[str, Any]) -> tuple[list[int], Promp
     vocabulary = base.get_input_embeddings().num_embeddings
     known = torch.where(ids < vocabulary, ids, 0)
     ranges = _ranges(taken.get("attention_mask"), count, model)
-    # Rows that are not those of the ids, or see later ones.
+    # Rows that are not the embeddings of their ids, or that attend to later ones.
     own = (rows != base.get_input_embeddings()(known)).any(1)
     for start, end in ranges:
         own[start : end + 1] = True

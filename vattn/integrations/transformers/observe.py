@@ -50,7 +50,7 @@ class Observation:
         calls: how the model calls attention, by name of the module, in the order of calls.
         first_position: what the model itself passes as the position of a request's first token.
         shared: which projections it calls with one input.
-        takes_embeddings: whether `inputs_embeds` that are those of token ids give what the ids give.
+        takes_embeddings: whether the embeddings of token ids give, as `inputs_embeds`, the logits of the ids.
     """
 
     calls: dict[str, AttentionCall]

@@ -109,7 +109,7 @@ class PackedModel(nn.Module):
         takes_embeddings: whether rows of a step may come as embeddings.
         embedding_size, embedding_dtype: of such rows.
         placeholders: the tokens that stand for an image, a video or a recording, and which of these.
-        max_ranges: most ranges of a prompt whose tokens see each other both ways.
+        max_ranges: most bidirectional ranges of a prompt.
 
     Example: see `enable`.
     """
@@ -182,7 +182,7 @@ class PackedModel(nn.Module):
             input_ids, positions: int64 `[T]`; padding rows may hold any valid id and position. Positions may be
                 `[K, T]`, for models with K positions a token.
             logits_indices: int64 `[B]`, the rows that go through the head; `None`: all of them.
-            given: rows that come as embeddings, in place of those of their ids.
+            given: which rows come as embeddings and not as ids.
 
         Returns:
             `[B, vocab_size]`, or `[T, vocab_size]`, in the model's dtype.

@@ -73,7 +73,7 @@ class PoolingModel(nn.Module):
         trained = getattr(config, "max_position_embeddings", None)
         limits = [longest, rope_length, trained - first_position if isinstance(trained, int) else None]
         self.max_seq_len: int | None = min((limit for limit in limits if limit), default=None)
-        # ESM alone.
+        # Only ESM does.
         self.mixing_token: int | None = config.mask_token_id if getattr(config, "token_dropout", False) else None
         taken = inspect.signature(base.forward).parameters
         self._cache = {"past_key_values": PackedCache()} if "past_key_values" in taken else {}
@@ -131,7 +131,7 @@ class PoolingModel(nn.Module):
         return (until - (until - counted)[first]) * counted + padding
 
     def project(self, embeddings: Tensor) -> Tensor:
-        """Return fp32 embeddings `[N, H]` after the linear layers that sentence-transformers has behind the pooling."""
+        """Return fp32 embeddings `[N, H]` after the linear layers that follow the pooling in sentence-transformers."""
         return self.projections(embeddings)  # type: ignore[no-any-return]
 
     def scores(self, hidden_states: Tensor, texts: Sequence[Sequence[int]]) -> Tensor:
@@ -147,7 +147,7 @@ class PoolingModel(nn.Module):
         padding = self.model.config.get_text_config().pad_token_id
         rows = hidden_states.split([len(text) for text in texts])
         if padding is None:
-            # Such heads find the last token of one text alone.
+            # Such heads find the last token of a single text only.
             return torch.cat([self._head([row], [text], 0) for row, text in zip(rows, texts, strict=True)])
         return self._head(rows, texts, padding)
 

@@ -104,7 +104,7 @@ SWAPPED: dict[str, dict[type, type]] = {
 """By purpose, the class that a layer gets in place of its base. A merged product has the adapters of its parts."""
 
 _STATE = ("merged", "index", "lora")
-"""What layers have with such a class alone."""
+"""Attributes that only layers of such a class have."""
 
 
 def swap(linear: nn.Module, what: str, **state: Any) -> None:

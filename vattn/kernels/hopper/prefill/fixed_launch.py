@@ -72,7 +72,7 @@ runs = hopper.runs_where(refusals)
 
 
 def accepts(args: AttentionArgs, config: AttentionConfig) -> bool:
-    """Return whether the kernel takes a call, which the layer and its cache alone decide."""
+    """Return whether the kernel takes a call; only the layer and its cache decide that."""
     return config.batch_invariant and runs(config, args.query.device) and decode_fast.has_boxes(args)
 
 
@@ -85,7 +85,7 @@ def choose_tiles(config: AttentionConfig, num_tokens: int, num_reqs: int, proces
 
 
 def splits(config: AttentionConfig, num_tokens: int, num_reqs: int, processors: int) -> bool:
-    """Return whether row tiles of a step may be split: all but those of prompts that fill the card."""
+    """Return whether row tiles of a step may be split: not where prompts fill the card."""
     return not prefill_launch.is_prefill(num_tokens, num_reqs) or (
         split_launch.items_of(config, num_tokens, num_reqs) < processors
     )

@@ -11,7 +11,7 @@ from vattn.quantization.formats import OUTPUT_FACTORS, OUTPUT_FORMATS
 
 
 def needs_finishing(config: Any) -> bool:
-    """Return whether the finishing kernel alone makes the codes and scales of an output: int8, MX and factors."""
+    """Return whether only the finishing kernel makes the codes and scales of an output: int8, MX and factors."""
     fmt = OUTPUT_FORMATS[config.output_format]
     return bool(fmt.exponents) or fmt.container is torch.int8 or scale_kind(config) in OUTPUT_FACTORS
 
