@@ -125,7 +125,7 @@ def run_cells(
     return int(any("failed" in row for row in result["rows"]))
 
 
-def run_module(name: str, arguments: Sequence[str], before: Sequence[str] = (), **options: Any) -> Any:
-    """Run a benchmark in a process of its own, behind a command if there is one; returns what `subprocess.run` does."""
-    env = {**(options.pop("env", None) or os.environ), "PYTHONPATH": str(ROOT)}
-    return subprocess.run([*before, sys.executable, "-m", name, *arguments], env=env, text=True, **options)
+def run_module(name: str, arguments: Sequence[str], **options: Any) -> Any:
+    """Run a benchmark in a process of its own; returns what `subprocess.run` does."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.run([sys.executable, "-m", name, *arguments], env=env, text=True, **options)

@@ -227,17 +227,6 @@ def test_half_of_the_fields_is_refused() -> None:
         dataclasses.replace(step, suffix_lens=None).check(BLOCK, 8)
 
 
-@pytest.mark.slow
-def test_the_benchmark_runs_on_a_cpu() -> None:
-    import subprocess
-    import sys
-
-    command = [sys.executable, "-m", "benchmarks.attention.shared_prefix", "--small"]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert '"shared": 64' in done.stdout
-
-
 FOUR = [[1, 3, 2, 9], [1, 3, 5, 6], [1, 3, 7, 8], [1, 3, 4, 10]]
 # Each of the two partial results is rounded to the model dtype before they are merged, values and their difference:
 # 2^-11 in fp16, 2^-8 in bf16.
