@@ -49,10 +49,14 @@ def write_compressed_tensors(
         if type(module) is nn.Linear and hasattr(module, "weight_scale"):
             _set_scales(module)
             compress_module(module, "float-quantized")
-        elif hasattr(module, "k_scale"):
-            module.k_scale.fill_(0.03 * 2**module.layer_idx)
-            module.v_scale.fill_(0.05 * 2**module.layer_idx)
     model.save_pretrained(folder)
+    if cache:
+        # compressed-tensors 0.20 finds no attention in transformers 5.24, and gives it no scales.
+        names = [name for name, _ in model.named_modules() if name.endswith("self_attn")]
+        edit_tensors(folder, **{
+            f"{name}.{kind}_scale": torch.tensor([first * 2**layer])
+            for layer, name in enumerate(names) for kind, first in (("k", 0.03), ("v", 0.05))
+        })  # fmt: skip
     described = {**config.model_dump(mode="json"), "quant_method": "compressed-tensors"}
     edit_config(folder, quantization_config={**described, "quantization_status": "compressed"})
 

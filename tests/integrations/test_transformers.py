@@ -25,6 +25,7 @@ from vattn.errors import (
     UnsupportedRequestError,
 )
 from vattn.integrations.transformers import PackedModel, disable, enable
+from vattn.integrations.transformers.available import cache_argument
 
 BLOCK = 16
 TOLERANCE = 1e-4
@@ -33,9 +34,10 @@ TOLERANCE = 1e-4
 PROMPTS = [list(range(3, 44)), [7, 5, 90, 11, 13, 2, 64]]
 
 
-def eager_logits(model: Any, tokens: list[int]) -> torch.Tensor:
+def eager_logits(model: Any, tokens: list[int], cache: Any = None) -> torch.Tensor:
+    given = {} if cache is None else {cache_argument(model.forward): cache}
     with torch.no_grad():
-        return model(input_ids=torch.tensor([tokens], device=model.device)).logits[0]
+        return model(input_ids=torch.tensor([tokens], device=model.device), **given).logits[0]
 
 
 class Runner:
@@ -344,7 +346,10 @@ REFUSED = {
         "a mask by",
     ),
     "gemma3_text": ({"use_bidirectional_attention": True, "head_dim": 16}, "a mask by"),
-    "gptj": ({"n_embd": 64, "n_head": 4, "n_layer": 2, "rotary_dim": 8}, "no exchangeable attention"),
+    "gpt_neo": (
+        {"hidden_size": 64, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
+        "exchangeable attention",
+    ),
     "recurrent_gemma": (
         {},
         "layers of RecurrentGemmaForCausalLM call attention|a state besides keys|fails on packed tokens",

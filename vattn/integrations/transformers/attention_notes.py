@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn.errors import UnsupportedRequestError
+from vattn.integrations.transformers.available import CACHE_ARGUMENTS
 
 SAME = 2.0**-6
 """What attention gives every token while notes are taken."""
@@ -24,7 +25,7 @@ _NO_MEANING = frozenset(
         "use_cache",
         "dropout",
         "position_embeddings",
-        "past_key_values",
+        *CACHE_ARGUMENTS,
         "past_key_value",
     }
 )

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from vattn.errors import ConfigError
-from vattn.integrations.transformers.available import ALL_ATTENTION_FUNCTIONS, transformers
+from vattn.integrations.transformers.available import ALL_ATTENTION_FUNCTIONS, cache_argument, transformers
 from vattn.integrations.transformers.dense_attention import attend_blocks, refuse_options
 from vattn.integrations.transformers.dense_caches import BLOCK, as_blocks, with_room
 
@@ -64,11 +64,29 @@ def continuous_batching(model: Any) -> Iterator[Any]:
             "use vattn.Generator(model, ...), or disable(model) first",
         )
     before = model.config._attn_implementation
+    hooks = []
+    if cache_argument(model.forward) == "cache":
+        # Layers update the cache themselves since transformers 5.24.
+        hooks.append(model.register_forward_pre_hook(_leave_updates, with_kwargs=True))
     model.config._attn_implementation = BATCHED
     try:
         yield model
     finally:
         model.config._attn_implementation = before
+        for hook in hooks:
+            hook.remove()
+
+
+def _leave_updates(model: Any, args: Any, options: dict[str, Any]) -> None:
+    """Let the layers of a model hand new keys and values, and the cache, to `attend_batch`, which updates it."""
+    cache: Any = options.get("cache")
+
+    def update(key: Tensor, value: Tensor, layer: int, kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        kwargs["cache"] = cache
+        return key, value
+
+    if hasattr(cache, "layer_to_allocator"):
+        cache.update = update
 
 
 def register_batched() -> None:
@@ -184,7 +202,7 @@ def _update(cache: Any, layer: int, key: Tensor, value: Tensor, options: dict[st
         held_key, held_value = (held[:shared].transpose(0, 1)[None] for held in rows)
         return _Keys((kind, group), held_key, held_value, starts, longest, read)
     if hasattr(cache, "layer_to_allocator"):
-        key, value = cache.update(key_states=key, value_states=value, layer_idx=layer, kwargs=options)
+        key, value = type(cache).update(cache, key, value, layer, options)
     else:
         indices = {name: options[name] for name in ("read_index", "write_index")}
         pair = cache.update(key_states=key, value_states=value, layer_idx=layer, **indices)

@@ -12,7 +12,11 @@ import vattn.ops.schemas  # noqa: F401  registers the ops
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import has_triton
 from vattn.errors import GradientError, UnsupportedRequestError
-from vattn.integrations.transformers.available import ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS
+from vattn.integrations.transformers.available import (
+    ALL_ATTENTION_FUNCTIONS,
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    CACHE_ARGUMENTS,
+)
 from vattn.integrations.transformers.dense_caches import (
     BLOCK,
     DenseStep,
@@ -28,7 +32,7 @@ from vattn.quantization.formats import dtype_name
 IMPLEMENTATION = "vattn"
 """The name for `attn_implementation`."""
 
-_NO_PART_OF_ATTENTION = frozenset({"position_ids", "cache_position", "position_embeddings", "past_key_values"})
+_NO_PART_OF_ATTENTION = frozenset({"position_ids", "cache_position", "position_embeddings", *CACHE_ARGUMENTS})
 """Tensors and caches that models pass on to attention, which has no use for them."""
 
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from vattn.errors import RequestError, VattnError
 from vattn.integrations.transformers.attention_interface import NAME
 from vattn.integrations.transformers.attention_notes import MaskCall
-from vattn.integrations.transformers.available import ALL_MASK_ATTENTION_FUNCTIONS, transformers
+from vattn.integrations.transformers.available import ALL_MASK_ATTENTION_FUNCTIONS, CACHE_ARGUMENTS, transformers
 from vattn.metadata.prompt_inputs import PromptInputs, StepEmbeddings
 
 READING = "vattn_reading"
@@ -30,7 +30,7 @@ LANGUAGE = "language_model"
 MOST_RANGES = 64
 """Ranges of one prompt with bidirectional attention, such as images."""
 
-_NO_MEANING = frozenset({"use_cache", "past_key_values", "cache_position", "return_dict"})
+_NO_MEANING = frozenset({"use_cache", *CACHE_ARGUMENTS, "cache_position", "return_dict"})
 """Arguments of a language model that are the same in every step."""
 
 

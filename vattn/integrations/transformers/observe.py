@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from vattn.errors import ConfigError, UnsupportedRequestError, VattnError
 from vattn.integrations.transformers.attention_notes import SAME, AttentionCall, Notes, unsupported
+from vattn.integrations.transformers.available import cache_argument
 from vattn.integrations.transformers.pipeline import num_own_layers
 from vattn.integrations.transformers.replaced_forwards import (
     alibi_slopes,
@@ -271,7 +272,8 @@ def _run(model: Any, cache: Any, ids: list[int], positions: list[int] | None, em
     if "logits_to_keep" in taken:
         # As a number, it makes Gemma 4 slice its masks.
         inputs["logits_to_keep"] = torch.arange(len(ids), device=device)
-    inputs |= {name: value for name, value in (("past_key_values", cache), ("use_cache", False)) if name in taken}
+    given = {cache_argument(model.forward): cache, "use_cache": False}
+    inputs |= {name: value for name, value in given.items() if name in taken}
     try:
         # Layers that were compiled while the model was on vattn before must run our notes as they are written.
         with torch.no_grad(), uncompiled():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from vattn.cache.allocation import KVCacheAllocation, allocate_kv_cache
 from vattn.errors import ConfigError, MetadataError, MissingAttributeError, RequestError, UnsupportedRequestError
 from vattn.integrations.transformers import linears
-from vattn.integrations.transformers.available import transformers
+from vattn.integrations.transformers.available import cache_argument, transformers
 from vattn.integrations.transformers.checks import check_inputs, model_dtype
 from vattn.integrations.transformers.media import MOST_RANGES, placeholders, read_media, run_with_added, takes_media
 from vattn.integrations.transformers.pipeline import StageModel, stage_of
@@ -135,6 +135,7 @@ class PackedModel(nn.Module):
         self.stage = stage_of(model)
         self._packed_cache = PackedCache()
         self._states: list[Any] = [module for module in model.modules() if hasattr(module, "bind_states")]
+        self._cache_argument = cache_argument(model.forward)
         # Models with ALiBi know no positions.
         self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
 
@@ -250,7 +251,9 @@ class PackedModel(nn.Module):
         cache = self._packed_cache
         if self._states:
             cache = PackedCache(_row_groups(self._states[0], positions.shape[-1]))
-        return {**options, "past_key_values": cache, "use_cache": False}
+        if self._cache_argument:
+            options[self._cache_argument] = cache
+        return {**options, "use_cache": False}
 
     def one_stage(self, capacity: int) -> StageModel:
         """Return what a generator runs of a pipeline on this rank, for steps of up to `capacity` tokens."""

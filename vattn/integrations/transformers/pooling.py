@@ -22,7 +22,7 @@ from vattn.integrations.transformers.attention_interface import (
     register,
 )
 from vattn.integrations.transformers.attention_notes import AttentionCall
-from vattn.integrations.transformers.available import transformers
+from vattn.integrations.transformers.available import cache_argument, transformers
 from vattn.integrations.transformers.checkpoint import folder_of
 from vattn.integrations.transformers.checkpoint_scales import remove_cache_hooks
 from vattn.integrations.transformers.checks import check_inputs, check_model, check_types
@@ -76,7 +76,8 @@ class PoolingModel(nn.Module):
         # Only ESM does.
         self.mixing_token: int | None = config.mask_token_id if getattr(config, "token_dropout", False) else None
         taken = inspect.signature(base.forward).parameters
-        self._cache = {"past_key_values": PackedCache()} if "past_key_values" in taken else {}
+        name = cache_argument(base.forward)
+        self._cache = {name: PackedCache()} if name else {}
         self._options = {"use_cache": False} if "use_cache" in taken else {}
         # GPT-2 takes them too, looks them up as tokens, and is called without.
         self.num_token_types = getattr(config, "type_vocab_size", 0) if "token_type_ids" in taken else 0

@@ -18,14 +18,11 @@ from transformers import cache_utils
 from vattn.cache.state_cache import StateSpec
 from vattn.errors import CacheNotBoundError, UnsupportedRequestError
 from vattn.integrations.transformers.attention_interface import NAME, no_step
-from vattn.integrations.transformers.available import transformers
+from vattn.integrations.transformers.available import cache_argument, transformers
 from vattn.integrations.transformers.state_rows import RowGroup
 
 _KEPT: Any = getattr(cache_utils, "LinearAttentionCacheLayerMixin", ())
 """What transformers keeps for such a layer; older versions have none that all models share."""
-
-_CACHE_NAMES = ("cache_params", "past_key_values")
-"""Names of the argument with which modules get their cache."""
 
 
 class ModelStates(nn.Module):
@@ -196,7 +193,7 @@ class StateModules:
         names = {module: name for name, module in model.named_modules()}
         layers: Any = recorder.layers
         for module, index in recorder.found.items():
-            name = _cache_name(module)
+            name = cache_argument(type(module).forward)
             try:
                 alone = not _continues(module, name, *recorder.rows[module])
             except Exception as error:
@@ -265,7 +262,8 @@ def _noting_callers(model: nn.Module, recorder: _Recorder) -> Iterator[None]:
         if module in recorder.found:
             recorder.rows[module] = args[0] if args else options["hidden_states"], out
 
-    takers = [module for module in model.modules() if _cache_name(module) and hasattr(module, "layer_idx")]
+    layers = [module for module in model.modules() if hasattr(module, "layer_idx")]
+    takers = [module for module in layers if cache_argument(type(module).forward)]
     handles = [module.register_forward_pre_hook(begin, with_kwargs=True) for module in takers]
     handles += [module.register_forward_hook(end, with_kwargs=True) for module in takers]
     try:
@@ -282,11 +280,3 @@ def _continues(module: nn.Module, cache_name: str, given: Tensor, out: Tensor) -
     parts = [module(hidden_states=rows, **{cache_name: cache}) for rows in (given[:, :1], given[:, 1:])]
     difference = (torch.cat(parts, 1).float() - out.float()).norm()
     return bool(difference <= 2.0**-6 * out.float().norm())
-
-
-def _cache_name(module: nn.Module) -> str:
-    """Return the argument of a module that takes a cache, empty without one."""
-    code = getattr(type(module).forward, "__wrapped__", type(module).forward)
-    names = getattr(code, "__code__", None)
-    taken = () if names is None else names.co_varnames[: names.co_argcount + names.co_kwonlyargcount]
-    return next((name for name in _CACHE_NAMES if name in taken), "")
