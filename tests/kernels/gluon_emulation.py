@@ -42,20 +42,6 @@ class Barrier:
             assert self.changed.wait_for(lambda: self.phases % 2 != parity, PATIENCE), "a deadlock"
 
 
-class LateBarrier(Barrier):
-    """A barrier at which whoever waits may be late, and gives up when another thread has failed."""
-
-    def __init__(self, program: Any, arrivals: int) -> None:
-        super().__init__(program.changed, arrivals)
-        self.program = program
-
-    def wait(self, parity: int) -> None:
-        self.program.pause()
-        with self.changed:
-            passed = self.changed.wait_for(lambda: self.program.failed or self.phases % 2 != int(parity), PATIENCE)
-            assert passed and not self.program.failed, "a deadlock"
-
-
 class Memory:
     """Shared memory, filled with NaN; a view shares it."""
 
