@@ -311,3 +311,13 @@ def test_heads_are_multiplied_as_64_128_or_256_columns() -> None:
     # What a product of 112 columns, or of 240 of which 128 are in registers, is made of.
     for first, end, starts in ((0, 112, [0, 64, 96, 112]), (128, 240, [128, 192, 224, 240]), (0, 64, [0, 64])):
         assert [part_start(first, end, part) for part in range(parts_between(first, end) + 1)] == starts
+
+
+def test_tensor_maps_that_are_kept_have_a_bound() -> None:
+    """An engine whose caches change size would keep one for each size that it ever had."""
+    tuning, most = decode_fast.Tuning(heads=1, stages=2), decode_fast.MOST_MAPS
+    memory = torch.empty(2 * most, 16, 1, 64, dtype=torch.bfloat16)
+    for blocks in range(1, 2 * most):
+        boxes = decode_fast._boxes(memory[:blocks], tuning, 64)
+        assert boxes.shape[0] == blocks and boxes.base.shape[0] == blocks
+        assert 0 < len(decode_fast._maps) <= most

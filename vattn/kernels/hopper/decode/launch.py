@@ -571,9 +571,14 @@ def _boxes(cache: Tensor, tuning: Tuning, columns: int) -> Any:
 
         layout = gl.NVMMASharedLayout(swizzle_byte_width=min(128, 2 * columns), element_bitwidth=16, rank=4)
         boxes = GluonDescriptor(cache, shape, strides, box, layout)
+    if len(_maps) == MOST_MAPS:
+        _maps.clear()
     _maps[signature] = type(boxes), {**vars(boxes), "base": None}
     return boxes
 
+
+MOST_MAPS = 256
+"""Tensor maps that are kept: one for each shape of a cache, and each way to cut it."""
 
 _maps: dict[tuple[Any, ...], tuple[type, dict[str, Any]]] = {}
 """Tensor maps that were checked, without their memory: the checks take as long as a launch."""
