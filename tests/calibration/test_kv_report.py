@@ -66,7 +66,8 @@ def test_offsets_of_keys(tmp_path: Path) -> None:
 def test_names_and_noise(capsys: Any) -> None:
     """Aliases are understood, each format is measured once, and a difference that may be chance is marked."""
     assert main([*QUICK, "--formats", "fp8", "fp8_e4m3"]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "measuring 4 caches on 96 bytes of" in err and "[4/4] weights as they are, fp8_e4m3" in err
     assert out.count("| fp8_e4m3 |") == 3
     assert out.count("% * |") > 0 and "within two standard errors" in out
 
