@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import parametrize
 
 import vattn
 from vattn.config.device import DeviceInfo
-from vattn.errors import ConfigError
+from vattn.errors import ConfigError, GraphContractError
+from vattn.generation.model_steps import sample_inputs
 
 pytest.importorskip("transformers")
 
@@ -155,6 +157,57 @@ def test_merged_weights_that_differ_later_are_separated() -> None:
     assert "3 groups" in packed.explain() and "changed after enable: layers that differ in kind" in packed.explain()
 
 
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return 2 * weight
+
+
+def parametrised(model: Any) -> None:
+    parametrize.register_parametrization(first_mlp(model).up_proj, "weight", Doubled())
+
+
+def all_parametrised(model: Any) -> None:
+    for name in ("gate_proj", "up_proj"):
+        parametrize.register_parametrization(getattr(first_mlp(model), name), "weight", Doubled())
+
+
+def all_normalised_by_hooks(model: Any) -> None:
+    """The older `weight_norm`, which computes weights in hooks."""
+    for name in ("gate_proj", "up_proj"):
+        with pytest.warns(FutureWarning, match="weight_norm"):
+            nn.utils.weight_norm(getattr(first_mlp(model), name))
+
+
+def replaced(model: Any) -> None:
+    up = first_mlp(model).up_proj
+    up.weight = nn.Parameter(-2 * up.weight.detach())
+
+
+def written_original(model: Any) -> None:
+    up = first_mlp(model).up_proj
+    (up.weight_g if hasattr(up, "weight_g") else up.parametrizations.weight.original).data.mul_(3)
+
+
+@pytest.mark.parametrize("change", [parametrised, all_parametrised, all_normalised_by_hooks])
+def test_weights_that_are_computed_since_are_followed(change: Callable[[Any], None]) -> None:
+    """They were read once, or never, and `disable` left a class of merged layers under the parametrisation."""
+    model, other = make_model("llama"), make_model("llama")
+    packed = enable(model, num_blocks=17)
+    runner = Runner(packed)
+    for changes in (change, written_original):
+        changes(model)
+        changes(other)
+        assert relative_l2(runner.step([(PROMPTS[1], 0)])[0], eager_logits(other, PROMPTS[1])) < TOLERANCE
+    assert "3 groups" in packed.explain() and "a parametrisation or a hook computes" in packed.explain()
+    disable(model)
+    assert relative_l2(eager_logits(model, PROMPTS[1]), eager_logits(other, PROMPTS[1])) == 0.0
+    if change is parametrised:
+        parametrize.remove_parametrizations(first_mlp(model).up_proj, "weight")
+    linears = [module for module in model.modules() if isinstance(module, nn.Linear)]
+    assert not any(isinstance(module, (MergedPart, VattnLinear)) for module in linears)
+    assert change is not parametrised or {type(module) for module in linears} == {nn.Linear}
+
+
 @pytest.mark.parametrize("enabled", [True, False])
 def test_a_model_saves_and_loads(enabled: bool, tmp_path: Any) -> None:
     model = make_model("qwen2")
@@ -242,3 +295,40 @@ def test_scales_of_merged_projections_that_are_written_in_place(what: str) -> No
     # The same products over the same codes; a product of more columns may sum in another order.
     assert relative_l2(models[0], models[1]) < 1e-3
     disable(packed)
+
+
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_captured_graph_of_merged_scales_refuses_those_that_it_cannot_read(alike: bool) -> None:
+    """A graph reads the first part's scale, or a copy of scales that differ: a replay would not see other ones."""
+    model = make_model("llama", hidden_size=128, intermediate_size=128)
+    vattn.quantise_linears(model, "fp8_dynamic")
+    mlp = first_mlp(model)
+    if not alike:
+        mlp.up_proj.weight_scale.mul_(2.0)
+    packed = enable(model, num_blocks=17)
+    builder = vattn.AttentionMetadataBuilder(2, 2, 64, layers=packed)
+    runner = vattn.CUDAGraphRunner(packed, [2], builder, sample_inputs)
+    product = mlp.gate_proj.merged
+    assert (product.quantised.weight_scale.data_ptr() == mlp.gate_proj.weight_scale.data_ptr()) == alike
+    for linear in (mlp.gate_proj, mlp.up_proj) if alike else ():
+        linear.weight_scale.mul_(3.0)
+    runner.check_model()
+    mlp.up_proj.weight_scale.mul_(3.0)
+    with pytest.raises(GraphContractError, match="capture it again by a new runner"):
+        runner.check_model()
+    vattn.CUDAGraphRunner(packed, [2], builder, sample_inputs).check_model()
+
+
+@pytest.mark.slow
+def test_a_model_that_is_compiled_whole_sees_replaced_and_parametrised_weights() -> None:
+    """Compiled code does not look at weights, so its generator does."""
+    sampling = vattn.Sampling(max_new_tokens=8, stop_token_ids=())
+    outputs = []
+    for merges in (None, False):
+        model = make_model("llama")
+        generator = vattn.Generator(enable(model, num_blocks=17, merge_projections=merges), compile="model")
+        outputs.append([generator.generate([PROMPTS[1]], sampling)[0].output])
+        for change in (replaced, parametrised):
+            change(model)
+            outputs[-1].append(generator.generate([PROMPTS[1]], sampling)[0].output)
+    assert outputs[0] == outputs[1] and len(set(map(tuple, outputs[0]))) == 3

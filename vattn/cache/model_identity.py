@@ -158,6 +158,12 @@ class ModelIdentity:
         return "weights, buffers or submodules"
 
 
+def renewals(model: Any) -> list[Callable[[], None]]:
+    """Return what brings up to date what parts of a model derive from its weights; to call before each step."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return [cast(Any, module).renew for module in modules if hasattr(type(module), "renew")]
+
+
 def _reachable(model: nn.Module) -> Iterator[tuple[str, Any, list[tuple[str, Any]]]]:
     """Yield what a model refers to and what may change, each once: where it is, itself, and what it refers to."""
     queue: deque[tuple[str, Any]] = deque([("model", model)])

@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from vattn.backends import selector
 from vattn.backends.mla.registry import mla_backends
 from vattn.cache.bindings import CacheBindings, cache_address
-from vattn.cache.model_identity import ModelIdentity
+from vattn.cache.model_identity import ModelIdentity, renewals
 from vattn.compilation.compile_ahead import can_only_compile, is_busy, only_compiling
 from vattn.compilation.graph_edges import start_early
 from vattn.config.arguments import integer, read_count
@@ -218,6 +218,7 @@ class CUDAGraphRunner:
         self._bindings = CacheBindings(self._layers, cache_address)
         model = getattr(function, "__self__", function)
         self._identity = ModelIdentity(model) if isinstance(model, nn.Module) else None
+        self._renewals = renewals(model)
         by_tokens = any(isinstance(size, tuple) for size in batch_sizes)
         self.report = CaptureReport(None if cuda else f"device {builder.device.type}", costs, by_tokens)
         logger.info("%s", self.report)
@@ -383,6 +384,8 @@ class CUDAGraphRunner:
         """
         if self._identity is None:
             return
+        for renew in self._renewals:
+            renew()
         self._identity.look()
         if self._identity.moves:
             raise GraphContractError(

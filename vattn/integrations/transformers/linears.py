@@ -264,6 +264,8 @@ def _why_apart(parts: list[Any], owners: dict[int, int]) -> str:
 def _why_different(parts: list[Any]) -> str:
     """Return what two of some layers differ in that one product has for all, "" for nothing."""
     first = parts[0]
+    if not all(part._parameters.keys() >= {"weight", "bias"} for part in parts):
+        return "weights that a parametrisation or a hook computes in each call"
     if _differ(parts):
         return "layers that differ in kind, input size, bias, dtype or device"
     if not isinstance(first, FP8Linear):

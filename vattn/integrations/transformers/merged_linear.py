@@ -38,6 +38,7 @@ class MergedLinear:
         self._outputs: tuple[Tensor, ...] = ()
         self.take_in()
 
+    @torch.inference_mode(False)
     def take_in(self) -> None:
         """Put the weights and biases of the parts, which may be new, into one storage."""
         parts = self.parts
@@ -49,6 +50,9 @@ class MergedLinear:
             self.quantised = _together(cast(list[FP8Linear], parts), self.weight, self.bias)
             if self.uses_vattn_linear:
                 self.quantised.uses_vattn_linear = True
+            for part in parts:
+                # Where a captured graph reads it; a `ModelIdentity` sees another one, also if no scale has moved.
+                vars(part)["product_scale"] = self.quantised.weight_scale
         self._addresses = self._now()
 
     def _now(self) -> list[int | None]:

@@ -105,6 +105,7 @@ class PackedModel(nn.Module):
         rope_length: the longest request, as given to `enable`; `None`: any.
         stage: which part of a pipeline this rank has; `None` for a whole model.
         first_position: what the model takes as the position of a request's first token, not 0 in RoBERTa.
+        padding_token: a token that no prompt may hold: of models that count positions from its id on; else `None`.
         adapters: what `enable_adapters` returned; `None` before.
         takes_embeddings: whether rows of a step may come as embeddings.
         embedding_size, embedding_dtype: of such rows.
@@ -123,6 +124,7 @@ class PackedModel(nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.rope_length, self.first_position = model, rope_length, first_position
+        self.padding_token = first_position - 1 if first_position else None
         self.takes_embeddings = takes_embeddings and stage_of(model) is None
         self.placeholders = placeholders(model)
         self.max_ranges = MOST_RANGES if self.takes_embeddings and takes_media(model) else 0
@@ -220,7 +222,7 @@ class PackedModel(nn.Module):
         check_inputs(input_ids, line, logits_indices, self.model)
         # Compiled code reads no lengths; a generator refuses longer requests before.
         if not torch.compiler.is_compiling():
-            self._renew_linears()
+            self.renew()
             if self.rope_length is not None:
                 _check_lengths(self.rope_length)
 
@@ -264,7 +266,14 @@ class PackedModel(nn.Module):
         found = linears.linears_of_enabled(self.model)
         return "\n".join([] if found is None else found.explain())
 
-    def _renew_linears(self) -> None:
+    def renew(self) -> None:
+        """Take in weights of merged projections that were moved, replaced or parametrised since.
+
+        Steps and generators do so. Call it yourself after such a change if you compiled the whole model yourself.
+
+        Raises:
+            ConfigError: projections with adapters that differ now.
+        """
         found = linears.linears_of_enabled(self.model)
         if found is not None:
             found.renew()
@@ -280,7 +289,7 @@ class PackedModel(nn.Module):
         max_num_reqs: int | None = None,
     ) -> KVCacheAllocation:
         """Allocate the paged cache in the model's dtype and keep it; arguments of `vattn.allocate_kv_cache`."""
-        self._renew_linears()
+        self.renew()
         self.kv_cache = allocate_kv_cache(
             self,
             num_blocks=num_blocks,

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from typing import Any, cast
 
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import type_before_parametrizations
 
 from vattn.errors import ConfigError
 from vattn.integrations.transformers.merged_linear import MergedLinear, vattn_linear
@@ -103,7 +104,7 @@ SWAPPED: dict[str, dict[type, type]] = {
 }
 """By purpose, the class that a layer gets in place of its base. A merged product has the adapters of its parts."""
 
-_STATE = ("merged", "index", "lora")
+_STATE = ("merged", "index", "lora", "product_scale")
 """Attributes that only layers of such a class have."""
 
 
@@ -117,10 +118,17 @@ def restore(linears: Iterable[nn.Module], *what: str) -> None:
     """Give layers with a class for one of these purposes its base back; other modules stay as they are."""
     bases = {swapped: base for each in what for base, swapped in SWAPPED[each].items()}
     for linear in linears:
-        if type(linear) in bases:
-            for name in _STATE:
-                vars(linear).pop(name, None)
-            linear.__class__ = bases[type(linear)]  # type: ignore[assignment]
+        own = type(linear)
+        swapped = type_before_parametrizations(linear)
+        if swapped not in bases:
+            continue
+        for name in _STATE:
+            vars(linear).pop(name, None)
+        base = bases[swapped]
+        if own is not swapped:
+            # A parametrisation derives a class for one layer, and computes its weight by properties of that class.
+            base = type(f"Parametrized{base.__name__}", (base,), dict(vars(own)))
+        linear.__class__ = base  # type: ignore[assignment]
 
 
 def merged_product(linear: nn.Module) -> MergedLinear | None:
