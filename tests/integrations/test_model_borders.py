@@ -12,7 +12,7 @@ from torch import nn
 
 import vattn
 from tests.support import relative_l2
-from vattn.errors import ConfigError, MissingAttributeError, UnsupportedRequestError
+from vattn.errors import ConfigError, MissingAttributeError, RequestError, UnsupportedRequestError
 
 transformers = pytest.importorskip("transformers")
 
@@ -69,6 +69,14 @@ def test_positions_and_keys_are_the_models_own(model_type: str, changes: dict[st
     if model_type == "roberta":
         with pytest.raises(ConfigError, match="max_seq_len=1025 for a model with a table of"):
             vattn.Generator(packed, max_seq_len=1025)
+        # The model skips padding where it counts, and its `generate` does not.
+        generator = vattn.Generator(packed)
+        with pytest.raises(RequestError, match=r"padding token 1 in a prompt of \w+, which counts no position for it"):
+            generator.add([5, 1, 7])
+        sampling = vattn.Sampling(max_new_tokens=2, stop_token_ids=())
+        padded = {"input_ids": [[5, 7, 1]], "attention_mask": [[1, 1, 0]]}
+        one, other = generator.generate([[5, 7], padded], sampling)
+        assert one.output == other.output and one.error is None
     runner = Runner(packed)
     first, second = runner.step([(long[:20], 0), (short[:3], 0)]), runner.step([(long[20:], 20), (short[3:], 3)])
     for request, want in enumerate(expected):

@@ -149,6 +149,7 @@ class SubmissionReader:
         if not with_media and not isinstance(prompt, PromptEmbeddings):
             ids = read_prompt(prompt, self._tokenizer, vocab_size)
             self._check_placeholders(ids)
+            self._check_padding(ids)
             return ids, None
         if self._on_ranks:
             raise RequestError(
@@ -160,7 +161,9 @@ class SubmissionReader:
         inputs = prompt.inputs(self._model, sampling)
         if prompt.token_ids is None:
             return [0] * prompt.rows.shape[0], inputs
-        return read_prompt(prompt.token_ids, None, vocab_size), inputs
+        ids = read_prompt(prompt.token_ids, None, vocab_size)
+        self._check_padding(ids)
+        return ids, inputs
 
     def _check_placeholders(self, ids: list[int]) -> None:
         """Refuse places of images in a text: the model would read the embedding of the place itself."""
@@ -172,6 +175,17 @@ class SubmissionReader:
                 f"token id {token} in a prompt, the place of a part of the {kind}, without {kind}",
                 f"what the processor returned for text and {kind}",
                 "pass processor(..., return_tensors='pt'), or leave the token out",
+            )
+
+    def _check_padding(self, ids: list[int]) -> None:
+        """Refuse padding where it changes positions: the model skips it, and its own `generate` does not."""
+        token = getattr(self._model, "padding_token", None)
+        if token is not None and token in ids:
+            name = type(self._model.wrapped).__name__
+            raise RequestError(
+                f"the padding token {token} in a prompt of {name}, which counts no position for it",
+                "prompts without padding",
+                "leave it out, or pass what a tokenizer returned, with its attention_mask",
             )
 
     def refused(self, submission: Submission, error: VattnError) -> Request:
