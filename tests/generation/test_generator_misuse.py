@@ -13,13 +13,26 @@ import torch
 
 import vattn
 from vattn import errors
-from vattn.config.other_names import ENABLE, GENERATOR, SAMPLING
+from vattn.config.other_names import (
+    DRAFTS,
+    EMBEDDER,
+    ENABLE,
+    ENABLE_ADAPTERS,
+    ENABLE_ENCODER_DECODER,
+    ENABLE_POOLING,
+    ENCODE,
+    GENERATOR,
+    PROMPT_LOOKUP,
+    SAMPLING,
+)
 
 pytest.importorskip("transformers")
 
 from tests.generation.generator_support import GREEDY, PROMPTS, Characters, check_empty, make_generator, run_to_end
 from tests.integrations.hf_families import make_model
-from vattn.integrations.transformers import PackedModel, disable, enable
+from vattn.integrations.transformers import PackedModel, disable, enable, enable_adapters
+from vattn.integrations.transformers.encoder_decoder import enable_encoder_decoder
+from vattn.integrations.transformers.pooling import enable_pooling
 
 
 def test_steps_inside_of_a_step_are_refused(packed: PackedModel, expected: list[list[int]]) -> None:
@@ -270,16 +283,45 @@ def test_cancels_of_other_threads_disturb_no_step(packed: PackedModel) -> None:
         (enable, {"dtype": torch.float16}, r"write from_pretrained\(dtype=torch\.float16\) before enable"),
         (enable, {"device": "cuda"}, r"write model\.to\('cuda'\) before enable"),
         (enable, {"kv_cache_dtype": "fp8"}, r"cache_config=vattn\.CacheConfig\(cache_dtype='fp8'\)"),
+        (enable_encoder_decoder, {"dtype": "fp8"}, "before enable"),
+        (enable_pooling, {"pooling": "mean"}, r"write vattn\.Embedder\(model, pooling='mean'\)"),
+        (enable_adapters, {"max_loras": 4}, "Allowed: model, max_adapters, .*write max_adapters=4"),
+        (vattn.Embedder, {"normalize_embeddings": True}, "write normalise=True"),
+        (vattn.Embedder, {"mirostat": 2}, "leave mirostat out"),
+        (vattn.DraftModel, {"num_speculative_tokens": 3}, "write num_drafts=3"),
+        (vattn.PromptLookup, {"prompt_lookup_max": 3}, "write longest=3"),
     ],
 )
 def test_unknown_keywords_name_the_right_one(owner: Any, options: dict[str, Any], says: str) -> None:
+    given = {} if owner in (vattn.Sampling, vattn.PromptLookup) else {"model": None}
     with pytest.raises(errors.UnknownOptionError, match=says):
-        owner(**({} if owner is vattn.Sampling else {"model": None}), **options)
+        owner(**given, **options)
+
+
+def test_unknown_keywords_list_the_near_names_alone() -> None:
+    for name, says in (
+        ("top_kk", r"Allowed: top_k, top_p[^.]*\."),
+        ("xyz", r"Allowed: the 23 keywords of Sampling, which"),
+    ):
+        with pytest.raises(errors.UnknownOptionError, match=says) as raised:
+            vattn.Sampling(**{name: 1})
+        assert len(str(raised.value)) < 160
 
 
 @pytest.mark.parametrize(
     ("owner", "names"),
-    [(vattn.Sampling, SAMPLING), (vattn.Generator, GENERATOR), (enable, ENABLE)],
+    [
+        (vattn.Sampling, SAMPLING),
+        (vattn.Generator, GENERATOR),
+        (enable, ENABLE),
+        (enable_encoder_decoder, ENABLE_ENCODER_DECODER),
+        (enable_pooling, ENABLE_POOLING),
+        (enable_adapters, ENABLE_ADAPTERS),
+        (vattn.Embedder, EMBEDDER),
+        (vattn.Embedder.encode, ENCODE),
+        (vattn.DraftModel, DRAFTS),
+        (vattn.PromptLookup, PROMPT_LOOKUP),
+    ],
 )
 def test_advice_names_keywords_that_exist(owner: Any, names: dict[str, str]) -> None:
     known = inspect.signature(owner).parameters
@@ -300,10 +342,13 @@ def test_refused_values_say_what_to_write() -> None:
 
 def test_options_of_sampling_are_not_those_of_a_generator(packed: PackedModel) -> None:
     generator = make_generator(packed)
-    for call in (generator.add, generator.generate, generator.stream):
+    own = vattn.AsyncGenerator(generator)
+    calls = (generator.add, generator.generate, generator.stream, generator.chat, own.stream, own.generate)
+    for call in calls:
         for name in ("max_new_tokens", "max_tokens"):
             with pytest.raises(errors.UnknownOptionError, match=r"write sampling=vattn\.Sampling\(max_new_tokens=5\)"):
                 call(PROMPTS[:1], **{name: 5})  # type: ignore[arg-type, operator]
+    own.close()
     check_empty(generator)
 
 

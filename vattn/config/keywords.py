@@ -12,9 +12,14 @@ from vattn.errors import UnknownOptionError
 
 T = TypeVar("T", bound=Callable[..., Any])
 
+_MOST = 6
+"""Names that an error lists; of more the nearest."""
+
 
 def known_keywords(meant: Mapping[str, str]) -> Callable[[T], T]:
     """Return a decorator of functions and classes that refuses keywords which they do not have.
+
+    One with `**options` refuses those in `meant` alone.
 
     Args:
         meant: names in other libraries, or of another class, and what to write here, see `other_names`. A name may be
@@ -31,12 +36,14 @@ def known_keywords(meant: Mapping[str, str]) -> Callable[[T], T]:
 
     def decorate(function: T) -> T:
         inner: Any = vars(function)["__init__"] if inspect.isclass(function) else function
-        known = [name for name in inspect.signature(inner).parameters if name != "self"]
+        parameters = inspect.signature(inner).parameters.values()
+        known = [each.name for each in parameters if each.name != "self" and each.kind is not each.VAR_KEYWORD]
+        takes_others = any(each.kind is each.VAR_KEYWORD for each in parameters)
 
         @functools.wraps(inner)
         def call(*args: Any, **options: Any) -> Any:
             for name in options:
-                if name not in known:
+                if name not in known and (name in meant or not takes_others):
                     raise _unknown(function.__name__, name, options[name], known, meant)
             return inner(*args, **options)
 
@@ -65,4 +72,6 @@ def _unknown(owner: str, name: str, value: Any, known: list[str], meant: Mapping
     text = repr(value)
     right = right_name(name, text if len(text) <= 40 else "...", known, meant)
     fix = f"write {right}" if right else f"leave {name} out"
-    return UnknownOptionError(f"{owner}({name}={text:.40})", ", ".join(known), fix)
+    near = known if len(known) <= _MOST else difflib.get_close_matches(name, known, n=_MOST, cutoff=0.5)
+    allowed = ", ".join(near) or f"the {len(known)} keywords of {owner}, which help({owner}) lists"
+    return UnknownOptionError(f"{owner}({name}={text:.40})", allowed, fix)

@@ -56,6 +56,69 @@ ENABLE = {
 }
 """Of `vattn.integrations.transformers.enable`."""
 
+ENABLE_ENCODER_DECODER = {name: right for name, right in ENABLE.items() if "max_num_reqs" not in right}
+"""Of `vattn.integrations.transformers.enable_encoder_decoder`."""
+
+ENABLE_POOLING = {
+    **{name: ENABLE[name] for name in ("dtype", "torch_dtype", "device", "device_map", "attn_implementation")},
+    "pooling": "vattn.Embedder(model, pooling={value})",
+    "normalise": "vattn.Embedder(model, normalise={value})",
+    "tokenizer": "vattn.Embedder(model, tokenizer)",
+    "max_num_reqs": "vattn.Embedder(model, max_num_reqs={value})",
+}
+"""Of `vattn.integrations.transformers.pooling.enable_pooling`."""
+
+EMBEDDER = {
+    "pooling_mode": "pooling={value}",
+    "pooling_type": "pooling={value}",
+    "normalize": "normalise={value}",
+    "normalize_embeddings": "normalise={value}",
+    "batch_size": "max_num_reqs={value}",
+    "max_num_seqs": "max_num_reqs={value}",
+    "max_num_batched_tokens": "token_budget={value}",
+    "device": "model.to({value}) before enable_pooling",
+}
+"""Of `vattn.Embedder`."""
+
+ENCODE = {
+    "batch_size": "Embedder(model, max_num_reqs={value})",
+    "normalize_embeddings": "Embedder(model, normalise={value})",
+    "normalise": "Embedder(model, normalise={value})",
+    "pooling": "Embedder(model, pooling={value})",
+    "convert_to_numpy": "encode(prompts).cpu().numpy()",
+    "truncate_dim": "encode(prompts)[:, :{value}]",
+}
+"""Of `vattn.Embedder.encode` and `score`."""
+
+ENABLE_ADAPTERS = {
+    "max_loras": "max_adapters={value}",
+    "max_lora_rank": "max_rank={value}",
+    "r": "max_rank={value}",
+    "rank": "max_rank={value}",
+    "lora_target_modules": "target_modules={value}",
+    "max_num_batched_tokens": "max_num_tokens={value}",
+    "token_budget": "max_num_tokens={value}",
+    "adapters": "enable_adapters(model).load(name, folder)",
+    "lora_paths": "enable_adapters(model).load(name, folder)",
+}
+"""Of `vattn.integrations.transformers.enable_adapters`."""
+
+DRAFTS = {
+    "num_speculative_tokens": "num_drafts={value}",
+    "speculative_num_draft_tokens": "num_drafts={value}",
+    "num_assistant_tokens": "num_drafts={value}",
+    "prompt_lookup_num_tokens": "num_drafts={value}",
+}
+"""Of `vattn.DraftModel`."""
+
+PROMPT_LOOKUP = {
+    **DRAFTS,
+    "prompt_lookup_max": "longest={value}",
+    "prompt_lookup_min": "shortest={value}",
+    "max_matching_ngram_size": "longest={value}",
+}
+"""Of `vattn.PromptLookup`."""
+
 
 def of_sampling(fields: Iterable[str], where: str = "") -> dict[str, str]:
     """Return the fields of `Sampling` and their other names, for functions that take a `Sampling`.

@@ -11,7 +11,7 @@ from vattn.errors import ConfigError, RequestError
 from vattn.generation.generator import Generator
 from vattn.generation.prompts import Prompt
 from vattn.generation.request import Progress, Request
-from vattn.generation.sampling import Sampling
+from vattn.generation.sampling import Sampling, takes_sampling
 from vattn.generation.submission import Submission
 from vattn.kv_transfer.connector import Salt
 
@@ -109,6 +109,7 @@ class AsyncGenerator:
         self._thread.join()
         self.cancel(list(self._unfinished))
 
+    @takes_sampling
     def stream(
         self,
         prompt: Prompt,
@@ -149,6 +150,7 @@ class AsyncGenerator:
             gone.set()
             self.cancel(held)
 
+    @takes_sampling
     async def generate(
         self,
         prompt: Prompt,

@@ -9,6 +9,8 @@ from torch import nn
 
 from vattn.cache.allocation import KVCacheAllocation, allocate_kv_cache
 from vattn.config.arguments import read_count
+from vattn.config.keywords import known_keywords
+from vattn.config.other_names import DRAFTS
 from vattn.errors import ConfigError
 from vattn.generation.draft_source import DraftSource, ServedModel
 from vattn.generation.draft_steps import DraftSteps
@@ -19,6 +21,7 @@ MOST_DRAFTS = 64
 """Each is a step of the draft model in one graph."""
 
 
+@known_keywords(DRAFTS)
 @dataclass(frozen=True, eq=False)
 class DraftModel(DraftSource):
     """Drafts by a smaller model with the same vocabulary, the likeliest token each time.

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from vattn.calibration.eval_mode import EvalMode
 from vattn.config.arguments import check_switches, read_count
+from vattn.config.keywords import known_keywords
+from vattn.config.other_names import EMBEDDER, ENCODE
 from vattn.config.pooling import PoolingConfig
 from vattn.errors import ConfigError, RequestError, VattnError
 from vattn.generation.chat import Chat, is_conversation
@@ -28,6 +30,7 @@ class _Text(NamedTuple):
     types: list[int] | None
 
 
+@known_keywords(EMBEDDER)
 class Embedder:
     """Embed texts, or score them by a classification head: many in one step, of any lengths.
 
@@ -83,6 +86,7 @@ class Embedder:
         )
         self._mode = EvalMode(model)
 
+    @known_keywords(ENCODE)
     def encode(self, prompts: Iterable[Any], *, prompt_name: str | None = None) -> Tensor:
         """Return the embedding of each prompt.
 
@@ -129,6 +133,7 @@ class Embedder:
         embeddings = self.model.project(torch.cat(found))
         return nn.functional.normalize(embeddings, dim=-1) if pooling.normalise else embeddings
 
+    @known_keywords(ENCODE)
     def score(self, prompts: Iterable[Any]) -> Tensor:
         """Return what the model's classification head gives each prompt: logits, without a sigmoid or softmax.
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -25,7 +24,7 @@ from vattn.generation.prepare import prepare
 from vattn.generation.prompts import Prompt
 from vattn.generation.ranks import RankSteps
 from vattn.generation.request import Progress, Request
-from vattn.generation.sampling import Sampling
+from vattn.generation.sampling import FIELDS, Sampling, takes_sampling
 from vattn.generation.scheduler import Scheduler
 from vattn.generation.setup import (
     check_counts,
@@ -49,11 +48,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 
-_FIELDS = [field.name for field in fields(Sampling)]
-_OF_SAMPLING = known_keywords(of_sampling(_FIELDS))
-
-
-@known_keywords({**of_sampling(_FIELDS, " in add or generate"), **GENERATOR})
+@known_keywords({**of_sampling(FIELDS, " in add or generate"), **GENERATOR})
 class Generator(StepLoop):
     """Run many requests on one model: they join and leave a running batch, in chunks, on a paged cache.
 
@@ -172,7 +167,7 @@ class Generator(StepLoop):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError("a copy of a generator", "one generator for a cache", "make a new one with Generator(model)")
 
-    @_OF_SAMPLING
+    @takes_sampling
     def add(
         self,
         prompt: Prompt,
@@ -217,7 +212,7 @@ class Generator(StepLoop):
         self._runner.steps.check()
         self._mode.check()
 
-    @_OF_SAMPLING
+    @takes_sampling
     def stream(
         self,
         prompts: Iterable[Prompt],
@@ -240,7 +235,7 @@ class Generator(StepLoop):
         )
         return self._run_to_end(submissions, [])
 
-    @_OF_SAMPLING
+    @takes_sampling
     def generate(
         self,
         prompts: Iterable[Prompt],
@@ -285,6 +280,7 @@ class Generator(StepLoop):
             bar.close()
         return requests
 
+    @takes_sampling
     def chat(
         self,
         messages: Sequence[Any],

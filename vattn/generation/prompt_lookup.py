@@ -5,12 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vattn.config.arguments import read_count
+from vattn.config.keywords import known_keywords
+from vattn.config.other_names import PROMPT_LOOKUP
 from vattn.errors import ConfigError
 from vattn.generation.draft_source import DraftSource
 from vattn.generation.lookup_index import LookupIndex
 from vattn.generation.request import Request
 
 
+@known_keywords(PROMPT_LOOKUP)
 @dataclass(frozen=True)
 class PromptLookup(DraftSource):
     """Draft tokens by prompt lookup: what followed an earlier occurrence of the last tokens.

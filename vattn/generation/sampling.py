@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from vattn.config.arguments import integer
 from vattn.config.keywords import known_keywords
-from vattn.config.other_names import SAMPLING
+from vattn.config.other_names import SAMPLING, of_sampling
 from vattn.errors import ConfigError
 from vattn.generation.grammar import Grammar
 
@@ -223,3 +223,9 @@ def _refused(name: str, value: Any, allowed: str) -> ConfigError:
         example = f"vattn.Grammar(regex={value!r:.80})"
     fix = f"pass {name}={example}" if example else f"leave {name} out for its default"
     return ConfigError(f"Sampling({name}={value!r:.80})", allowed, fix)
+
+
+FIELDS = [each.name for each in fields(Sampling)]
+
+takes_sampling = known_keywords(of_sampling(FIELDS))
+"""Of functions with an argument `sampling`."""

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 
 from vattn.cache.bindings import take_cache
 from vattn.config.arguments import read_count
+from vattn.config.keywords import known_keywords
+from vattn.config.other_names import ENABLE_ADAPTERS
 from vattn.errors import ConfigError, UnsupportedRequestError
 from vattn.integrations.transformers.checks import model_dtype
 from vattn.integrations.transformers.media import LANGUAGE, takes_media
@@ -153,6 +155,7 @@ class LoRAAdapters(Adapters):
         return a, b, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
 
 
+@known_keywords(ENABLE_ADAPTERS)
 def enable_adapters(
     model: PackedModel,
     *,

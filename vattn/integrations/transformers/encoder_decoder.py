@@ -18,6 +18,8 @@ from torch import Tensor, nn
 from vattn.calibration.fp8_saving import own_config
 from vattn.config.arguments import check_switches
 from vattn.config.attention import CacheConfig
+from vattn.config.keywords import known_keywords
+from vattn.config.other_names import ENABLE_ENCODER_DECODER
 from vattn.errors import ConfigError, RequestError, UnsupportedRequestError
 from vattn.integrations.transformers.attention_interface import (
     NAME,
@@ -179,6 +181,7 @@ def attend_decoder(
     return out.view(1, rows[0].shape[0], -1, layer.head_size_v), None
 
 
+@known_keywords(ENABLE_ENCODER_DECODER)
 def enable_encoder_decoder(
     model: Any,
     *,

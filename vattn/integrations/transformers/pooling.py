@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from vattn.calibration.fp8_saving import own_config
 from vattn.config.arguments import check_switches
+from vattn.config.keywords import known_keywords
+from vattn.config.other_names import ENABLE_POOLING
 from vattn.config.pooling import PoolingConfig
 from vattn.errors import ConfigError, UnsupportedRequestError
 from vattn.integrations.transformers.attention_interface import (
@@ -169,6 +171,7 @@ class PoolingModel(nn.Module):
             del self.base.forward
 
 
+@known_keywords(ENABLE_POOLING)
 def enable_pooling(
     model: Any,
     *,
