@@ -48,7 +48,8 @@ def default_sampling(model: Any, tokenizer: Any = None) -> Sampling:
     single, longer = _sequences(getattr(config, "sequence_bias", None))
     if biases or single:
         given["logit_bias"] = single | biases
-    left = [name for name, off in _NOT_TAKEN.items() if getattr(config, name, None) not in (None, *off)]
+    taken = getattr(model, "taken_options", ())
+    left = [n for n, off in _NOT_TAKEN.items() if n not in taken and getattr(config, n, None) not in (None, *off)]
     left += ["sequence_bias of several tokens"] if longer else []
     if isinstance(given.get("stop_strings"), str):
         given["stop_strings"] = (given["stop_strings"],)

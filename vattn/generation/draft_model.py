@@ -15,7 +15,7 @@ from vattn.errors import ConfigError
 from vattn.generation.draft_source import DraftSource, ServedModel
 from vattn.generation.draft_steps import DraftSteps
 from vattn.generation.request import Request
-from vattn.generation.setup import check_vocabulary, find_cache, keeps_states, longest_request
+from vattn.generation.setup import check_vocabulary, find_cache, keeps_states, longest_encoder, longest_request
 
 MOST_DRAFTS = 64
 """Each is a step of the draft model in one graph."""
@@ -73,13 +73,19 @@ class DraftModel(DraftSource):
         """Return the source that drafts for a generator.
 
         Raises:
-            ConfigError: another vocabulary, device or block size, fewer blocks, states, groups of layers, or a target
-                that is sharded over ranks.
+            ConfigError: another vocabulary, device or block size, fewer blocks, states, groups of layers, cross
+                attention, or a target that is sharded over ranks.
         """
         model, target = self.model, served.blocks.cache
         if served.sharded:
             raise ConfigError(
                 "a DraftModel for a model with group=", "models on one device", "leave group or drafts out"
+            )
+        if longest_encoder(served.model) or longest_encoder(model):
+            raise ConfigError(
+                "a DraftModel with an encoder-decoder model",
+                "decoders: a draft model sees no encoder states",
+                "speculation=vattn.PromptLookup()",
             )
         parts = {id(part) for part in served.model.modules()}
         if any(id(part) in parts for part in model.modules()):

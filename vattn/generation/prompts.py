@@ -114,7 +114,7 @@ def unpadded_rows(encoded: Mapping[str, Any], name: str) -> list[Any]:
 
 def has_media(prompt: Any) -> bool:
     """Return whether a prompt is what a processor returned for images, sound or other media."""
-    if not isinstance(prompt, Mapping) or not {"input_ids", "input_features"} & prompt.keys():
+    if not isinstance(prompt, Mapping) or not {"input_ids", "input_features", "input_values"} & prompt.keys():
         return False
     return any(name not in ("input_ids", "attention_mask") and not name.endswith("token_type_ids") for name in prompt)
 

@@ -189,10 +189,11 @@ def longest_request(model: Any, requested: int | None, most: int) -> int:
     config: Any = getattr(getattr(model, "model", None), "config", None)
     text = config.get_text_config() if hasattr(config, "get_text_config") else None
     known = (getattr(text, name, None) for name in ("max_position_embeddings", "max_target_positions"))
-    trained = next((length for length in map(integer, known) if length), 0)
+    table: int | None = getattr(model, "max_positions", None)
+    trained = table or next((length for length in map(integer, known) if length), 0)
     if requested is None:
         return min(most, trained if trained > 0 else most, 32768)
-    if 0 < trained < requested and _has_position_table(model.model, trained):
+    if 0 < trained < requested and (table or _has_position_table(model.model, trained)):
         raise ConfigError(
             f"max_seq_len={requested} for a model with a table of {trained} positions",
             f"up to {trained}",

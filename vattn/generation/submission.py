@@ -14,7 +14,15 @@ from vattn.errors import ConfigError, RequestError, VattnError
 from vattn.generation.chat import Chat, is_conversation
 from vattn.generation.grammar import GrammarCompiler, GrammarMatcher
 from vattn.generation.prompt_embeddings import PromptEmbeddings
-from vattn.generation.prompts import Prompt, check_sampling, encoded_rows, has_media, read_bad_words, read_prompt
+from vattn.generation.prompts import (
+    Prompt,
+    check_sampling,
+    encoded_rows,
+    has_media,
+    listed_rows,
+    read_bad_words,
+    read_prompt,
+)
 from vattn.generation.request import FAILED, Request
 from vattn.generation.sampling import Sampling
 from vattn.generation.setup import longest_encoder
@@ -56,7 +64,11 @@ def read_submissions(prompts: Any, tokenizer: Any, **settings: Any) -> list[Subm
             neither one nor as many as the prompts.
     """
     if has_media(prompts):
-        if any(len(value) != 1 for name, value in prompts.items() if name.endswith(("input_ids", "input_features"))):
+        if any(
+            len(value) != 1
+            for name, value in prompts.items()
+            if name.endswith(("input_ids", "input_features", "input_values"))
+        ):
             raise ConfigError(
                 f"prompts={sorted(prompts)}, a batch of prompts with images or recordings",
                 "a list of prompts",
@@ -140,12 +152,8 @@ class SubmissionReader:
     def _prompt(self, prompt: Any, sampling: Sampling, vocab_size: int | None) -> tuple[list[int], PromptInputs | None]:
         """Return the ids of a prompt, and what it is besides them."""
         with_media = has_media(prompt)
-        if not with_media and longest_encoder(self._model):
-            raise RequestError(
-                f"a prompt without input_features for {type(getattr(self._model, 'wrapped', self._model)).__name__}",
-                "what its processor returned, and decoder_input_ids",
-                "pass {'input_features': ..., 'decoder_input_ids': ...}",
-            )
+        if longest_encoder(self._model):
+            return self._encoder_prompt(prompt, vocab_size)
         if not with_media and not isinstance(prompt, PromptEmbeddings):
             ids = read_prompt(prompt, self._tokenizer, vocab_size)
             self._check_placeholders(ids)
@@ -164,6 +172,27 @@ class SubmissionReader:
         ids = read_prompt(prompt.token_ids, None, vocab_size)
         self._check_padding(ids)
         return ids, inputs
+
+    def _encoder_prompt(self, prompt: Any, vocab_size: int | None) -> tuple[list[int], PromptInputs]:
+        """Return the ids of the decoder's prompt, and the states of the encoder, which the prompt is for."""
+        name = type(getattr(self._model, "wrapped", self._model)).__name__
+        if isinstance(prompt, PromptEmbeddings) or self._on_ranks:
+            got = "a generator with group=" if self._on_ranks else "PromptEmbeddings"
+            raise RequestError(
+                f"{got} for {name}, an encoder-decoder model", "its own inputs on one device", "pass token ids"
+            )
+        given: dict[str, Any] = dict(prompt) if has_media(prompt) else {"input_ids": prompt}
+        if "input_ids" in given:
+            ids, mask = given["input_ids"], given.pop("attention_mask", None)
+            if mask is not None:
+                ids = {"input_ids": ids, "attention_mask": mask}
+            given["input_ids"] = read_prompt(ids, self._tokenizer, None)
+        if given.get("decoder_input_ids") is not None:
+            given["decoder_input_ids"] = read_prompt(given["decoder_input_ids"], None, vocab_size)
+        read: Any = self._model.read_media
+        first, inputs = read(given)
+        self._check_padding(first)
+        return first, inputs
 
     def _check_placeholders(self, ids: list[int]) -> None:
         """Refuse places of images in a text: the model would read the embedding of the place itself."""
@@ -210,6 +239,13 @@ class SubmissionReader:
         if not isinstance(name, str):
             raise ConfigError(f"adapter={name!r:.80}", "the name of a loaded adapter, or None", "pass one name")
         return self._adapters.get(name)
+
+
+def _num_rows(name: str, value: Any) -> int:
+    """Return how many prompts an input of a processor is for; 1 for those that do not say."""
+    if name.endswith("input_ids"):
+        return len(listed_rows(name, value))
+    return len(value) if name in ("input_features", "input_values") else 1
 
 
 def _each(name: str, given: Any, count: int) -> list[Any]:

@@ -18,7 +18,7 @@ SAME = 2.0**-6
 _CONSTANTS = {"scaling": None, "sliding_window": None, "softcap": None}
 """Arguments of attention that become arguments of our layer."""
 
-_NO_MEANING = frozenset(
+NO_MEANING = frozenset(
     {
         "position_ids",
         "cache_position",
@@ -170,7 +170,7 @@ class Notes:
                 f"{'no window' if window is None else f'a window of {window}'}"
             )
         sinks, scale = options.get("s_aux"), options.get("scaling")
-        known = {*_CONSTANTS, *_NO_MEANING, "s_aux", "is_causal"}
+        known = {*_CONSTANTS, *NO_MEANING, "s_aux", "is_causal"}
         odd = {k: v for k, v in options.items() if k not in known and v is not None and not isinstance(v, (bool, str))}
         if odd or (causal and options.get("is_causal") is False):
             raise unsupported(f"{name} passes {', '.join(odd) or 'is_causal=False'} to attention")

@@ -1,4 +1,4 @@
-"""`enable_encoder_decoder`: put the decoder of an encoder-decoder model, such as Whisper, on vattn.
+"""`enable_encoder_decoder`: put the decoder of an encoder-decoder model, such as BART or Whisper, on vattn.
 
 The encoder runs by transformers' own code once a prompt. Its states become keys and values of cross attention, which
 lie in the paged cache beside the tokens' own.
@@ -8,58 +8,56 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from vattn.calibration.fp8_saving import own_config
-from vattn.config.arguments import check_switches
+from vattn.config.arguments import check_switches, read_count
 from vattn.config.attention import CacheConfig
 from vattn.config.keywords import known_keywords
 from vattn.config.other_names import ENABLE_ENCODER_DECODER
-from vattn.errors import ConfigError, RequestError, UnsupportedRequestError
-from vattn.integrations.transformers.attention_interface import (
-    NAME,
-    PACKED,
-    ModelAttention,
-    attend,
-    no_step,
-    register,
-)
-from vattn.integrations.transformers.attention_notes import MaskCall
-from vattn.integrations.transformers.available import (
-    ALL_ATTENTION_FUNCTIONS,
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    transformers,
-)
+from vattn.errors import ConfigError, MetadataError, RequestError
+from vattn.integrations.transformers.attention_interface import register
 from vattn.integrations.transformers.checkpoint_scales import remove_cache_hooks
 from vattn.integrations.transformers.checks import check_model, model_dtype
+from vattn.integrations.transformers.decoder_layers import (
+    DECODER,
+    encoder_outputs,
+    register_decoder,
+    set_decoder_attention,
+    states_width,
+    watch_decoder,
+)
+from vattn.integrations.transformers.decoder_positions import PositionTable
+from vattn.integrations.transformers.decoder_proof import DecoderProof
 from vattn.integrations.transformers.enabling import disable
 from vattn.integrations.transformers.model_layers import install
 from vattn.integrations.transformers.packed_model import PackedModel
-from vattn.layers import CrossAttention
 from vattn.metadata import forward_context as context
-from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.prompt_inputs import PromptInputs
 
-DECODER = "vattn_decoder"
-"""Name of the attention of a decoder's modules in transformers' registry."""
-
-PROBE = "vattn_decoder_probe"
-
-STATES, TOKENS = 7, 4
-"""Encoder states and tokens of the run that shows how a decoder attends."""
-
-PROOF = 2.0**-7
-"""Relative L2 of logits in fp32: products in TF32 round to 2**-11."""
-
-PROOF_16 = 2.0**-2
-"""The same in 16 bits, of the median token: every layer rounds."""
-
 _ENDLESS = 1 << 31
+
+_LONGEST = 4096
+"""Most encoder states of a prompt where a configuration does not say: about 100 seconds of sound in Moonshine."""
+
+
+class HeadRows:
+    """Lets the head of a model compute the rows of a step that need logits, and no others.
+
+    Attributes:
+        rows: int64 `[B]`; `None` for all.
+    """
+
+    def __init__(self) -> None:
+        self.rows: Tensor | None = None
+
+    def keep(self, head: Any, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the rows of the head's input `[1, T, H]`; a hook before its forward."""
+        return inputs if self.rows is None else (inputs[0][:, self.rows],)
 
 
 class EncoderDecoderModel(PackedModel):
@@ -67,12 +65,22 @@ class EncoderDecoderModel(PackedModel):
 
     Attributes:
         max_encoder_len: most encoder states of a prompt.
+        max_positions: most tokens of the decoder, where they have a table of positions; else `None`.
+        input_name: what the encoder takes: `input_ids`, `input_features` or `input_values`.
+        taken_options: options of a generation config that `read_media` follows.
     """
 
-    def __init__(self, model: Any) -> None:
+    taken_options = ("forced_bos_token_id",)
+
+    def __init__(self, model: Any, table: PositionTable | None, head: HeadRows, max_encoder_len: int) -> None:
         super().__init__(model)
-        self.max_encoder_len = int(model.config.max_source_positions)
-        self.vocab_size = int(model.config.vocab_size)
+        self.max_encoder_len = max_encoder_len
+        self.vocab_size: int = _vocab_size(model)
+        self.input_name: str = model.main_input_name
+        self._width = states_width(model)
+        self._table, self._head = table, head
+        self.padding_token = None if table is None else table.padding
+        self.max_positions = None if table is None else table.length
 
     def forward(  # type: ignore[override]
         self,
@@ -97,88 +105,125 @@ class EncoderDecoderModel(PackedModel):
         model: Any = self.model
         if encoder_states is None:
             # Modules are cross attention if they are given states; the layer drops what is not new.
-            encoder_states = torch.zeros(1, model.config.d_model, dtype=self.embedding_dtype, device=input_ids.device)
-        rows = model.get_decoder()(
-            input_ids=input_ids[None],
-            position_ids=positions[None],
-            encoder_hidden_states=encoder_states[None],
-            use_cache=False,
-        ).last_hidden_state[0]
-        if logits_indices is not None:
-            rows = rows[logits_indices]
-        return model.get_output_embeddings()(rows)  # type: ignore[no-any-return]
+            encoder_states = torch.zeros(1, self._width, dtype=self.embedding_dtype, device=input_ids.device)
+        options = {"decoder_position_ids": positions[None]} if self._table is None else {}
+        if self._table is not None:
+            self._table.set(input_ids, positions)
+        self._head.rows = logits_indices
+        try:
+            logits: Tensor = model(
+                encoder_outputs=encoder_outputs(encoder_states),
+                decoder_input_ids=input_ids[None],
+                use_cache=False,
+                **options,
+            ).logits[0]
+        finally:
+            self._head.rows = None
+            if self._table is not None:
+                self._table.set(None, None)
+        return logits
+
+    def check_step(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor | None) -> None:
+        """Refuse a step; see `forward`."""
+        super().check_step(input_ids, positions, logits_indices)
+        step = None if torch.compiler.is_compiling() else context.current_step()
+        if step is not None and self.max_positions is not None and step.max_seq_len > self.max_positions:
+            raise MetadataError(
+                f"a request of {step.max_seq_len} tokens for a model with a table of {self.max_positions} positions",
+                f"requests of up to {self.max_positions} tokens",
+                "end the request earlier",
+            )
+
+    def embedding_owner(self) -> Any:
+        """Return the decoder, of which steps have tokens."""
+        model: Any = self.model
+        return model.get_decoder()
 
     @torch.no_grad()
     def read_media(self, encoded: Mapping[str, Any]) -> tuple[list[int], PromptInputs]:
         """Return the ids of the decoder's prompt, and the encoder states.
 
         Args:
-            encoded: `input_features` `[1, ...]` as a processor returns them, and `decoder_input_ids` `[1, n]`; without
-                these the decoder begins with its start token.
+            encoded: what the encoder takes: `input_ids`, a list, or `input_features` or `input_values` `[1, ...]` as
+                a processor returns them; and `decoder_input_ids`, a list. Without these the decoder begins with its
+                start token. The forced first token of the generation config follows a single one.
 
         Raises:
-            RequestError: other inputs, several prompts, or features that the encoder refuses.
+            RequestError: other inputs, several prompts, padding, or inputs that the encoder refuses.
         """
-        model: Any = self.model
-        unknown = sorted(set(encoded) - {"input_features", "decoder_input_ids"})
-        if unknown or "input_features" not in encoded:
+        kind, name = type(self.model).__name__, self.input_name
+        unknown = sorted(set(encoded) - {name, "decoder_input_ids", "attention_mask"})
+        if unknown or name not in encoded:
+            got = f"a prompt without {name}" if name not in encoded else f"a prompt with {', '.join(unknown)}"
+            source = "tokenizer" if name == "input_ids" else "processor"
             raise RequestError(
-                f"a prompt with {', '.join(unknown) or 'no input_features'} for {type(model).__name__}",
-                "input_features and decoder_input_ids",
-                "pass what the processor returned for one recording",
+                f"{got} for {kind}",
+                f"{name} and decoder_input_ids",
+                f"pass what the {source} returned for one prompt, and decoder_input_ids",
             )
-        first = torch.tensor([[model.config.decoder_start_token_id]])
-        given = {"input_features": encoded["input_features"], "decoder_input_ids": first, **encoded}
-        for key, value in given.items():
-            shape = list(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            if not isinstance(shape, list) or len(shape) < 2 or shape[0] != 1:
-                raise RequestError(
-                    f"a prompt with {key} of {shape}", "tensors of one prompt, [1, ...]", "pass each prompt alone"
-                )
-        features = encoded["input_features"].to(model.device, model_dtype(model))
+        mask = encoded.get("attention_mask")
+        if mask is not None and not bool(torch.as_tensor(mask).all()):
+            raise RequestError(f"{name} with padding", "no padding", "call the processor for each prompt alone")
+        given = encoded[name]
+        inputs = self._read_ids(given) if name == "input_ids" else self._read_sound(given)
+        model: Any = self.model
         try:
-            states = model.get_encoder()(features).last_hidden_state[0]
+            states = model.get_encoder()(inputs).last_hidden_state[0]
         except Exception as error:
             raise RequestError(
-                f"input_features that the encoder refuses: {type(error).__name__}: {error}",
+                f"{name} that the encoder refuses: {type(error).__name__}: {error}",
                 "what the model's own processor returns",
-                "check the recording",
+                "check the prompt",
             ) from error
-        if states.shape[0] > self.max_encoder_len:
+        if not 0 < states.shape[0] <= self.max_encoder_len:
             raise RequestError(
-                f"a recording of {states.shape[0]} encoder states", f"up to {self.max_encoder_len}", "cut the recording"
+                f"a prompt of {states.shape[0]} encoder states",
+                f"1 to {self.max_encoder_len}",
+                "shorten it, or pass max_encoder_len= to enable_encoder_decoder",
             )
-        ids = given["decoder_input_ids"][0].tolist()
-        wrong = [token for token in ids if token not in range(self.vocab_size or 0)]
-        if wrong or given["decoder_input_ids"].is_floating_point():
-            most = (self.vocab_size or 0) - 1
+        ids = self._first_ids(encoded.get("decoder_input_ids"))
+        digest = hashlib.sha256(states.contiguous().cpu().view(torch.uint8).numpy().tobytes()).digest()
+        return ids, PromptInputs(identities=((0, _ENDLESS, digest),), encoder_states=states)
+
+    def _read_ids(self, ids: Sequence[int]) -> Tensor:
+        """Return the encoder's token ids `[1, S]`."""
+        model: Any = self.model
+        size = model.get_encoder().get_input_embeddings().weight.shape[0]
+        wrong = [token for token in ids if not 0 <= token < size]
+        if wrong or not 0 < len(ids) <= self.max_encoder_len:
             raise RequestError(
-                f"token ids {(wrong or ids)[:3]} in a prompt", f"ids from 0 to {most}", "use the model's tokenizer"
+                f"token id {wrong[0]} in a prompt" if wrong else f"a prompt of {len(ids)} tokens",
+                f"ids from 0 to {size - 1}" if wrong else f"1 to {self.max_encoder_len}",
+                "encode it with the model's tokenizer" if wrong else "shorten it",
             )
-        name = hashlib.sha256(states.contiguous().cpu().view(torch.uint8).numpy().tobytes()).digest()
-        return ids, PromptInputs(identities=((0, _ENDLESS, name),), encoder_states=states)
+        return torch.tensor([[*ids]], device=model.device)
 
+    def _read_sound(self, given: Any) -> Tensor:
+        """Return features `[1, ...]` in the model's dtype."""
+        shape = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
+        if not isinstance(shape, list) or len(shape) < 2 or shape[0] != 1:
+            raise RequestError(
+                f"a prompt with {self.input_name} of {shape}", "tensors of one prompt, [1, ...]", "pass each alone"
+            )
+        return given.to(self.model.device, model_dtype(self.model))  # type: ignore[no-any-return]
 
-class ModelCrossAttention(CrossAttention):
-    """`CrossAttention` of one module of a transformers model."""
-
-    head_size_v: int
-
-
-def attend_decoder(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
-) -> tuple[Tensor, None]:
-    """Run the layer of a decoder's module; transformers' attention interface."""
-    layer: Any = module._modules.get(NAME)
-    if not isinstance(layer, ModelCrossAttention):
-        return attend(module, query, key, value, attention_mask, **options)
-    step = context.current_step()
-    if step is None:
-        raise no_step()
-    rows = [part[0].transpose(0, 1).contiguous() for part in (query, key, value)]
-    new = step.cross_slot_mapping is not None  # type: ignore[union-attr]
-    out = layer(rows[0], rows[1] if new else None, rows[2] if new else None)
-    return out.view(1, rows[0].shape[0], -1, layer.head_size_v), None
+    def _first_ids(self, given: Sequence[int] | None) -> list[int]:
+        """Return the decoder's prompt: as it is given, or its start token; with the forced token after a single one."""
+        own, config = getattr(self.model, "generation_config", None), self.model.config
+        names = ("decoder_start_token_id", "bos_token_id")
+        found = [getattr(each, name, None) for name in names for each in (own, config)]
+        start: Any = next((one for one in found if one is not None), None)
+        if given is None and start is None:
+            raise RequestError(
+                "a prompt without decoder_input_ids for a model without a start token",
+                "decoder_input_ids",
+                "pass them, or set model.generation_config.decoder_start_token_id",
+            )
+        ids = [*given] if given is not None else [start if isinstance(start, int) else start[0]]
+        forced = getattr(own, "forced_bos_token_id", None)
+        if len(ids) == 1 and forced is not None:
+            ids.append(forced)
+        return ids
 
 
 @known_keywords(ENABLE_ENCODER_DECODER)
@@ -188,37 +233,40 @@ def enable_encoder_decoder(
     cache_config: CacheConfig | None = None,
     attn_backend: str | None = None,
     batch_invariant: bool = False,
+    max_encoder_len: int | None = None,
     num_blocks: int | None = None,
     memory: int | str | None = None,
 ) -> EncoderDecoderModel:
     """Put the decoder of an encoder-decoder model on vattn, in place; its encoder stays as it is.
 
     Args:
-        model: such as `WhisperForConditionalGeneration`, in eval mode, on its device.
+        model: such as `BartForConditionalGeneration` or `WhisperForConditionalGeneration`, in eval mode, on its
+            device.
         cache_config, attn_backend, batch_invariant: as for `vattn.Attention`; keys and values in the model's dtype.
+        max_encoder_len: most encoder states of a prompt: tokens of a text. Default: what the model was made for, or
+            4096 where it does not say.
         num_blocks, memory: allocate the paged cache too; see `vattn.allocate_kv_cache`.
 
     Returns:
-        What `vattn.Generator` takes. Its prompts are what a processor returned, with `decoder_input_ids`.
+        What `vattn.Generator` takes. Its prompts are those of the encoder: texts, token ids, or what a tokenizer or a
+        processor returned, with `decoder_input_ids`.
 
     Raises:
-        ConfigError: no such model, or one in training mode.
-        UnsupportedRequestError: a decoder without `position_ids`, with a bias or a mask that vattn does not know, or
-            with other results on vattn.
+        ConfigError: no such model, or one in training mode; a `max_encoder_len` beyond what the model was made for.
+        UnsupportedRequestError: a decoder that neither takes `position_ids` nor looks positions up in a table, with a
+            bias or a mask that vattn does not know, or with other results on vattn.
 
     Example:
         >>> import torch, transformers, vattn
         >>> from vattn.integrations.transformers.encoder_decoder import enable_encoder_decoder
-        >>> config = transformers.WhisperConfig(
-        ...     vocab_size=64, num_mel_bins=8, d_model=32, encoder_layers=1, decoder_layers=2, encoder_ffn_dim=32,
-        ...     decoder_ffn_dim=32, encoder_attention_heads=2, decoder_attention_heads=2, max_source_positions=20,
-        ...     max_target_positions=40, decoder_start_token_id=1, pad_token_id=0, bos_token_id=1, eos_token_id=2,
-        ...     suppress_tokens=None, begin_suppress_tokens=None)
-        >>> model = transformers.WhisperForConditionalGeneration(config).eval()
+        >>> config = transformers.BartConfig(
+        ...     vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
+        ...     encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=40,
+        ...     forced_eos_token_id=None)
+        >>> model = transformers.BartForConditionalGeneration(config).eval()
         >>> generator = vattn.Generator(enable_encoder_decoder(model, num_blocks=16), max_num_reqs=4)
-        >>> prompt = {"input_features": torch.randn(1, 8, 40), "decoder_input_ids": torch.tensor([[1, 5]])}
         >>> sampling = vattn.Sampling(max_new_tokens=4, stop_token_ids=())
-        >>> len(generator.generate([prompt], sampling)[0].output)
+        >>> len(generator.generate([[5, 6, 7]], sampling)[0].output)
         4
     """
     check_model(model, pools=True)
@@ -227,22 +275,32 @@ def enable_encoder_decoder(
         raise ConfigError(f"cache_config={cache_config!r}", "vattn.CacheConfig(...)", "leave it out")
     if cache_config is not None and cache_config.cache_dtype != "auto":
         raise ConfigError(f"cache_dtype={cache_config.cache_dtype!r} for an encoder-decoder", "'auto'", "leave it out")
-    _check_decoder(model)
+    has_encoder = getattr(model.config, "is_encoder_decoder", False) and model.get_decoder() is not None
+    if not has_encoder or model.get_output_embeddings() is None:
+        raise ConfigError(
+            f"enable_encoder_decoder() of {type(model).__name__}",
+            "an encoder-decoder model with its head",
+            "enable(model) takes causal language models",
+        )
+    longest = _longest_input(model, max_encoder_len)
     own_config(model)
     model.__dict__["_vattn_before"] = model.config._attn_implementation, remove_cache_hooks(model), []
     try:
-        _give_encoder_its_config(model)
-        layers = _layers(model, cache_config, attn_backend, batch_invariant)
-        modules = {name: module for name, module in model.named_modules() if name in layers}
-        requests = _proof_requests(model)
-        expected = [_own_logits(model, *request) for request in requests]
+        undo = _give_encoder_its_config(model)
+        seen = watch_decoder(model, _vocab_size(model))
+        layers = seen.layers(cache_config, attn_backend, batch_invariant)
+        proof = DecoderProof(model, _vocab_size(model))
         register()
-        ALL_ATTENTION_FUNCTIONS.register(DECODER, attend_decoder)
-        ALL_MASK_ATTENTION_FUNCTIONS.register(DECODER, ALL_MASK_ATTENTION_FUNCTIONS[PACKED])
-        model.config._attn_implementation_internal = DECODER
-        install(modules, layers)
-        packed = EncoderDecoderModel(model)
-        _prove(packed, requests, expected)
+        register_decoder()
+        undo += set_decoder_attention(model, DECODER)
+        install(seen.modules, layers)
+        if seen.table is not None:
+            seen.table.replace()
+            undo.append(seen.table.restore)
+        head = HeadRows()
+        undo.append(model.get_output_embeddings().register_forward_pre_hook(head.keep).remove)
+        packed = EncoderDecoderModel(model, seen.table, head, longest)
+        proof.check(packed)
         if num_blocks is not None or memory is not None:
             packed.allocate(num_blocks=num_blocks, memory=memory)
     except BaseException:
@@ -251,140 +309,39 @@ def enable_encoder_decoder(
     return packed
 
 
-def _check_decoder(model: Any) -> None:
-    decoder = model.get_decoder() if getattr(model.config, "is_encoder_decoder", False) else None
-    if decoder is None or model.get_output_embeddings() is None:
+def _vocab_size(model: Any) -> int:
+    return int(model.get_output_embeddings().weight.shape[0])
+
+
+def _longest_input(model: Any, requested: int | None) -> int:
+    """Return the most encoder states of a prompt."""
+    config, names = model.config, ["max_source_positions"]
+    if model.main_input_name == "input_ids":
+        names.append("max_position_embeddings")
+    known = next((found for name in names if isinstance(found := getattr(config, name, None), int)), None)
+    if requested is None:
+        return known or _LONGEST
+    read_count("max_encoder_len", requested, 1, "leave max_encoder_len out for its default")
+    if known is not None and requested > known:
         raise ConfigError(
-            f"enable_encoder_decoder() of {type(model).__name__}",
-            "an encoder-decoder model with its head",
-            "enable(model) takes causal language models",
+            f"max_encoder_len={requested} for a model that was made for {known}",
+            f"up to {known}",
+            "leave max_encoder_len out",
         )
-    taken = inspect.signature(decoder.forward).parameters
-    missing = [name for name in ("position_ids", "encoder_hidden_states") if name not in taken]
-    if missing or not hasattr(model.config, "max_source_positions"):
-        raise _unsupported(f"{type(decoder).__name__}.forward takes no {' and no '.join(missing or ['fixed input'])}")
+    return requested
 
 
-def _give_encoder_its_config(model: Any) -> None:
-    """Give the encoder's modules a configuration of their own, so that they keep their attention."""
+def _give_encoder_its_config(model: Any) -> list[Any]:
+    """Give the encoder's modules a configuration of their own, so that they keep their attention.
+
+    Returns what undoes it, a list that `disable` reads.
+    """
     encoder = model.get_encoder()
     own = copy.copy(encoder.config)
-    undo = model.__dict__.setdefault("_vattn_parts", [])
+    undo: list[Any] = model.__dict__.setdefault("_vattn_parts", [])
     for module in encoder.modules():
         before = module.__dict__.get("config")
         if before is not None:
             module.config = own
             undo.append(lambda module=module, before=before: setattr(module, "config", before))
-
-
-def _layers(model: Any, cache: CacheConfig | None, backend: str | None, invariant: bool) -> dict[str, nn.Module]:
-    """Run the decoder once and return a layer for each of its attention modules."""
-    names = {module: name for name, module in model.named_modules()}
-    layers: dict[str, nn.Module] = {}
-
-    def note(
-        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, **options: Any
-    ) -> tuple[Tensor, None]:
-        scale, crosses = options.get("scaling"), key.shape[2] == STATES
-        odd = [name for name, given in options.items() if isinstance(given, Tensor)]
-        if odd or (not crosses and not isinstance(attention_mask, MaskCall)) or names[module] in layers:
-            raise _unsupported(f"{type(module).__name__} attends with {', '.join(odd) or 'a mask of its own'}")
-        window = None if crosses else attention_mask.window()
-        common: dict[str, Any] = {
-            "cache_config": cache, "prefix": names[module], "attn_backend": backend, "head_size_v": value.shape[3],
-            "batch_invariant": invariant, "logits_soft_cap": options.get("softcap"),
-        }  # fmt: skip
-        sizes = query.shape[1], query.shape[3], query.shape[3] ** -0.5 if scale is None else float(scale), key.shape[1]
-        if crosses:
-            layers[names[module]] = ModelCrossAttention(*sizes, **common)
-        else:
-            own = ModelAttention(*sizes, per_layer_sliding_window=window, **common)
-            own._expected = {"scaling": scale}
-            layers[names[module]] = own
-        return query.new_full((1, query.shape[2], query.shape[1], value.shape[3]), 2.0**-6), None
-
-    def mask(mask_function: Any, local_size: int | None = None, **options: Any) -> MaskCall:
-        return MaskCall(mask_function, local_size)
-
-    before, device = model.config._attn_implementation, model.device
-    ALL_ATTENTION_FUNCTIONS.register(PROBE, note)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE, mask)
-    model.config._attn_implementation_internal = PROBE
-    try:
-        with torch.no_grad():
-            model.get_decoder()(
-                input_ids=torch.zeros(1, TOKENS, dtype=torch.int64, device=device),
-                position_ids=torch.arange(TOKENS, device=device)[None],
-                encoder_hidden_states=torch.zeros(
-                    1, STATES, model.config.d_model, dtype=model_dtype(model), device=device
-                ),
-                use_cache=False,
-            )
-    finally:
-        model.config._attn_implementation_internal = before
-    if len(layers) != 2 * model.config.decoder_layers:
-        raise _unsupported(f"{len(layers)} attention modules in {model.config.decoder_layers} layers")
-    return layers
-
-
-def _proof_requests(model: Any) -> list[tuple[Tensor, list[int]]]:
-    """Return encoder states and tokens of two short requests."""
-    rng = torch.Generator().manual_seed(0)
-    ids = [int(token) for token in torch.randint(model.config.vocab_size, (8,), generator=rng)]
-    states = [torch.randn(count, model.config.d_model, generator=rng) for count in (19, 5)]
-    return [(each.to(model.device, model_dtype(model)), ids[: 5 - index]) for index, each in enumerate(states)]
-
-
-def _own_logits(model: Any, states: Tensor, ids: list[int]) -> Tensor:
-    outputs = transformers.modeling_outputs.BaseModelOutput(last_hidden_state=states[None])
-    with torch.no_grad():
-        tokens = torch.tensor([ids], device=model.device)
-        return model(encoder_outputs=outputs, decoder_input_ids=tokens, use_cache=False).logits[0]  # type: ignore[no-any-return]
-
-
-@torch.no_grad()
-def _prove(packed: EncoderDecoderModel, requests: list[tuple[Tensor, list[int]]], expected: list[Tensor]) -> None:
-    """Run both requests in a step without their last token, and in one with it; refuse other logits."""
-    cache, packed.kv_cache = packed.allocate(num_blocks=16), None
-    for each in cache.kv_caches:
-        each.view(torch.uint8).fill_(67)
-    size = cache.block_size
-    builder = AttentionMetadataBuilder(2, 16, 16, layers=packed, max_encoder_len=32)
-    lengths = [states.shape[0] for states, _ in requests]
-    cross, start = [], 3
-    for length in lengths:
-        cross.append(list(range(start, start + -(-length // size))))
-        start += -(-length // size)
-    found: list[list[Tensor]] = [[], []]
-    for parts in ([ids[:-1] for _, ids in requests], [ids[-1:] for _, ids in requests]):
-        new = len(parts[0]) > 1
-        ends = [len(ids) - new for _, ids in requests]
-        step = builder.build(
-            [len(part) for part in parts], ends, [[1], [2]],
-            encoder_lens=lengths, new_encoder=[new, new], cross_block_tables=cross,
-        )  # fmt: skip
-        states = torch.cat([states for states, _ in requests]) if new else None
-        ids = torch.tensor([token for part in parts for token in part], device=cache.device)
-        with context.forward_context(step):
-            assert step.positions is not None
-            rows = packed(ids, step.positions[: len(ids)], None, states)
-        for logits, each in zip(found, rows.split([len(part) for part in parts]), strict=True):
-            logits.append(each)
-    for logits, wanted in zip(found, expected, strict=True):
-        errors = (torch.cat(logits) - wanted).float().norm(dim=1) / wanted.float().norm(dim=1).clamp(min=1e-30)
-        exact = model_dtype(packed.model) == torch.float32
-        error, bound = (float(errors.max()), PROOF) if exact else (float(errors.median()), PROOF_16)
-        if not error <= bound:
-            raise UnsupportedRequestError(
-                f"{type(packed.model).__name__}, which computes other logits on vattn than by itself ({error:.1e})",
-                f"differences up to {bound:.1e}, relative",
-                "keep this model on transformers' own attention",
-            )
-
-
-def _unsupported(got: str) -> UnsupportedRequestError:
-    return UnsupportedRequestError(
-        got,
-        "decoders whose tokens meet in causal attention, and the encoder states in cross attention without a bias",
-        "keep this model on transformers' own attention",
-    )
+    return undo

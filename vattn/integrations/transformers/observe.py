@@ -297,7 +297,7 @@ def _check_signature(model: Any, pools: bool = False) -> None:
         raise UnsupportedRequestError(
             f"{type(model).__name__}, an encoder-decoder model",
             "decoders, and encoders alone",
-            "enable_encoder_decoder of vattn.integrations.transformers.encoder_decoder takes Whisper",
+            "call enable_encoder_decoder of vattn.integrations.transformers.encoder_decoder",
         )
     missing = [name for name in ("position_ids", "logits_to_keep")[: 1 if pools else 2] if name not in taken]
     if missing and not replaced_modules(model):

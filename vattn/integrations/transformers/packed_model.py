@@ -219,12 +219,16 @@ class PackedModel(nn.Module):
                 "disable(model) before set_attn_implementation(...), or enable(model) again after disable(model)",
             )
         line = positions[-1] if isinstance(positions, Tensor) and positions.ndim == 2 else positions
-        check_inputs(input_ids, line, logits_indices, self.model)
+        check_inputs(input_ids, line, logits_indices, self.embedding_owner())
         # Compiled code reads no lengths; a generator refuses longer requests before.
         if not torch.compiler.is_compiling():
             self.renew()
             if self.rope_length is not None:
                 _check_lengths(self.rope_length)
+
+    def embedding_owner(self) -> Any:
+        """Return the module whose input embeddings tokens of steps go through."""
+        return self.model
 
     def read_media(self, encoded: Mapping[str, Any]) -> tuple[list[int], PromptInputs]:
         """Return the ids of a prompt with images, and what it gives the model besides them; see `media.read_media`.
