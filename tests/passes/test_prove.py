@@ -26,11 +26,13 @@ def prover_of(program: Program) -> Prover:
 def test_roots_are_given_scales_that_differ() -> None:
     prover = prover_of(lambda o, s: rounded(o.float() / s))
     scales = [float(torch.tensor(scale)) for scale in PROBE_SCALES]
-    assert prover.scales == scales and prover.roots(0) == scales[:1] and prover.roots(7) == scales[1:2]
+    assert prover.rounds == [[scale] for scale in scales]
+    assert prover.rounds_at({3.0})[len(scales) :] == [[3.0], [1 / 3.0]]
     prover = prover_of(lambda o, s: rounded(o.float() / s[:, None] * s.reciprocal()[None]))
     assert len(prover.inputs.roots) == 1  # the other is made of it
     prover = prover_of(lambda o, s: rounded(o.float() / 0.02))
-    assert prover.scales == [PROBE_SCALES[0], 1.0, float(torch.tensor(0.02))] and len(prover.roots(0)) == 1
+    assert prover.rounds == prover.rounds_at({3.0}) == [[]]
+    prover = prover_of(lambda o, s: rounded(o.float() / s * o.new_zeros(1).float()[0]))
 
 
 def either(column: Callable[[Tensor], Tensor]) -> Program:

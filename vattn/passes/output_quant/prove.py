@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -34,7 +34,8 @@ class Prover:
 
     Attributes:
         needed: nodes that the quantised tensor is computed from, itself included.
-        scales: for the roots, one after another.
+        rounds: values for all roots, one list a run; those of a run differ, since equal ones would hide which root is
+            used.
     """
 
     def __init__(
@@ -43,16 +44,20 @@ class Prover:
         self.region, self.quantised, self.nodes, self.inputs = region, quantised, nodes, inputs
         self.dtype, self.wide = dtype, wide
         self.needed = region.ancestors([quantised])
-        self.scales = exact_scales(nodes, inputs)
+        scales, count = exact_scales(nodes, inputs), len(inputs.roots)
+        each = range(len(scales) if count else 1)
+        self.rounds = [[scales[(first + index) % len(scales)] for index in range(count)] for first in each]
 
-    def run(self, x: Tensor, scales: Sequence[float]) -> Sample:
-        """Run the region on rows `[T, N]`."""
+    def run(self, x: Tensor, scales: Sequence[float] | None = None) -> Sample:
+        """Run the region on rows `[T, N]`, with the first values of the roots if none are given."""
+        scales = self.rounds[0] if scales is None else scales
         shaped = x.view(len(x), *map(int, value(self.region.output).shape[1:]))
         return Sample(x, run(self.nodes, self.region.output, self.inputs, shaped, scales, self.wide))
 
-    def roots(self, first: int) -> list[float]:
-        """Return a value for each root, all different: equal ones would hide which root is used."""
-        return [self.scales[(first + index) % len(self.scales)] for index in range(max(1, len(self.inputs.roots)))]
+    def rounds_at(self, numbers: Collection[float]) -> list[list[float]]:
+        """Return `rounds`, and runs under scales by which some value comes out as each of some numbers."""
+        roots = self.inputs.roots
+        return self.rounds + ([[scale] * len(roots) for scale in scales_near(numbers)] if roots else [])
 
     def check_roots(self, sample: Sample) -> set[float]:
         """Return the numbers that given scales are compared with.
@@ -76,9 +81,7 @@ class Prover:
         unknown = [*self.inputs.roots, *self.inputs.derived]
         scaled = proof.check_scaled(self.needed, [self.region.output], unknown, sample.values)
         numbers = self.check_roots(sample) | scaled
-        rounds = [self.roots(index) for index in range(len(self.scales) if self.inputs.roots else 1)]
-        if self.inputs.roots:
-            rounds += [[scale] * len(self.inputs.roots) for scale in scales_near(numbers)]
+        rounds = self.rounds_at(numbers)
         for x, many in self._every_value():
             for scales in rounds[:1] if many else rounds:
                 check(self.run(x, scales))
@@ -91,7 +94,7 @@ class Prover:
         count = token_counts((*self.inputs.derived, *self.inputs.sizes, *self.nodes), self.region.output)[0]
         count = possible_count(tokens, count + len(values) // columns)
         x = torch.zeros(count * columns, dtype=values.dtype)
-        origin = self._origin(self.run(x.view(count, -1), self.roots(0)))
+        origin = self._origin(self.run(x.view(count, -1)))
         formulas, place = origin.formula.flatten(), origin.first.flatten()
         parts = [place[formulas == formula] for formula in formulas.unique()[: _MOST_ELEMENTS // len(values)]]
         runs = -(-len(values) // min(map(len, parts)))

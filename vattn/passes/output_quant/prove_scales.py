@@ -24,7 +24,6 @@ from vattn.passes.probe_inputs import (
     every_quotient,
     every_row,
     every_scaled,
-    scales_near,
 )
 from vattn.passes.proof import Origin
 from vattn.passes.region import FP8_DTYPES, Refusal, dtype_of, is_size, value
@@ -65,7 +64,7 @@ class ScaleProver(Prover):
     ) -> None:
         super().__init__(*region)
         self.way, self.scale_of, self.held, self.ends, self.check = way, scale_of, held, ends, check
-        self.sample = self.run(sample.rows, self.roots(0))
+        self.sample = self.run(sample.rows)
         self.columns = sample.rows.shape[1]
         self.packs = way.fmt.container is torch.uint8 and not any(_is_library(node) for node in self.needed)
         self.group = self.columns if way.fmt.group_size < 0 else way.fmt.group_size
@@ -116,8 +115,7 @@ class ScaleProver(Prover):
     def _check_op(self) -> None:
         """Run an op that computes scales on maxima of every mantissa, since what it does with them cannot be read."""
         rows = every_mantissa(self.columns, self.group).to(MODEL_DTYPES[self.dtype])
-        roots = self.inputs.roots
-        for scales in [[scale] * len(roots) for scale in TIED_SCALES] if roots else [self.roots(0)]:
+        for scales in {(scale,) * len(self.inputs.roots) for scale in TIED_SCALES}:
             for x in self._batches(rows):
                 self.check(self.run(x, scales))
 
@@ -162,13 +160,9 @@ class ScaleProver(Prover):
         output, values = self.region.output, self.sample.values
         unknown = [*self.inputs.roots, *self.inputs.derived]
         numbers = self.check_roots(self.sample) | proof.check_scaled(small, maxima, unknown, values)
-        rounds = [self.roots(first) for first in range(len(self.scales) if self.inputs.roots else 1)]
-        if self.inputs.roots:
-            near = scales_near({n * f for n in numbers for f in (1, FP4_E2M1_MAX, 1 / FP4_E2M1_MAX)})
-            rounds += [[scale] * len(self.inputs.roots) for scale in near]
         every = every_maximum(self.dtype)
         fits: dict[Node, set[str]] = {}
-        for roots in rounds:
+        for roots in self.rounds_at({n * f for n in numbers for f in (1, FP4_E2M1_MAX, 1 / FP4_E2M1_MAX)}):
             env = run([], output, self.inputs, values[output], roots, self.wide)
             made = self._of_maxima(small, {node: every.to(dtype_of(node)) for node in maxima}, env)
             wanted = self.way.factors(every, self.scale_of(env))
@@ -267,7 +261,7 @@ class ScaleProver(Prover):
         rows = every_row(self.columns, self.dtype)
         for shift in range(step, self.columns, step):
             for x in self._batches(rows.roll(shift, 1)):
-                self.check(self.run(x, self.roots(0)))
+                self.check(self.run(x))
 
     def _batches(self, rows: Tensor) -> Iterator[Tensor]:
         """Yield outputs `[T, N]` that hold all rows."""
@@ -295,7 +289,7 @@ class ScaleProver(Prover):
         if not reads_all or len(batches) > _MOST_RUNS:
             raise Refusal("it compares scaled values, on too few tokens to try all of them", self.ends[0], near=True)
         for x in batches:
-            self.check(self.run(x, self.roots(0)))
+            self.check(self.run(x))
 
     def _check_integers(self) -> None:
         """Refuse integers that are more than limited, by numbers, once they are rounded.
@@ -337,7 +331,7 @@ class ScaleProver(Prover):
         for start in range(0, len(tried), like.numel()):
             made = cycled(tried, start, like.numel())
             given[end] = made.view(like.shape)
-            got = run(after, self.region.output, self.inputs, x, self.roots(0), self.wide, given)
+            got = run(after, self.region.output, self.inputs, x, (), self.wide, given)
             if not same_bits(got[self.quantised], pack_e2m1(encode_e2m1(made))):
                 raise Refusal("some scaled values are not rounded as e2m1", self.quantised, near=True)
 
