@@ -156,6 +156,7 @@ NESTED: dict[str, tuple[Any, str]] = {
     "float tensor": ([torch.zeros(1, 2)], r"ints \[B, L\]"),
     "row": ([torch.zeros(2, dtype=torch.long)], r"ints \[B, L\]"),
     "complex tensor": ([torch.zeros(1, 2, dtype=torch.complex64)], r"ints \[B, L\]"),
+    "no list": (None, "batches=None. Allowed: a list of batches"),
     "negative tensor": ([torch.tensor([[1, -1]])], "holds int -1"),
 }
 
@@ -193,6 +194,9 @@ def test_caches_that_cannot_be_calibrated() -> None:
 def test_audits_that_cannot_be(packed: PackedModel, found: vattn.Calibration) -> None:
     for texts, options, text in (
         ([], {}, "no text"),
+        (5, {}, r"texts=5.*audit\(model, \[\[1, 2, 3\]"),
+        ([[[1, 2]]], {}, r"texts\[0\] holds list .* Try: audit\(model"),
+        ([[1]], {"per_heads": True}, "write per_head=True"),
         ("abc", {}, r"texts\[0\] is a text"),
         ([1, 2], {}, r"texts\[0\] is int"),
         ([[1]], {"calibration": 5}, "calibration=5"),
@@ -211,7 +215,7 @@ def test_audits_that_cannot_be(packed: PackedModel, found: vattn.Calibration) ->
             "scales beside the codes",
         ),
     ):
-        with pytest.raises(errors.ConfigError, match=text):
+        with pytest.raises((errors.ConfigError, errors.UnknownOptionError), match=text):
             vattn.audit(packed, texts, **options)  # type: ignore[arg-type]
     done = vattn.audit(packed, iter([[1]]))
     for path in ("drift", "drift.foo", 5):

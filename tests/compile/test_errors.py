@@ -130,6 +130,12 @@ def test_tensors_of_other_kinds_without_end_are_told() -> None:
         target(torch.zeros(2, 2))
 
 
+def test_backends_that_torch_does_not_have_are_named() -> None:
+    for backend in ("inductr", 5):
+        with pytest.raises(UnknownOptionError, match=f"backend={backend!r}. Allowed: .*inductor"):
+            vattn.compile(lambda x: x, backend=backend)
+
+
 def test_errors_that_are_not_ours_stay() -> None:
     def broken(graph: Any, inputs: Any) -> Any:
         raise ZeroDivisionError("theirs")

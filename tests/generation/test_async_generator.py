@@ -127,8 +127,17 @@ def test_closed_and_wrong(packed: PackedModel) -> None:
         vattn.AsyncGenerator(packed)  # type: ignore[arg-type]
     generator = vattn.AsyncGenerator(make_generator(packed))
     request = generator.submit(vattn.Submission(PROMPTS[0], vattn.Sampling(80, stop_token_ids=())), lambda part: None)
+    with pytest.raises(errors.ConfigError, match="a second AsyncGenerator of one generator"):
+        vattn.AsyncGenerator(generator.generator)
+    with pytest.raises(errors.ConfigError, match="watch=None"):
+        generator.submit(vattn.Submission(PROMPTS[0]), None)  # type: ignore[arg-type]
+    for wrong in (request, [request, 5], None):
+        with pytest.raises(errors.ConfigError, match=r"cancel\(\[request\]\)"):
+            generator.cancel(wrong)  # type: ignore[arg-type]
+    assert request.state != "cancelled"
     generator.close()
     generator.close()
+    vattn.AsyncGenerator(generator.generator).close()
     assert request.state == "cancelled"
     with pytest.raises(errors.RequestError, match="is closed"):
         asyncio.run(generator.generate(PROMPTS[0]))

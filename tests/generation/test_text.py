@@ -100,6 +100,11 @@ def test_conversations_that_fail_alone(wide: PackedModel) -> None:
 
 def test_conversations_that_nothing_can_turn_into_a_prompt(wide: PackedModel) -> None:
     generator = make_generator(wide, tokenizer=TOKENIZER)
+    for messages in ("hello", {"role": "user", "content": "x"}):
+        with pytest.raises(errors.ConfigError, match=r"Chat\(.*a list of messages"):
+            generator.chat(messages)
+    with pytest.raises(errors.ConfigError, match=r"the messages of a chat.*generator\.chat\(messages\)"):
+        generator.generate([{"role": "user", "content": "x"}])
     with pytest.raises(errors.ConfigError, match=r"prompts\[1\], a list of messages.*vattn.Chat"):
         generator.generate(["the", MESSAGES], SAMPLING)  # type: ignore[list-item]
     own = "{{ messages[0]['content'] }}"

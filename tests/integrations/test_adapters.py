@@ -248,6 +248,10 @@ def test_adapters_that_are_refused(saved: tuple[Path, dict[str, Any]], tmp_path:
     for name, path in (("small", folder / "small"), ("", folder / "small"), ("new", tmp_path / "missing")):
         with pytest.raises(errors.ConfigError):
             adapters.load(name, path)
+    with pytest.raises(errors.ConfigError, match="a folder"):
+        adapters.load("new", 5)  # type: ignore[arg-type]
+    with pytest.raises(errors.ConfigError, match="check_base='no'"):
+        adapters.load("new", folder / "small", check_base="no")  # type: ignore[arg-type]
     adapters.load("fourth", folder / "small")
     with pytest.raises(errors.ConfigError, match="max_adapters=4"):
         adapters.load("fifth", folder / "small")
@@ -267,6 +271,13 @@ def test_models_that_are_refused() -> None:
         enable_adapters(base())  # type: ignore[arg-type]
     with pytest.raises(errors.ConfigError, match="lm_head"):
         enable_adapters(packed, target_modules=["q_proj", "lm_head"])
+    for names, text in (
+        (5, r"target_modules=\['5'\]"),
+        ([], "without a name"),
+        ("q_proj", r"target_modules=\['q_proj'\]"),
+    ):
+        with pytest.raises(errors.ConfigError, match=text):
+            enable_adapters(packed, target_modules=names)  # type: ignore[arg-type]
     enable_adapters(packed)
     with pytest.raises(errors.ConfigError, match="one call"):
         enable_adapters(packed)

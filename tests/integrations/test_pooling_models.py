@@ -248,6 +248,8 @@ def test_refusals() -> None:
     for types, error in ((ids[:1] * 0, ShapeError), (ids, MetadataError), (ids / 9, DtypeError)):
         with pytest.raises(error, match="token_type_ids"):
             packed(ids, torch.arange(3), types)
+    with pytest.raises(RequestError, match="input_ids=None"):
+        embedder.encode({"input_ids": None})
     with pytest.raises(ConfigError, match="pass \\[prompt\\]"):
         embedder.encode("text")
     embedder.tokenizer = transformers.BertTokenizer({"[UNK]": 0, "[CLS]": 1, "[SEP]": 2, "[PAD]": 3, "[MASK]": 4})

@@ -241,6 +241,11 @@ def test_models_without_values_are_refused() -> None:
         enable(model)
 
 
+def test_models_in_other_dtypes_are_refused_by_their_own() -> None:
+    with pytest.raises(ConfigError, match=r"a model in torch\.float64.*call model\.float\(\) first"):
+        enable(make_model("llama").double())
+
+
 def test_disable_takes_models_alone() -> None:
     with pytest.raises(ConfigError, match="disable with int"):
         disable(3)  # type: ignore[arg-type]

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from vattn.calibration.calibrate import Calibration, as_calibration
 from vattn.calibration.result_files import check_output, check_picture, figures, write_picture
-from vattn.calibration.step_runner import StepRunner, cached_layers, checked_text
+from vattn.calibration.step_runner import TEXTS, StepRunner, cached_layers, checked_text
+from vattn.config.keywords import known_keywords
 from vattn.errors import ConfigError
 from vattn.layers.base.paged_attention import CachedAttention
 from vattn.layers.base.scales import QuantConfig, make_scale
@@ -112,6 +113,7 @@ def _clip_rates(row: AuditRow) -> tuple[float, float, float]:
     return row.keys_clipped, row.values_clipped, row.outputs_clipped
 
 
+@known_keywords({})
 def audit(
     model: nn.Module,
     texts: Iterable[Sequence[int]],
@@ -151,7 +153,9 @@ def audit(
     """
     runner = StepRunner(model)
     layers = cached_layers(model)
-    checked = [checked_text(text, f"texts[{number}]") for number, text in enumerate(texts)]
+    if not isinstance(texts, Iterable):
+        raise ConfigError(f"texts={texts!r:.60}", "a list of texts", f"audit(model, {TEXTS}")
+    checked = [checked_text(text, f"texts[{number}]", f"audit(model, {TEXTS}") for number, text in enumerate(texts)]
     if not checked:
         raise ConfigError("an audit of no text", "at least one text, a list of token ids", "pass some text")
     found = None if isinstance(calibration, str) and calibration == "unit" else as_calibration(calibration)

@@ -19,6 +19,7 @@ from vattn.calibration.result_files import check_output
 from vattn.calibration.step_runner import NESTING, StepRunner, cached_layers, checked_text
 from vattn.config.arguments import check_switches
 from vattn.config.files import write_whole
+from vattn.config.keywords import known_keywords
 from vattn.config.typed import typed, typed_on_error
 from vattn.errors import ConfigError, MissingPackageError, ScaleError
 from vattn.layers.base.paged_attention import CachedAttention
@@ -254,6 +255,7 @@ def linears_of(model: nn.Module) -> dict[str, nn.Linear]:
     return {name: module for name, module in root_of(model).named_modules() if isinstance(module, nn.Linear)}
 
 
+@known_keywords({})
 def calibrate(
     model: nn.Module, batches: Iterable[Batch], *, linears: bool = False, progress: bool = False
 ) -> Calibration:
@@ -284,6 +286,9 @@ def calibrate(
         >>> found.tokens, len(found.layers)
         (6, 2)
     """
+    check_switches(linears=linears, progress=progress)
+    if isinstance(batches, (str, bytes)) or not isinstance(batches, Iterable):
+        raise ConfigError(f"batches={batches!r:.60}", "a list of batches", NESTING)
     runner, tokens = StepRunner(model), 0
     with _observing(model, linears_of(model) if linears else {}) as (seen, inputs):
         for number, batch in enumerate(_shown(batches, progress)):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn.calibration.calibrate import Calibration, as_calibration, linears_of, root_of
+from vattn.config.keywords import known_keywords
 from vattn.config.typed import typed
 from vattn.errors import ConfigError, DeviceError, DtypeError, ScaleError, ShapeError
 from vattn.layers.fp8_linear import (
@@ -36,6 +37,7 @@ CAPABILITY = (8, 9)
 """Of the first GPUs with FP8 products."""
 
 
+@known_keywords({})
 @typed
 def quantise_linears(
     model: nn.Module,

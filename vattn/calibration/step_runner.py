@@ -20,6 +20,7 @@ from vattn.metadata.forward_context import forward_context
 CHUNK = 512
 """Tokens of one step while observing."""
 
+TEXTS = "[[1, 2, 3], [4, 5]]): a list of texts, each a list of token ids"
 NESTING = "calibrate(model, [[[1, 2, 3], [4, 5]]]): a list of batches, each a list of texts, each a list of token ids"
 
 
@@ -87,8 +88,8 @@ def cached_layers(model: nn.Module) -> dict[str, CachedAttention]:
     return {layer.prefix or name: layer for name, layer in model.named_modules() if isinstance(layer, CachedAttention)}
 
 
-def checked_text(text: Any, where: str) -> list[int]:
-    """Return a text as a list of token ids.
+def checked_text(text: Any, where: str, advice: str = NESTING) -> list[int]:
+    """Return a text as a list of token ids; `advice` says how texts are passed.
 
     Raises:
         ConfigError: it is none.
@@ -98,10 +99,10 @@ def checked_text(text: Any, where: str) -> list[int]:
     if isinstance(text, Tensor) and text.dim() == 1:
         text = text.tolist()
     if not isinstance(text, Sequence):
-        raise ConfigError(f"{where} is {type(text).__name__} {text!r:.60}", "a list of token ids", NESTING)
+        raise ConfigError(f"{where} is {type(text).__name__} {text!r:.60}", "a list of token ids", advice)
     for token in text:
         if not isinstance(token, int) or isinstance(token, bool) or token < 0:
-            raise ConfigError(f"{where} holds {type(token).__name__} {token!r:.60}", "token ids from 0", NESTING)
+            raise ConfigError(f"{where} holds {type(token).__name__} {token!r:.60}", "token ids from 0", advice)
     return list(text)
 
 

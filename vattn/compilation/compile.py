@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from vattn import errors
 from vattn.backends import dispatch
+from vattn.cache.model_identity import renewals
 from vattn.config.arguments import check_switches
 from vattn.errors import ConfigError, FusionError, RecompilationError, UnknownOptionError, VattnError
 from vattn.metadata import forward_context as context
@@ -91,8 +92,15 @@ def compile(target: Target, *, fullgraph: bool = True, **options: Any) -> Target
     check_options("vattn.compile", options)
     compiled: Any = torch.compile(target, fullgraph=fullgraph, **options)
     if isinstance(compiled, nn.Module):
-        # A hook of the wrapper, outside of what is compiled.
-        compiled.register_forward_pre_hook(lambda _, args, kwargs: _mark_call(args, kwargs), with_kwargs=True)
+        due = renewals(compiled)
+
+        def prepare(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            for renew in due:
+                renew()
+            _mark_call(args, kwargs)
+
+        # A hook of the wrapper, outside of what is compiled: compiled code looks at no weights.
+        compiled.register_forward_pre_hook(prepare, with_kwargs=True)
         compiled.forward = strict_first_call(_with_own_errors(compiled.forward), options)
         return compiled  # type: ignore[return-value]
     return strict_first_call(marking(compiled), options)
@@ -100,19 +108,22 @@ def compile(target: Target, *, fullgraph: bool = True, **options: Any) -> Target
 
 def check_options(of: str, options: dict[str, Any]) -> None:
     """Refuse options that `torch.compile` would, with what vattn has for them."""
-    mode, inner = options.get("mode"), options.get("options")
+    mode, inner, backend = options.get("mode"), options.get("options"), options.get("backend", "inductor")
+    known = torch.compiler.list_backends(exclude_tags=())
+    if not callable(backend) and backend not in known:
+        raise UnknownOptionError(f"{of} with backend={backend!r}", ", ".join(known), "leave backend out")
     if mode is not None and inner is not None:
         raise ConfigError(
             f"{of} with mode={mode!r} and options", "one of the two", f"options=vattn.options(mode={mode!r})"
         )
     ours = [name for name in inner or () if str(name).startswith("vattn.")]
-    if ours and options.get("backend", "inductor") == "inductor":
+    if ours and backend == "inductor":
         raise UnknownOptionError(
             f"{of} with option {ours[0]!r} for Inductor",
             "vattn.strict, vattn.output_formats and vattn.rope, with backend=vattn.backend",
             "options=vattn.options(strict=...), or backend=vattn.backend",
         )
-    if options.get("backend", "inductor") == "inductor":
+    if backend == "inductor":
         # Where the passes are, what torch has of Inductor is imported.
         from vattn.passes.entry import check_inductor_options, check_mode
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
 from vattn.errors import ConfigError, RequestError
 from vattn.generation.generator import Generator
@@ -31,7 +31,7 @@ class AsyncGenerator:
         failure: what the last step raised, "" if it worked.
 
     Raises:
-        ConfigError: something else than a generator.
+        ConfigError: something else than a generator, or one that another `AsyncGenerator` runs.
 
     Example:
         >>> import asyncio, transformers, vattn
@@ -54,6 +54,11 @@ class AsyncGenerator:
             raise ConfigError(
                 f"AsyncGenerator({generator!r:.60})", "a vattn.Generator", "AsyncGenerator(Generator(model))"
             )
+        if generator.in_thread is not None:
+            raise ConfigError(
+                "a second AsyncGenerator of one generator", "one at a time", "use that one, or close() it before"
+            )
+        generator.in_thread = self
         self.generator, self.failure = generator, ""
         self._unfinished: dict[Request, Callable[[Progress], None]] = {}
         self._changed, self._closed = threading.Condition(), False
@@ -76,13 +81,15 @@ class AsyncGenerator:
 
         Raises:
             VattnError: see `Generator.add`.
-            ConfigError: no `Submission`.
+            ConfigError: no `Submission`, or a `watch` that cannot be called.
             RequestError: this is closed.
         """
         if not isinstance(submission, Submission):
             raise ConfigError(
                 f"submit({submission!r:.60})", "a vattn.Submission", "submit(vattn.Submission(prompt), ...)"
             )
+        if not callable(watch):
+            raise ConfigError(f"watch={watch!r:.60}", "a function of a Progress", "submit(submission, print)")
         # Steps go on while a tokenizer or a grammar takes its time.
         choices = self.generator._read(submission)
         with self._changed:
@@ -94,7 +101,13 @@ class AsyncGenerator:
         return choices[0]
 
     def cancel(self, requests: Sequence[Request]) -> None:
-        """End requests and their other choices; those that have ended stay as they are."""
+        """End requests and their other choices; those that have ended stay as they are.
+
+        Raises:
+            ConfigError: no list of requests; none has ended then.
+        """
+        if not isinstance(requests, Iterable) or not all(isinstance(request, Request) for request in requests):
+            raise ConfigError(f"cancel({requests!r:.60})", "a list of requests", "cancel([request])")
         with self._changed:
             for request in requests:
                 for choice in request.choices:
@@ -107,6 +120,8 @@ class AsyncGenerator:
             self._closed = True
             self._changed.notify()
         self._thread.join()
+        if self.generator.in_thread is self:
+            self.generator.in_thread = None
         self.cancel(list(self._unfinished))
 
     @takes_sampling

@@ -272,7 +272,8 @@ class Embedder:
 
 def _each(encoded: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return what a tokenizer gave each of several texts."""
-    columns = {name: listed_rows(name, values) for name, values in encoded.items() if values is not None}
+    given = {name: values for name, values in encoded.items() if values is not None or name == "input_ids"}
+    columns = {name: listed_rows(name, values) for name, values in given.items()}
     sizes = {name: len(rows) for name, rows in columns.items()}
     if len({*sizes.values()}) > 1:
         raise RequestError(

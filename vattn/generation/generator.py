@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -93,6 +93,7 @@ class Generator(StepLoop):
         graphs: the runner of the captured sizes, `None` without.
         draft_graphs: the runner of steps with drafts.
         mixed_graphs: the runner of steps with prompts.
+        in_thread: the `AsyncGenerator` that runs the steps, `None` without.
 
     Raises:
         ConfigError: no model on vattn, no cache, or a value of another type or out of range.
@@ -162,6 +163,7 @@ class Generator(StepLoop):
         self._reader = SubmissionReader(model, tokenizer, cache.block_size, ready.adapters, group is not None)
         scheduler = Scheduler(blocks, *limits, max_queue, ready.source)
         super().__init__(model, tokenizer, scheduler, ModelRunner(ready.steps, blocks, ready.source))
+        self.in_thread: Any = None
         self._statistics.num_blocks = cache.num_blocks - cache.reserved_blocks
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -302,9 +304,8 @@ class Generator(StepLoop):
             ConfigError: see `generate`; no conversation.
         """
         alone = is_conversation(messages)
-        chats = [
-            Chat(each, **options) for each in (messages if isinstance(messages, Iterable) and not alone else [messages])
-        ]
+        several = isinstance(messages, Iterable) and not alone and not isinstance(messages, (str, bytes, Mapping))
+        chats = [Chat(each, **options) for each in (messages if several else [messages])]
         done = self.generate(chats, sampling, cache_salt=cache_salt, adapter=adapter, progress=progress)
         return done[0] if alone else done
 

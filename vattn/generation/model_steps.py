@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from vattn.cache.model_identity import renewals
 from vattn.compilation.cuda_graph import CUDAGraphRunner
 from vattn.generation.transfers import on_device, on_host
 from vattn.metadata.attention_metadata import AttentionMetadata
@@ -109,7 +108,6 @@ class ModelSteps:
     def __init__(self, forward: Callable[..., Tensor], builder: AttentionMetadataBuilder, graphs: Graphs) -> None:
         self.forward, self.builder, self.graphs = forward, builder, graphs
         self.device = builder.device
-        self._renewals = renewals(forward)
         # An inference tensor, as in `run`: another kind would compile another graph.
         with torch.inference_mode():
             self._row_numbers = torch.arange(builder.max_num_reqs, device=self.device)
@@ -163,7 +161,6 @@ class ModelSteps:
             **({} if step.encoder is None else _encoder_arguments(step.encoder)),
         )
         if step.encoder is not None:
-            self._renew()
             with forward_context(metadata):
                 inputs = _outside(model_inputs(ids, metadata, rows))
                 return self.forward(*inputs, step.encoder.states), metadata, None
@@ -195,7 +192,6 @@ class ModelSteps:
         if graphs is not None:
             return graphs(*inputs, metadata=metadata), metadata, graphs
         inputs = _outside(inputs)
-        self._renew()
         with forward_context(metadata):
             if prompts:
                 inputs[1] = positions_of(prompts, inputs[1])
@@ -203,11 +199,6 @@ class ModelSteps:
                 model = getattr(self.forward, "_orig_mod", self.forward)
                 return model(*inputs, StepEmbeddings(prompts)), metadata, None
             return self.forward(*inputs), metadata, None
-
-    def _renew(self) -> None:
-        # A model that is compiled whole, or a stage of a pipeline, does not look itself.
-        for renew in self._renewals:
-            renew()
 
     def _rows(self, step: StepInputs) -> Tensor | None:
         """Return the rows that need logits on the device, two at least: one would compile a graph of its own."""

@@ -80,6 +80,10 @@ def read_submissions(prompts: Any, tokenizer: Any, **settings: Any) -> list[Subm
     if isinstance(prompts, (str, bytes, Mapping, Chat, PromptEmbeddings)) or not isinstance(prompts, Iterable):
         raise ConfigError(f"prompts={prompts!s:.60}", "a list of prompts", "pass [prompt] for one")
     prompts = list(prompts)
+    if is_conversation(prompts):
+        raise ConfigError(
+            "prompts that are the messages of a chat", "a list of prompts", "call generator.chat(messages)"
+        )
     for index, prompt in enumerate(prompts):
         _check_kind(index, prompt, tokenizer)
     each = {name: _each(name, given, len(prompts)) for name, given in settings.items()}

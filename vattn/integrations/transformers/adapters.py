@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn.cache.bindings import take_cache
-from vattn.config.arguments import read_count
+from vattn.config.arguments import check_switches, read_count
 from vattn.config.keywords import known_keywords
 from vattn.config.other_names import ENABLE_ADAPTERS
 from vattn.errors import ConfigError, UnsupportedRequestError
@@ -77,6 +77,9 @@ class LoRAAdapters(Adapters):
                 `max_rank`, or layers that are not among the targets.
             UnsupportedRequestError: no LoRA, or a kind of it that adds more than products: DoRA, biases, whole modules.
         """
+        check_switches(check_base=check_base)
+        if not isinstance(folder, (str, os.PathLike)):
+            raise ConfigError(f"an adapter in {folder!r:.60}", "a folder", "load('name', folder)")
         path = Path(folder)
         config = _read_config(path)
         self._check_config(config, path, check_base)
@@ -255,9 +258,11 @@ def _check_model(model: Any) -> None:
 
 def _targets(model: Any, names: Iterable[str] | None) -> dict[str, nn.Linear]:
     """Return the linear layers that can have adapters."""
-    if isinstance(names, str):
-        raise ConfigError(f"target_modules={names!r}", "a list of names", f"target_modules=[{names!r}]")
+    if isinstance(names, str) or not (names is None or isinstance(names, Iterable)):
+        raise ConfigError(f"target_modules={names!r}", "a list of names", f"target_modules=[{str(names)!r}]")
     wanted = None if names is None else set(names)
+    if wanted is not None and not wanted:
+        raise ConfigError("target_modules without a name", "names of linear layers", "leave it out for all of them")
     parts = model.base_model._modules if takes_media(model) else {}
     # A vision tower runs outside of steps.
     others = [part for name, part in parts.items() if name != LANGUAGE]

@@ -55,6 +55,8 @@ def check_model(model: Any, pools: bool = False) -> None:
         )
     if "_vattn_before" in model.__dict__:
         raise ConfigError(f"{call}() of a model that is on vattn", "a model that is not", "call disable(model) first")
+    if model.dtype not in MODEL_DTYPES.values() and model.dtype.itemsize > 1:
+        raise ConfigError(f"{call}() of a model in {model.dtype}", ", ".join(MODEL_DTYPES), "call model.float() first")
     if not pools and not has_head(model):
         raise ConfigError(
             f"enable() of {type(model).__name__}",

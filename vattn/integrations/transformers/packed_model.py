@@ -273,7 +273,8 @@ class PackedModel(nn.Module):
     def renew(self) -> None:
         """Take in weights of merged projections that were moved, replaced or parametrised since.
 
-        Steps and generators do so. Call it yourself after such a change if you compiled the whole model yourself.
+        Steps do so, also those compiled by `vattn.compile`. Call it yourself if `torch.compile` made code of the whole
+        model.
 
         Raises:
             ConfigError: projections with adapters that differ now.

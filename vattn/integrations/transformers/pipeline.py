@@ -116,6 +116,8 @@ class StageModel(nn.Module):
 
     def forward(self, input_ids: Tensor, positions: Tensor, logits_indices: Tensor) -> Tensor:
         """Return logits `[B, vocab_size]` on the last rank, hidden states `[T, hidden_size]` on the others."""
+        if not torch.compiler.is_compiling():
+            self.packed.renew()
         hidden = None
         if not self.stage.is_first:
             hidden = self.hidden[self.start : self.start + input_ids.shape[0]]
