@@ -16,6 +16,7 @@ import transformers
 
 from vattn.integrations.transformers import disable, enable_adapters
 from vattn.integrations.transformers.encoder_decoder import enable_encoder_decoder
+from vattn.integrations.transformers.whisper import whisper_task
 
 NEW = 9
 SAMPLING = vattn.Sampling(max_new_tokens=NEW, stop_token_ids=(), logprobs=0, temperature=0.0)
@@ -98,6 +99,65 @@ def test_preempted_recordings_are_written_again() -> None:
     for request, one in zip(done, expected, strict=True):
         check(request, one)
     assert sum(request.preemptions for request in done) > 0
+
+
+LANGUAGES, TASKS = {"<|de|>": 63, "<|en|>": 62}, {"transcribe": 64, "translate": 65}
+
+
+def make_with_timestamps() -> Any:
+    """Return a model whose last 30 tokens are times."""
+    model = make()
+    model.generation_config = transformers.GenerationConfig(
+        decoder_start_token_id=61, eos_token_id=60, pad_token_id=60, bos_token_id=60, lang_to_id=LANGUAGES,
+        task_to_id=TASKS, no_timestamps_token_id=66, is_multilingual=True, max_initial_timestamp_index=5,
+        suppress_tokens=[3, 60], begin_suppress_tokens=[7, 60], return_timestamps=False,
+    )  # fmt: skip
+    return model
+
+
+@pytest.mark.parametrize("timestamps", [True, False])
+def test_timestamps_follow_the_rules_of_generate(timestamps: bool) -> None:
+    """Times in pairs, none early, a bound on the first; and tokens that are suppressed."""
+    model, features = make_with_timestamps(), [prompt["input_features"] for prompt in prompts()]
+    expected = [
+        model.generate(
+            each, language=language, task=task, return_timestamps=timestamps, max_new_tokens=24, do_sample=False,
+            num_beams=1, force_unique_generate_call=True,
+        )[0].tolist()
+        for each, language, task in zip(features, ("en", "de", "de"), ("transcribe", "transcribe", "translate"))
+    ]  # fmt: skip
+    packed = enable_encoder_decoder(model, num_blocks=40)
+    with pytest.warns(UserWarning, match="begin_suppress_tokens"):
+        generator = vattn.Generator(packed, max_num_reqs=4, token_budget=8)
+    tasks = [whisper_task(packed, *each, timestamps=timestamps) for each in (("en",), ("de",), ("de", "translate"))]
+    done = generator.generate(
+        [{"input_features": f, "decoder_input_ids": t.decoder_input_ids} for f, t in zip(features, tasks)],
+        [vattn.Sampling(max_new_tokens=24, logits_processors=each.logits_processors) for each in tasks],
+    )
+    for request, tokens in zip(done, expected, strict=True):
+        assert request.prompt + request.output == tokens
+    times = [[token > 66 for token in request.output] for request in done]
+    assert all(each[0] and 3 <= sum(each) <= 21 for each in times) == timestamps
+
+
+def test_languages_are_found_and_wrong_ones_refused() -> None:
+    model = make_with_timestamps()
+    features = prompts(1)[0]["input_features"]
+    model.generation_config.begin_suppress_tokens = None
+    expected = int(model.detect_language(features)[0])
+    generator = vattn.Generator(enable_encoder_decoder(model, num_blocks=12), max_num_reqs=2)
+    choice = vattn.Sampling(max_new_tokens=1, allowed_token_ids=tuple(LANGUAGES.values()))
+    assert generator.generate([{"input_features": features}], choice)[0].output == [expected]
+    with pytest.raises(ConfigError, match=r"language=None.*such as 'de', 'en'"):
+        whisper_task(model)
+    with pytest.raises(ConfigError, match="task='sing'"):
+        whisper_task(model, "en", "sing")
+    model.generation_config.is_multilingual = False
+    assert whisper_task(model).decoder_input_ids == [61, 66]
+    with pytest.raises(ConfigError, match="of English alone"):
+        whisper_task(model, "en")
+    with pytest.raises(ConfigError, match="no no_timestamps_token_id"):
+        whisper_task(make())
 
 
 def test_refusals() -> None:
