@@ -118,20 +118,24 @@ def make_with_timestamps() -> Any:
 @pytest.mark.parametrize("timestamps", [True, False])
 def test_timestamps_follow_the_rules_of_generate(timestamps: bool) -> None:
     """Times in pairs, none early, a bound on the first; and tokens that are suppressed."""
-    model, features = make_with_timestamps(), [prompt["input_features"] for prompt in prompts()]
+    model, wanted = make_with_timestamps(), [("en", "transcribe"), ("de", "transcribe"), ("de", "translate")]
+    pairs = [(prompt["input_features"], each) for prompt, each in zip(prompts(), wanted, strict=True)]
     expected = [
         model.generate(
-            each, language=language, task=task, return_timestamps=timestamps, max_new_tokens=24, do_sample=False,
+            features, language=each[0], task=each[1], return_timestamps=timestamps, max_new_tokens=24, do_sample=False,
             num_beams=1, force_unique_generate_call=True,
         )[0].tolist()
-        for each, language, task in zip(features, ("en", "de", "de"), ("transcribe", "transcribe", "translate"))
+        for features, each in pairs
     ]  # fmt: skip
     packed = enable_encoder_decoder(model, num_blocks=40)
     with pytest.warns(UserWarning, match="begin_suppress_tokens"):
         generator = vattn.Generator(packed, max_num_reqs=4, token_budget=8)
-    tasks = [whisper_task(packed, *each, timestamps=timestamps) for each in (("en",), ("de",), ("de", "translate"))]
+    tasks = [whisper_task(packed, *each, timestamps=timestamps) for each in wanted]
     done = generator.generate(
-        [{"input_features": f, "decoder_input_ids": t.decoder_input_ids} for f, t in zip(features, tasks)],
+        [
+            {"input_features": features, "decoder_input_ids": task.decoder_input_ids}
+            for (features, _), task in zip(pairs, tasks, strict=True)
+        ],
         [vattn.Sampling(max_new_tokens=24, logits_processors=each.logits_processors) for each in tasks],
     )
     for request, tokens in zip(done, expected, strict=True):

@@ -1,4 +1,4 @@
-"""`whisper_task`: what Whisper's decoder begins with for a language, a task and timestamps, and what changes its logits."""
+"""`whisper_task`: Whisper's first tokens and logits processors for a language, a task and timestamps."""
 
 from __future__ import annotations
 
