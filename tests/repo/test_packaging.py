@@ -19,8 +19,9 @@ OPTIONAL = ("triton", "transformers", "flashinfer", "flash_attn", "xformers", "s
 PUBLIC_NAMES = """
 AsyncGenerator Attention AttentionConfig AttentionMetadata AttentionMetadataBuilder AttentionOutput AttentionType
 Audit BlockPool CUDAGraphRunner CacheConfig Calibration Chat ChunkedLocalAttentionSpec CrossAttention
-CrossAttentionSpec DecodeInput DifferentialAttention DraftModel Embedder EncoderFP8Config EncoderOnlyAttention
-EncoderOnlyAttentionSpec FileConnector FlashAttentionMetadata FlashAttentionMetadataBuilder FullAttentionSpec
+CrossAttentionSpec DecodeInput DifferentialAttention DraftModel EagleDraft Embedder EncoderFP8Config
+EncoderOnlyAttention EncoderOnlyAttentionSpec FileConnector FlashAttentionMetadata FlashAttentionMetadataBuilder
+FullAttentionSpec
 FusionReport Generator Grammar GroupedMetadata GroupedMetadataBuilder HostMemoryConnector HybridBlockTable KVCacheSpec
 KVConnector KVTransfer MLAAttention MLAAttentionSpec MLAConfig MMEncoderAttention PromptEmbeddings PromptLookup
 QuantConfig Request RopeConfig Sampling SinkFullAttentionSpec SlidingWindowSpec StaticSinkAttention Submission

@@ -4,6 +4,7 @@ from vattn.generation.async_generator import AsyncGenerator
 from vattn.generation.chat import Chat
 from vattn.generation.draft_model import DraftModel
 from vattn.generation.draft_source import DraftSource
+from vattn.generation.eagle_draft import EagleDraft
 from vattn.generation.embedder import Embedder
 from vattn.generation.generator import Generator
 from vattn.generation.grammar import Grammar
@@ -20,6 +21,7 @@ __all__ = [
     "Chat",
     "DraftModel",
     "DraftSource",
+    "EagleDraft",
     "Embedder",
     "Generator",
     "Grammar",

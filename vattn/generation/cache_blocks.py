@@ -35,6 +35,8 @@ class CacheBlocks:
     Attributes:
         pool: where blocks come from.
         tables: int64 `[max_num_reqs, ceil(max_seq_len / block_size)]`, one for each group, block ids by row.
+        computes_last: whether a request computes the last block that it finds again: a draft head needs the hidden
+            states, and its row of the last token depends on the token after it.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class CacheBlocks:
         self._identity = ModelIdentity(model) if reuse and model is not None else None
         self._calculated = [] if model is None else _calculating_layers(model)
         self._scales, self._scale_changes, self._epoch = _scale_values(self._calculated), 0, 0
-        self.block_size = cache.block_size
+        self.block_size, self.computes_last = cache.block_size, False
         self.with_encoder = getattr(model, "max_encoder_len", 0) > 0
         self._specs: list[KVCacheSpec | None] = [group.spec for group in cache.groups] or [None]
         width = -(-max_seq_len // cache.block_size)
@@ -229,9 +231,16 @@ class CacheBlocks:
     def next_key(self, request: Request) -> str | None:
         """Return the content key of the block that an opened request computes first; `None` if it finds none."""
         place = request.cached // self.block_size
+        if self.computes_last and self._holds(request, place):
+            place += 1
         if not self.reuse or not request.has_prompt_logprobs or place >= (request.num_tokens - 1) // self.block_size:
             return None
         return request.keys(place + 1, self.block_size)[place]
+
+    def _holds(self, request: Request, place: int) -> bool:
+        """Return whether a whole block of a request's tokens is known."""
+        keys = request.keys(place + 1, self.block_size)[place : place + 1]
+        return bool(keys) and self._found([[self._name(keys[0], group)] for group in range(len(self._specs))]) == 1
 
     def forget(self, request: Request) -> None:
         """Make the blocks of a failed request unknown again."""
@@ -284,6 +293,8 @@ class CacheBlocks:
         """Put blocks that hold the first tokens into an empty table, as many as every group has."""
         names = [[self._name(key, group) for key in keys] for group in range(len(self._specs))]
         count = self._found(names)
+        if self.computes_last and count:
+            count = self._found([name[: count - 1] for name in names])
         for row, spec, name in zip(_rows(table), self._specs, names, strict=True):
             first = _first_block(spec, count * self.block_size)
             row += [0] * first + self.pool.take(name[first:count])

@@ -56,12 +56,7 @@ class DraftModel(DraftSource):
     num_drafts: int = 4
 
     def __post_init__(self) -> None:
-        if read_count("num_drafts", self.num_drafts, 1, "pass num_drafts=4") > MOST_DRAFTS:
-            raise ConfigError(
-                f"num_drafts={self.num_drafts}",
-                f"1 to {MOST_DRAFTS}",
-                "pass num_drafts=4: few drafts in a row are right",
-            )
+        check_num_drafts(self.num_drafts)
         if not isinstance(self.model, nn.Module):
             raise ConfigError(
                 f"DraftModel({self.model!r:.60})",
@@ -117,6 +112,14 @@ class DraftModel(DraftSource):
     def plan(self, request: Request, most: int) -> list[int]:
         """Refuse: the source that `start` returns has the drafts."""
         raise ConfigError("a DraftModel without a generator", "Generator(model, speculation=...)", "pass it there")
+
+
+def check_num_drafts(num_drafts: Any) -> None:
+    """Refuse what is no number of drafts."""
+    if read_count("num_drafts", num_drafts, 1, "pass num_drafts=4") > MOST_DRAFTS:
+        raise ConfigError(
+            f"num_drafts={num_drafts}", f"1 to {MOST_DRAFTS}", "pass num_drafts=4: few drafts in a row are right"
+        )
 
 
 def _allocate(model: Any, target: KVCacheAllocation) -> None:

@@ -27,6 +27,7 @@ class ServedModel:
         compile, compile_options: of the generator.
         graph_sizes: numbers of decoding requests that are captured.
         sharded: whether its weights are sharded over ranks.
+        forward: runs the target; what `DraftSource.watch` returned.
     """
 
     model: nn.Module
@@ -38,6 +39,7 @@ class ServedModel:
     compile_options: dict[str, Any] | None = None
     graph_sizes: Sequence[int] = ()
     sharded: bool = False
+    forward: Any = None
 
 
 class DraftSource:
@@ -51,6 +53,16 @@ class DraftSource:
 
     num_drafts: int
     beside_prompts, launches = True, False
+
+    def watch(self, served: ServedModel, forward: Any, num_tokens: int) -> Any:
+        """Return what runs the target instead of `forward`, for a source that looks at what it computes.
+
+        Args:
+            served: without `forward`.
+            forward: runs the target.
+            num_tokens: most tokens of a step.
+        """
+        return forward
 
     def start(self, served: ServedModel) -> DraftSource:
         """Return the source for one generator; refuse a generator that it cannot draft for."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, chain
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,17 +33,30 @@ class DraftChain(nn.Module):
         forward: the draft model, compiled or not.
         num_drafts: tokens that it drafts.
         builder: of the further steps; not the one of the first step.
+        states: `[M, hidden_size]`, hidden states that the first step begins with; `None` for a model that reads none.
     """
 
-    def __init__(self, forward: nn.Module, num_drafts: int, builder: AttentionMetadataBuilder) -> None:
+    def __init__(
+        self, forward: nn.Module, num_drafts: int, builder: AttentionMetadataBuilder, states: Tensor | None = None
+    ) -> None:
         super().__init__()
-        self.forward_step, self.num_drafts, self._builder = forward, num_drafts, builder
+        self.forward_step, self.num_drafts, self._builder, self._states = forward, num_drafts, builder, states
+        self._d2t: Tensor | None = getattr(forward, "d2t", None)
         count = builder.max_num_reqs + 1
         self._starts = torch.arange(count, dtype=torch.int32, device=builder.device)
         self._rows = torch.arange(count, device=builder.device)
         self._offsets = torch.arange(num_drafts - 1, device=builder.device)
 
-    def forward(self, ids: Tensor, positions: Tensor, rows: Tensor, ends: Tensor) -> Tensor:
+    def first(self, ids: Tensor, positions: Tensor, rows: Tensor, sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Run the first step; return int64 `[N]` drafts, and hidden states for a model that reads them.
+
+        Args:
+            sources: int64 `[T]`, a row of `states` for each token; nothing for a model that reads none.
+        """
+        found = [] if self._states is None else [self._states.index_select(0, each) for each in sources]
+        return self._choose(self.forward_step(ids, positions, rows, *found))
+
+    def forward(self, ids: Tensor, positions: Tensor, rows: Tensor, ends: Tensor, *sources: Tensor) -> Tensor:
         """Return int64 `[N, num_drafts]` drafts, N the padded number of requests.
 
         Args:
@@ -50,10 +64,12 @@ class DraftChain(nn.Module):
             rows: int64 `[N]`, each request's last token of it.
             ends: int64 `[N]`: drafts are computed at positions before these, so that their keys and values are stored;
                 0 for requests without drafts.
+            sources: see `first`.
         """
         step = current_step()
         assert step is not None
-        drafts = [self._choose(self.forward_step(ids, positions, rows))]
+        draft, *states = self.first(ids, positions, rows, sources)
+        drafts = [draft]
         count, size, table = rows.shape[0], self._builder.block_size, step.block_table
         # Not inference tensors: those would compile each layer once more.
         with torch.inference_mode(False):
@@ -78,13 +94,16 @@ class DraftChain(nn.Module):
                     copy=False,
                 )
             with forward_context(following):
-                drafts.append(self._choose(self.forward_step(drafts[-1], place, numbers)))
+                draft, *states = self._choose(self.forward_step(draft, place, numbers, *states))
+            drafts.append(draft)
         return torch.stack(drafts, dim=1)
 
-    def _choose(self, logits: Tensor) -> Tensor:
-        """Return the likeliest tokens, not as an inference tensor."""
+    def _choose(self, found: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Return the likeliest tokens, not as an inference tensor, and what comes with the logits."""
+        logits, *states = (found,) if isinstance(found, Tensor) else found
         with torch.inference_mode(False):
-            return logits.argmax(dim=-1)
+            tokens = logits.argmax(dim=-1)
+            return tokens if self._d2t is None else tokens + self._d2t[tokens], *states
 
 
 class DraftSteps(DraftSource):
@@ -98,16 +117,24 @@ class DraftSteps(DraftSource):
         cache: its own.
         num_drafts: most tokens that are drafted for a request.
         served: what it drafts for.
+        states: see `DraftChain`.
     """
 
     beside_prompts, launches = False, True
 
-    def __init__(self, model: nn.Module, cache: KVCacheAllocation, num_drafts: int, served: ServedModel) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        cache: KVCacheAllocation,
+        num_drafts: int,
+        served: ServedModel,
+        states: Tensor | None = None,
+    ) -> None:
         self.model, self.num_drafts, self._blocks = model, num_drafts, served.blocks
         self._group = _whole_group(served.blocks.cache)
         most, longest = served.max_num_reqs, served.max_seq_len
-        # A request may have one token more than in the target's step: the last draft of the step before.
-        builder = make_builder(model, cache, most, served.token_budget + 2 * most + 1, longest)
+        tokens = self._tokens_per_request()
+        builder = make_builder(model, cache, most, served.token_budget + max(tokens) * most + 1, longest)
         if builder.host_planned:
             raise ConfigError(
                 f"a draft model on {min(builder.host_planned)}, which plans each step on the host",
@@ -116,41 +143,65 @@ class DraftSteps(DraftSource):
             )
         self._builder, self._device = builder, builder.device
         forward = CompiledModel(model, served.compile, builder.device, served.compile_options).forward
-        mixed = mixed_sizes(None, served.token_budget, most, served.graph_sizes, builder)
-        self._steps = ModelSteps(
-            forward, builder, capture(forward, builder, GraphSizes(mixed=mixed, max_num_reqs=most))
-        )
+        self._steps = self._prompt_steps(forward, served)
         following = make_builder(model, cache, most, max(2, most), longest)
-        self._chain = DraftChain(forward, num_drafts, following)  # type: ignore[arg-type]
-        # One token each, or two where a request has the last draft of the step before.
+        self._chain = DraftChain(forward, num_drafts, following, states)  # type: ignore[arg-type]
         self._runners = [
             capture_runner(
                 self._chain,
                 served.graph_sizes,
                 builder,
-                _sample_inputs,
+                self._sample_inputs,
                 tokens_per_request=count,
                 output_rows="requests",
             )
-            for count in ((1, 2) if served.graph_sizes else ())
+            for count in (tokens if served.graph_sizes else ())
         ]
         take_cache(cache.kv_caches[0])
         layers = [layer for layer in model.modules() if hasattr(layer, "bind_kv_cache")]
         self._bindings = CacheBindings(layers, cache_claim)
 
+    def _tokens_per_request(self) -> tuple[int, ...]:
+        """Return for how many tokens of each request the chain is captured.
+
+        One, or two where a request has the last draft of the step before, which the target's step had.
+        """
+        return 1, 2
+
+    def _prompt_steps(self, forward: Any, served: ServedModel) -> ModelSteps | None:
+        """Return what runs steps without drafts."""
+        most = served.max_num_reqs
+        mixed = mixed_sizes(None, served.token_budget, most, served.graph_sizes, self._builder)
+        graphs = capture(forward, self._builder, GraphSizes(mixed=mixed, max_num_reqs=most))
+        return ModelSteps(forward, self._builder, graphs)
+
+    def _sample_inputs(self, metadata: AttentionMetadata) -> list[Tensor]:
+        """Return inputs for the capture of the chain; no draft is stored."""
+        requests = metadata.seq_lens.shape[0]
+        ends = torch.zeros(requests, dtype=torch.int64, device=metadata.seq_lens.device)
+        return [*model_inputs([0] * metadata.slot_mapping.shape[0], metadata), ends]
+
     def plan(self, request: Request, most: int) -> list[int]:
         """Return placeholders: the device knows the drafts."""
         return [UNKNOWN] * most
 
-    @torch.inference_mode()
-    def launch(self, batch: Batch, begin: torch.cuda.Event | None) -> Ran | None:
-        """Compute a step's known tokens, and then its drafts."""
+    def check_cache(self) -> None:
+        """Refuse to draft with a cache that another generator has by now.
+
+        Raises:
+            CacheError: another one has it.
+        """
         if self._bindings.changed() is not None:
             raise CacheError(
                 "drafts by a model whose cache was allocated again, or taken by another generator",
                 "one generator for a draft model: the newest",
                 "use that one or make a new one",
             )
+
+    @torch.inference_mode()
+    def launch(self, batch: Batch, begin: torch.cuda.Event | None) -> Ran | None:
+        """Compute a step's known tokens, and then its drafts."""
+        self.check_cache()
         drafts = batch.drafts or [[] for _ in batch.requests]
         known = [end - len(each) for end, each in zip(batch.ends, drafts, strict=True)]
         counts, ids = list[int](), list[int]()
@@ -162,8 +213,9 @@ class DraftSteps(DraftSource):
         step = StepInputs(counts, known, ids, tables=tables if self._group is None else tables[self._group])
         runner, found = self._runner(counts), None
         if batch.drafts or runner is not None:
-            found = self._draft(step, drafts, runner, begin)
+            found = self._draft(step, [*map(len, drafts)], runner, begin)
         else:
+            assert self._steps is not None
             step.graphs = MIXED
             self._steps.run(step, None, begin)
         for request, end, each in zip(batch.requests, known, drafts, strict=True):
@@ -179,38 +231,53 @@ class DraftSteps(DraftSource):
     def _draft(
         self,
         step: StepInputs,
-        drafts: Sequence[Sequence[int]],
+        lengths: Sequence[int],
         runner: CUDAGraphRunner | None,
         begin: torch.cuda.Event | None,
+        sources: Sequence[int] | None = None,
+        order: Sequence[int] | None = None,
     ) -> Ran | None:
-        """Run the chain, and return the drafts that were planned."""
-        lengths = [len(each) for each in drafts]
+        """Run the chain, and return the drafts that were planned.
+
+        Args:
+            step: its first step.
+            lengths: how many drafts each request gets.
+            runner: the graphs that hold the step; `None`: none.
+            begin: recorded before the first kernel.
+            sources: for each token its row of the chain's states; `None` for a model that reads none.
+            order: the requests in the order in which their drafts are returned; `None` for that of the step.
+        """
         last = [end - 1 for end in accumulate(step.counts)]
         until = [end + length - 1 if length > 1 else 0 for end, length in zip(step.ends, lengths, strict=True)]
         # Two requests and tokens at least, as the metadata has.
-        lists = [[*each, *([0] * (2 - len(each)))] for each in (step.ids, last, until)]
-        ids, rows, ends = on_device([*chain(*lists)], self._device).split([*map(len, lists)])
+        known = (step.ids, last, until) if sources is None else (step.ids, last, until, sources)
+        lists = [[*each, *([0] * (2 - len(each)))] for each in known]
+        ids, rows, *more = on_device([*chain(*lists)], self._device).split([*map(len, lists)])
         if runner is not None:
             # The runner of a step with drafts looks at the model later.
             metadata = runner.build(step.counts, step.ends, step.tables, check_model=not any(lengths))
             if begin is not None:
                 begin.record()
-            found = runner(*model_inputs(ids, metadata, rows), ends, metadata=metadata)
+            found = runner(*model_inputs(ids, metadata, rows), *more, metadata=metadata)
         else:
             metadata = self._builder.build(step.counts, step.ends, step.tables, num_tokens_padded=ids.shape[0])
-            inputs = [*model_inputs(ids, metadata, rows), ends]
+            inputs = [*model_inputs(ids, metadata, rows), *more]
             with torch.inference_mode(False):
                 inputs = [tensor.clone() if tensor.is_inference() else tensor for tensor in inputs]
             if begin is not None:
                 begin.record()
             with forward_context(metadata):
+                if sources is not None and not any(lengths):
+                    self._chain.first(inputs[0], inputs[1], inputs[2], inputs[4:])
+                    return None
                 found = self._chain(*inputs)
         if not any(lengths):
             return None
         flat = found[: len(lengths)].reshape(-1)
-        if min(lengths) == self.num_drafts:
+        order = range(len(lengths)) if order is None else order
+        places = [row * self.num_drafts + index for row in order for index in range(lengths[row])]
+        if places == list(range(flat.shape[0])):
             return Ran(flat.clone(), metadata, runner)
-        places = [row * self.num_drafts + index for row, length in enumerate(lengths) for index in range(length)]
         return Ran(flat.index_select(0, on_device(places, self._device)), metadata, runner)
 
 
@@ -227,14 +294,7 @@ def _whole_group(cache: KVCacheAllocation) -> int | None:
         if not group.spec.first_block(1 << 30):
             return index
     raise ConfigError(
-        "a DraftModel for a target with hybrid=True in which no layer keeps all tokens",
+        "drafts of a model for a target with hybrid=True in which no layer keeps all tokens",
         "a cache without groups, or with full attention in one",
         "allocate the target's cache without hybrid=True",
     )
-
-
-def _sample_inputs(metadata: AttentionMetadata) -> list[Tensor]:
-    """Return inputs for the capture of the chain; no draft is stored."""
-    requests = metadata.seq_lens.shape[0]
-    ends = torch.zeros(requests, dtype=torch.int64, device=metadata.seq_lens.device)
-    return [*model_inputs([0] * metadata.slot_mapping.shape[0], metadata), ends]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from vattn.cache.bindings import take_cache
@@ -71,6 +71,8 @@ def prepare(
         mixed = mixed_sizes(mixed_graph_sizes, served.token_budget, max_num_reqs, served.graph_sizes, builder)
         compiled = CompiledModel(model, served.compile, cache.device, served.compile_options)
         forward = part_of_pipeline(compiled.forward, model, capacity)
+        if speculation is not None:
+            forward = speculation.watch(served, forward, capacity)
         # Replaces what the generator before reads: after all that may refuse this one.
         adapters = find_adapters(model, group, capacity)
         sizes = GraphSizes(served.graph_sizes, num_drafts, mixed, max_num_reqs, cache.states is not None)
@@ -78,7 +80,7 @@ def prepare(
             steps_to_come = steps_ahead(sizes, served.token_budget, served.max_seq_len)
             compile_steps(model, builder, steps_to_come, state_options if sizes.with_states else None)
             graphs = capture(forward, builder, sizes)
-    source = None if speculation is None else speculation.start(served)
+    source = None if speculation is None else speculation.start(replace(served, forward=forward))
     if adapters is not None:
         steps: ModelSteps = AdapterSteps.capture(forward, builder, graphs, sizes, adapters.rows)
     elif leader is not None:

@@ -37,7 +37,7 @@ def check_speculation(value: Any) -> None:
     if value is not None and not isinstance(value, DraftSource):
         raise ConfigError(
             f"speculation={value!r:.60}",
-            "vattn.PromptLookup(...) or vattn.DraftModel(small, ...)",
+            "vattn.PromptLookup(...), vattn.DraftModel(small, ...) or vattn.EagleDraft(folder, ...)",
             "speculation=vattn.DraftModel(enable(small)), or leave it out",
         )
 
