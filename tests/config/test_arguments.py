@@ -306,8 +306,8 @@ REFUSED_AT_ONCE: dict[str, tuple[Callable[[], object], type[VattnError], str]] =
     ),
     "shortest over longest": (lambda: vattn.PromptLookup(longest=2, shortest=9), ConfigError, "longest=2, shortest=9"),
     "no format": (lambda: vattn.register_kv_format(3), ConfigError, "a KV format of type int"),
-    "clips of no model": (lambda: vattn.observe_clipping(3).__enter__(), ConfigError, "observe_clipping of int"),
-    "rates of no model": (lambda: vattn.clip_rates(3), ConfigError, "clip_rates of int"),
+    "clips of no model": (lambda: vattn.observe_clipping(3).__enter__(), ConfigError, r"observe_clipping\(model=3"),
+    "rates of no model": (lambda: vattn.clip_rates(3), ConfigError, r"clip_rates\(model=3"),
 }
 
 

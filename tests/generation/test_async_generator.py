@@ -118,12 +118,12 @@ def test_a_watch_that_raises_ends_its_request_alone(running: Any, expected: list
     request = generator.submit(vattn.Submission(PROMPTS[0], GREEDY), broken)
     assert asyncio.run(generator.generate(PROMPTS[1], GREEDY)).output == expected[1]
     assert request.state == "cancelled" and len(request.output) == 1
-    with pytest.raises(errors.ConfigError, match=r"a vattn\.Submission"):
+    with pytest.raises(errors.ConfigError, match=r"submission=.*Allowed: Submission"):
         generator.submit(PROMPTS[0], broken)
 
 
 def test_closed_and_wrong(packed: PackedModel) -> None:
-    with pytest.raises(errors.ConfigError, match=r"a vattn\.Generator"):
+    with pytest.raises(errors.ConfigError, match="Allowed: Generator"):
         vattn.AsyncGenerator(packed)  # type: ignore[arg-type]
     generator = vattn.AsyncGenerator(make_generator(packed))
     request = generator.submit(vattn.Submission(PROMPTS[0], vattn.Sampling(80, stop_token_ids=())), lambda part: None)

@@ -282,7 +282,7 @@ def test_functions_take_keys_and_values() -> None:
     other = torch.full_like(keys, float("nan")), torch.full_like(values, float("nan"))
     vattn.update_kv_cache(rows[1], rows[2], other, step.slot_mapping, config)
     assert torch.equal(vattn.paged_attention(rows[0], other, step, config).output.flatten(1), given)
-    with pytest.raises(ShapeError, match="value_cache is NoneType"):
+    with pytest.raises(ShapeError, match="key_cache without value_cache"):
         vattn.paged_attention(rows[0], (keys, None), step, config)  # type: ignore[arg-type]
 
 

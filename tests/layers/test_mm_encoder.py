@@ -210,7 +210,7 @@ def test_bad_options() -> None:
             vattn.MMEncoderAttention(4, size)  # type: ignore[arg-type]
     with pytest.raises(UnknownOptionError, match="FAST"):
         vattn.MMEncoderAttention(4, 16, attn_backend="FAST")
-    with pytest.raises(ConfigError, match=r"quant_config of type QuantConfig.*EncoderFP8Config"):
+    with pytest.raises(ConfigError, match=r"quant_config=QuantConfig.*EncoderFP8Config"):
         vattn.MMEncoderAttention(4, 16, quant_config=vattn.QuantConfig())  # type: ignore[arg-type]
 
 

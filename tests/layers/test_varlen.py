@@ -108,8 +108,8 @@ ROWS = torch.zeros(5, 4, 16)
 KEYS = torch.zeros(5, 2, 16)
 BAD_CALLS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a cache": ({"config": packed_config(block_size=16)}, ConfigError, "block_size=16"),
-    "no config": ({"config": "causal"}, ConfigError, "a config of type str"),
-    "no tensor": ({"query_start_loc": [0, 5]}, ShapeError, "query_start_loc is list"),
+    "no config": ({"config": "causal"}, ConfigError, "config='causal'"),
+    "no tensor": ({"query_start_loc": [0, 5]}, ConfigError, r"query_start_loc=\[0, 5\]"),
     "two dimensions": ({"query": ROWS.flatten(1)}, ShapeError, r"query has shape \(5, 64\)"),
     "offsets in floats": ({"query_start_loc": torch.tensor([0.0, 5.0])}, DtypeError, "query_start_loc"),
     "offsets that fall": ({"query_start_loc": offsets([4, -1])}, MetadataError, "query_start_loc falls from 4 to 3"),

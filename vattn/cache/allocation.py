@@ -15,8 +15,9 @@ from vattn.cache.bindings import count_binding, let_groups_share
 from vattn.cache.groups import CacheGroup, Grouping, KVCacheGroup, common_block_size, group_layers
 from vattn.cache.specs import CrossAttentionSpec, EncoderOnlyAttentionSpec, KVCacheSpec
 from vattn.cache.state_cache import StateCache, allocate_states, find_state_layers, memory_for_blocks
-from vattn.config.arguments import check_switches, format_bytes, parse_bytes, read_count
+from vattn.config.arguments import format_bytes, parse_bytes, read_count
 from vattn.config.device import DeviceInfo
+from vattn.config.typed import typed
 from vattn.errors import CacheError, ConfigError, DeviceError, DtypeError
 from vattn.quantization.formats import MODEL_DTYPES
 
@@ -154,6 +155,7 @@ class KVCacheAllocation:
         return "\n".join(lines if self.states is None else [*lines, str(self.states)])
 
 
+@typed
 def allocate_kv_cache(
     model: nn.Module,
     *,
@@ -199,15 +201,12 @@ def allocate_kv_cache(
         KV cache: 4 blocks of 16 tokens = 64 tokens, 16.00 KiB on cpu (4.00 KiB a block over 1 layers)
           1 x FullAttentionSpec float32 NHD, 2 KV heads of 16, 16.00 KiB each
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model of type {type(model).__name__}", "a torch.nn.Module", "nn.ModuleList holds layers")
     if (num_blocks is None) == (memory is None):
         raise ConfigError(
             f"num_blocks={num_blocks!r} and memory={memory!r}",
             "exactly one of them",
             "pass either memory='1GiB' or num_blocks=1024",
         )
-    check_switches(hybrid=hybrid)
     max_seq_len = read_count("max_seq_len", max_seq_len, 1, "pass the longest request that is usual")
     dtype = _model_dtype(model) if dtype is None else dtype
     if not isinstance(dtype, torch.dtype) or dtype not in MODEL_DTYPES.values():

@@ -78,12 +78,6 @@ def copy_blocks(
     storages: Any = getattr(kv_caches, "kv_caches", kv_caches)
     if isinstance(storages, Mapping):
         storages = list(storages.values())
-    if not isinstance(storages, Sequence) or not all(isinstance(cache, Tensor) for cache in storages):
-        raise CacheError(
-            f"kv_caches of type {type(kv_caches).__name__}",
-            "a list of storages, or what allocate_kv_cache returned",
-            "pass cache.kv_caches",
-        )
     distinct = list({(cache.device, cache.data_ptr(), cache.shape): cache for cache in storages}.values())
     num_blocks = min((cache.shape[_block_axis(cache)] for cache in distinct), default=0)
     pairs = _check_mapping(block_mapping, num_blocks, num_blocks)
@@ -176,8 +170,6 @@ def move_slots(layers: nn.Module | Iterable[nn.Module], source: Tensor, target: 
     if not caches:
         raise ConfigError(f"layers={layers!r:.60} without an attention layer", "a model or layers", "pass the model")
     for name, slots in (("source", source), ("target", target)):
-        if not isinstance(slots, Tensor):
-            raise ShapeError(f"{name} is {slots!r:.60}", "an int64 tensor of slots", "torch.tensor(slots)")
         if slots.dtype != torch.int64 or slots.dim() != 1 or slots.shape != source.shape:
             raise ShapeError(
                 f"{name} is {slots.dtype} {tuple(slots.shape)}", f"int64 [{source.numel()}]", "pass one slot per token"

@@ -134,7 +134,8 @@ def _rule(hint: Any) -> Allows:
         rules, kinds = [_rule(each) for each in inner if each is not ...], (list, tuple) if origin is tuple else origin
         return _all(kinds, rules, fixed=origin is tuple and ... not in inner)
     if origin is Mapping or origin is dict:
-        return lambda value: isinstance(value, Mapping)
+        of_values = _rule(inner[1]) if inner else _anything
+        return lambda value: isinstance(value, Mapping) and all(map(of_values, value.values()))
     if getattr(hint, "_is_protocol", False):
         members = [name for name in vars(hint) if not name.startswith("_")]
         return lambda value: not isinstance(value, type) and all(hasattr(value, name) for name in members)

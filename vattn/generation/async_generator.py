@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 
+from vattn.config.typed import typed
 from vattn.errors import ConfigError, RequestError
 from vattn.generation.generator import Generator
 from vattn.generation.prompts import Prompt
@@ -49,11 +50,8 @@ class AsyncGenerator:
         ([1, 1, 1, 1], [4, 4])
     """
 
+    @typed
     def __init__(self, generator: Generator) -> None:
-        if not isinstance(generator, Generator):
-            raise ConfigError(
-                f"AsyncGenerator({generator!r:.60})", "a vattn.Generator", "AsyncGenerator(Generator(model))"
-            )
         if generator.in_thread is not None:
             raise ConfigError(
                 "a second AsyncGenerator of one generator", "one at a time", "use that one, or close() it before"
@@ -71,6 +69,7 @@ class AsyncGenerator:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    @typed
     def submit(self, submission: Submission, watch: Callable[[Progress], None]) -> Request:
         """Queue a prompt, and have each progress of its request, and of its other choices, passed to a function.
 
@@ -84,12 +83,6 @@ class AsyncGenerator:
             ConfigError: no `Submission`, or a `watch` that cannot be called.
             RequestError: this is closed.
         """
-        if not isinstance(submission, Submission):
-            raise ConfigError(
-                f"submit({submission!r:.60})", "a vattn.Submission", "submit(vattn.Submission(prompt), ...)"
-            )
-        if not callable(watch):
-            raise ConfigError(f"watch={watch!r:.60}", "a function of a Progress", "submit(submission, print)")
         # Steps go on while a tokenizer or a grammar takes its time.
         choices = self.generator._read(submission)
         with self._changed:

@@ -18,7 +18,7 @@ from vattn.cache.allocation import KVCacheAllocation, find_layers
 from vattn.cache.model_identity import ModelIdentity
 from vattn.cache.specs import CrossAttentionSpec
 from vattn.config.arguments import check_seconds
-from vattn.config.typed import typed
+from vattn.config.typed import typed, typed_on_error
 from vattn.errors import BlockError, CacheError, ConfigError, TransferError
 from vattn.kv_transfer.connector import KVConnector, TransferRequest, refuse_copy
 from vattn.kv_transfer.jobs import Job, LoadJob, SaveJob
@@ -94,6 +94,7 @@ class KVTransfer:
         >>> transfer.detach()
     """
 
+    @typed_on_error
     def __init__(
         self,
         model: nn.Module,
@@ -103,14 +104,6 @@ class KVTransfer:
         timeout: float = 30.0,
         namespace: str = "",
     ) -> None:
-        if not isinstance(model, nn.Module) or not isinstance(allocation, KVCacheAllocation):
-            raise ConfigError(
-                f"model of type {type(model).__name__}, allocation of type {type(allocation).__name__}",
-                "an nn.Module and what vattn.allocate_kv_cache returned for it",
-                "KVTransfer(model, allocation, connector)",
-            )
-        if not isinstance(namespace, str):
-            raise ConfigError(f"namespace={namespace!r:.60}", "a string", "name the model and its revision")
         check_seconds("timeout", timeout, "leave it out for 30")
         missing = [name for name in _METHODS if not callable(getattr(connector, name, None))]
         if missing or isinstance(connector, type):

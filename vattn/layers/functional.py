@@ -12,7 +12,7 @@ from vattn.cache.layout import op_views
 from vattn.config.attention import AttentionConfig
 from vattn.config.rope import RopeConfig
 from vattn.config.typed import typed_on_error
-from vattn.errors import ConfigError, MetadataError, ShapeError
+from vattn.errors import MetadataError, ShapeError
 from vattn.layers.encoder.cu_seqlens import check_offsets
 from vattn.metadata.attention_metadata import AttentionMetadata, step_of
 from vattn.ops.arguments import VarlenAttentionArgs
@@ -76,9 +76,6 @@ def update_kv_cache(
         ConfigError, ShapeError, DtypeError, DeviceError, StrideError, ScaleError: not a config, or a wrong tensor.
         UnsupportedRequestError: no backend, or not the one named in the config, writes it on the cache's device.
     """
-    _check_config(config)
-    _check_tensors(key=key, value=value, slot_mapping=slot_mapping)
-    _check_tensors(optional=True, k_scale=k_scale, v_scale=v_scale)
     cache = _views(kv_cache, config)
     torch.ops.vattn.kv_cache_update(key, value, *cache, slot_mapping, k_scale, v_scale, config.encode())
 
@@ -140,9 +137,6 @@ def rope_update_kv_cache(
         >>> bool((rotated[0] == 1).all()), bool((rotated[1] == cache[0, 1, 1]).all())
         (True, True)
     """
-    _check_config(config)
-    if not isinstance(rope, RopeConfig):
-        raise ConfigError(f"a rope of type {type(rope).__name__}", "a RopeConfig", "vattn.RopeConfig(rotary_dim=...)")
     dtype = torch.float8_e4m3fn if config.query_format != "none" else MODEL_DTYPES[config.dtype]
     query_out = query.new_empty(query.shape, dtype=dtype)
     torch.ops.vattn.rope_kv_cache_update(
@@ -204,11 +198,6 @@ def paged_attention(
                 [1., 1.]])
     """
     seq_lens, block_table = _keys_of(metadata, config)
-    _check_tensors(query=query)
-    _check_tensors(
-        optional=True, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, output_scale=output_scale,
-        alibi_slopes=alibi_slopes, sinks=sinks,
-    )  # fmt: skip
     result = new_output(query, config)
     torch.ops.vattn.attention(
         query,
@@ -281,12 +270,6 @@ def varlen_attention(
         >>> vattn.varlen_attention(query, key, value, starts, config).output.shape
         torch.Size([9, 2, 16])
     """
-    _check_config(config)
-    _check_tensors(query=query, key=key, value=value, query_start_loc=query_start_loc)
-    _check_tensors(
-        optional=True, kv_start_loc=kv_start_loc, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
-        output_scale=output_scale, alibi_slopes=alibi_slopes, sinks=sinks,
-    )  # fmt: skip
     kv_start_loc = query_start_loc if kv_start_loc is None else kv_start_loc
     result = new_output(query, config)
     args = VarlenAttentionArgs(
@@ -324,20 +307,10 @@ def varlen_attention(
     return result
 
 
-def _check_config(config: AttentionConfig) -> None:
-    if not isinstance(config, AttentionConfig):
-        raise ConfigError(f"a config of type {type(config).__name__}", "an AttentionConfig", "make one for the layer")
-
-
 def _views(kv_cache: KVCache, config: AttentionConfig) -> tuple[Tensor, Tensor | None]:
     """Return what the ops take of a cache."""
-    if isinstance(kv_cache, tuple) and len(kv_cache) == 2:
-        _check_tensors(key_cache=kv_cache[0], value_cache=kv_cache[1])
+    if isinstance(kv_cache, tuple):
         return kv_cache
-    if not isinstance(kv_cache, Tensor):
-        raise ShapeError(
-            f"kv_cache is {type(kv_cache).__name__}", "a tensor, or a tuple of keys and values", "pass layer.kv_cache"
-        )
     if not torch.compiler.is_compiling():
         check_storage(kv_cache, config)
     else:
@@ -347,16 +320,8 @@ def _views(kv_cache: KVCache, config: AttentionConfig) -> tuple[Tensor, Tensor |
     return op_views(kv_cache, config)
 
 
-def _check_tensors(optional: bool = False, **given: object) -> None:
-    for name, value in given.items():
-        if not (isinstance(value, Tensor) or (optional and value is None)):
-            allowed = "a tensor, or None" if optional else "a tensor"
-            raise ShapeError(f"{name} is {type(value).__name__}", allowed, f"pass a tensor for {name}")
-
-
 def _keys_of(metadata: AttentionMetadata, config: AttentionConfig) -> tuple[Tensor, Tensor]:
     """Return lengths and block table of the config's keys; raise if the step contradicts the config."""
-    _check_config(config)
     step_of(metadata, "paged_attention()")
     if metadata.causal is False and config.causality != "bidirectional":
         raise MetadataError(
@@ -389,9 +354,6 @@ def merge_attn_states(
     Returns:
         The output over both parts and its LSE; rows of two empty parts are 0 and -inf.
     """
-    _check_tensors(
-        prefix_output=prefix_output, prefix_lse=prefix_lse, suffix_output=suffix_output, suffix_lse=suffix_lse
-    )
     output, lse = torch.empty_like(prefix_output), torch.empty_like(prefix_lse)
     torch.ops.vattn.merge_attn_states(output, lse, prefix_output, prefix_lse, suffix_output, suffix_lse)
     return output, lse

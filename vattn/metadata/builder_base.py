@@ -38,6 +38,7 @@ class BuilderBase:
     _num_tables = 1
     """Block tables of a step."""
 
+    @typed_on_error
     def __init__(
         self,
         max_num_reqs: int,
@@ -63,12 +64,6 @@ class BuilderBase:
             block_size = read_count("block_size", block_size, 1, "leave it out for that of the layers' CacheConfig")
         self.decode_threshold = _capacity("decode_threshold", decode_threshold)
         max_encoder_len = _capacity("max_encoder_len", max_encoder_len, 0)
-        if context_parallel is not None and not isinstance(context_parallel, ContextParallel):
-            raise ConfigError(
-                f"context_parallel={context_parallel!r:.60}",
-                "a vattn.distributed.ContextParallel, or None",
-                "make it with ContextParallel.of(group)",
-            )
         self.context_parallel = context_parallel
         with telling_others(context_parallel):
             given = all_layers(layers)

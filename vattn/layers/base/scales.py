@@ -140,6 +140,7 @@ def count_clipped(values: Tensor, real: Tensor, scale: Tensor, max_value: float)
     return torch.stack((clipped.sum(), total))
 
 
+@typed
 @contextmanager
 def observe_clipping(model: nn.Module) -> Iterator[None]:
     """Count, while the block runs, how many keys and values exceed the range of their layer's scales.
@@ -149,7 +150,6 @@ def observe_clipping(model: nn.Module) -> Iterator[None]:
     Raises:
         ConfigError: no module.
     """
-    _check_module("observe_clipping", model)
     layers = [m for m in model.modules() if getattr(m, "clip_counts", None) is not None]
     for layer in layers:
         layer.clip_counts.zero_()  # type: ignore[operator,union-attr]
@@ -161,6 +161,7 @@ def observe_clipping(model: nn.Module) -> Iterator[None]:
             layer.observing = False  # type: ignore[assignment]
 
 
+@typed
 def clip_rates(model: nn.Module) -> dict[str, dict[str, float]]:
     """Return the share of clipped keys and values per quantised layer since `observe_clipping` began. Synchronises.
 
@@ -170,7 +171,6 @@ def clip_rates(model: nn.Module) -> dict[str, dict[str, float]]:
     Raises:
         ConfigError: no module.
     """
-    _check_module("clip_rates", model)
     rates = {}
     for name, module in model.named_modules():
         counts = getattr(module, "clip_counts", None)
@@ -182,8 +182,3 @@ def clip_rates(model: nn.Module) -> dict[str, dict[str, float]]:
             "value": value_clipped / value_total if value_total else float("nan"),
         }
     return rates
-
-
-def _check_module(of: str, model: object) -> None:
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"{of} of {type(model).__name__}", "an nn.Module with attention layers", "pass the model")

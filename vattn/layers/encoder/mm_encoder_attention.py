@@ -7,7 +7,7 @@ from torch import Tensor
 
 from vattn.config.attention import AttentionConfig, AttentionType
 from vattn.config.typed import typed_on_error
-from vattn.errors import ConfigError, DtypeError, MetadataError, ShapeError
+from vattn.errors import DtypeError, MetadataError, ShapeError
 from vattn.layers.base.scales import make_scale
 from vattn.layers.base.step import not_strided
 from vattn.layers.base.varlen import varlen_arguments
@@ -82,12 +82,6 @@ class MMEncoderAttention(VarlenAttention):
     ) -> None:
         super().__init__()
         self._set_sizes(num_heads, head_size, num_kv_heads, None, prefix, attn_backend)
-        if quant_config is not None and not isinstance(quant_config, EncoderFP8Config):
-            raise ConfigError(
-                f"quant_config of type {type(quant_config).__name__} in MMEncoderAttention",
-                "vattn.EncoderFP8Config",
-                "EncoderFP8Config(dynamic=True), or with scale_path",
-            )
         self.quant_config = quant_config
         # Buffers made in inference mode could not be changed outside of it.
         with torch.inference_mode(False):
