@@ -96,6 +96,7 @@ def fork(work: Callable[[], int], folder: Path) -> int:
     try:
         os.setpgid(0, 0)
         os.environ["PYTEST_DEBUG_TEMPROOT"] = os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")  # not the graphs of another mutant
         with open(folder / "output", "w") as output:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
