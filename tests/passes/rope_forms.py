@@ -245,6 +245,13 @@ def two_tables(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tens
     return chunked(layer, query, key, positions)[0], chunked(layer, query, key, positions + 1)[1]
 
 
+def two_sines(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
+    """The query is rotated one way, the key the other way, by the same cosines."""
+    cos, sin = gathered(layer, positions)
+    query, key = (halves_turned(x.float(), cos, by).to(x.dtype) for x, by in ((query, sin), (key, sin + 0.5)))
+    return query, key
+
+
 def query_alone(layer: LayerWithRope, query: Tensor, key: Tensor, positions: Tensor) -> Heads:
     return chunked(layer, query, key, positions)[0], key
 
@@ -379,6 +386,7 @@ FORMS: dict[str, RopeForm] = {
     "products with matrices": RopeForm(by_matrices, "the key: made of cosines or sines, but not as a rotation", False),
     "up to a position": RopeForm(first_positions, "the key: made of cosines or sines, but not as a rotation", False),
     "different tables": RopeForm(two_tables, "different tables", False),
+    "different sines": RopeForm(two_sines, "different tables", False),
     "cosines scaled in bf16": RopeForm(scaled_cosines, "the tables are bfloat16 and float32", False),
     "tables in fp64": RopeForm(tables_in_fp64, "the tables are float64", False),
     "the query alone": RopeForm(query_alone, "", None),

@@ -25,6 +25,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 
 import vattn
 from vattn.backends import selector
+from vattn.backends.base import Exclusion
 from vattn.errors import ConfigError, FusionError, UnknownOptionError
 from vattn.ops import fusion_notes
 from vattn.passes import pipeline, report
@@ -113,14 +114,14 @@ def test_a_pass_in_the_users_options_keeps_running() -> None:
 @pytest.mark.parametrize(("entry", "listed"), [("enable", True), ("backend", False), ("options", True)])
 def test_passes_that_were_there_keep_running(entry: str, listed: bool) -> None:
     """Inductor takes lists from torch 2.12 on; vattn's is one pass that runs them, on older versions too."""
-    calls: list[str] = []
+    calls: list[int] = []
     mine, model = Counting(), Attend(static)
-    taken = [mine, lambda graph: calls.append("plain")] if listed else mine
+    taken = [mine, lambda graph: calls.append(mine.calls)] if listed else mine
     with torch._inductor.config.patch({"force_disable_caches": True, SLOT: taken}):
         run_and_get_codes(ENTRIES[entry](model), model, [3, 4])
         vattn.disable()
         assert getattr(torch._inductor.config, SLOT) == taken
-    assert mine.calls == 1 and calls == ["plain"] * listed
+    assert mine.calls == 1 and calls == [1] * listed  # in their order
     assert vattn.fusion_report().count("fused") == 1
 
 
@@ -153,6 +154,18 @@ def test_the_cache_key_is_that_of_everything_that_decides(monkeypatch: pytest.Mo
             patch.setattr(torch.cuda, "get_device_capability", lambda index=0, found=capability: found)
             keys.add(key())
     assert len(keys) == len(changes) + 3 and key() == plain
+    # No order that differs from process to process decides: that of a set, or of the files in a folder.
+    rules, same = [Exclusion(frozenset(names), "why") for names in ([0, 8], [8, 0])], []
+    for rule in rules:
+        with monkeypatch.context() as patch:
+            changed = replace(backend.capabilities, features=rule.names, exclusions=(rule,))
+            patch.setattr(backend, "capabilities", changed)
+            same.append(key())
+    digest, glob = pipeline._source_digest(), Path.glob
+    pipeline._source_digest.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "glob", lambda *args: [*glob(*args)][::-1])
+        assert pipeline._source_digest() == digest and same[0] == same[1] != plain
     assert all(any(pipeline._PACKAGE.glob(pattern)) for pattern in pipeline._SOURCES)
 
 
@@ -330,7 +343,7 @@ def test_a_slot_taken_by_something_that_is_no_pass(taken: Any) -> None:
 
 def test_unknown_names() -> None:
     with pytest.raises(ConfigError, match="fp9"):
-        vattn.enable(output_formats=["fp9"])
+        vattn.enable(output_formats=["fp8_static", "fp9"])
     for listed in ("fp8_static", 3):
         with pytest.raises(ConfigError, match=f"output_formats={listed!r}"):
             vattn.options(output_formats=listed)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -30,9 +31,12 @@ def test_roots_are_given_scales_that_differ() -> None:
     assert prover.rounds_at({3.0})[len(scales) :] == [[3.0], [1 / 3.0]]
     prover = prover_of(lambda o, s: rounded(o.float() / s[:, None] * s.reciprocal()[None]))
     assert len(prover.inputs.roots) == 1  # the other is made of it
+    two = replace(prover.inputs, roots=prover.inputs.roots * 2)
+    prover = Prover(prover.region, prover.quantised, prover.nodes, two, "bfloat16", frozenset())
+    assert prover.rounds == [[*pair] for pair in zip(scales, scales[1:] + scales[:1], strict=True)]
+    assert prover.rounds_at({3.0})[len(scales) :] == [[3.0, 3.0], [1 / 3.0, 1 / 3.0]]
     prover = prover_of(lambda o, s: rounded(o.float() / 0.02))
     assert prover.rounds == prover.rounds_at({3.0}) == [[]]
-    prover = prover_of(lambda o, s: rounded(o.float() / s * o.new_zeros(1).float()[0]))
 
 
 def either(column: Callable[[Tensor], Tensor]) -> Program:

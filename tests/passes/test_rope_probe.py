@@ -177,7 +177,7 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], list[Shape], str]] = {
     ),
     "sines of other columns": (
         lambda x, cos, sin: neox(x, cos, sin.repeat(1, 1, 2)), [HEAD, HALF, (T, 1, 2)],
-        "its tables have 2 and 4 columns",
+        "its tables have 4 and 2 columns",
     ),
     "one table": (lambda x, cos: neox(x, cos, cos), [HEAD, HALF], "it depends on one table alone (cos_1)"),
     "three tables": (

@@ -232,7 +232,7 @@ def _collect_and_judge(run: Run, mutant: Mutant | None, tests: list[str], verdic
     verdict.write_text("import")
     if mutant is not None:
         session.import_changed(mutant)
-    signal.setitimer(signal.ITIMER_REAL, 300)
+    signal.setitimer(signal.ITIMER_REAL, 900)
     session.collect(list(dict.fromkeys(test.split("::")[0] for test in tests)), loop)
     return status
 
@@ -274,7 +274,7 @@ def _decide(run: Run, mutant: Mutant, tests: list[str], status: int, last: str) 
         run.at_import.add((str(ROOT / mutant.path), mutant.lines[0]))
         return
     if os.WIFSIGNALED(status):
-        last += f" ({'hangs' if os.WTERMSIG(status) == signal.SIGALRM else 'crashes'})"
+        last += f" ({'hangs' if os.WTERMSIG(status) in (signal.SIGALRM, signal.SIGPROF) else 'crashes'})"
     run.note(mutant, "killed" if status else "alive", last if status else "", len(tests))
 
 

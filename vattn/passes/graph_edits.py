@@ -68,10 +68,8 @@ class Builder:
 
 def erase_unread(nodes: Iterable[Node]) -> None:
     """Erase nodes that only checks of metadata read, and then nodes that only they have read."""
-    stack = list(nodes)
-    gone: set[Node] = set()
-    while stack:
-        node = stack.pop()
+    waiting, gone = list(nodes), set[Node]()
+    for node in waiting:
         if node in gone or not can_run(node) or not all(map(is_check, node.users)):
             continue
         for user in list(node.users):
@@ -79,7 +77,7 @@ def erase_unread(nodes: Iterable[Node]) -> None:
         sources = node.all_input_nodes
         node.graph.erase_node(node)
         gone.add(node)
-        stack.extend(sources)
+        waiting.extend(sources)
 
 
 def change_call(call: Node, kwargs: dict[str, Any]) -> None:

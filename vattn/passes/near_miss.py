@@ -263,11 +263,12 @@ def first_difference(nodes: Sequence[Node], output: Node, seen: Sequence[Sample]
             if _is_odd_scale(node, made, bool(data), seen[0].rows):
                 return node
             continue
-        if meaning(node) == "scaling" and not any(scaled[source] for source in data) and len(data) == 1:
-            scaled[node] = not all(same_bits(_values(run, node), _values(run, data[0])) for run in seen)
+        first, *others = data
+        if meaning(node) == "scaling" and not scaled[first] and not others:
+            scaled[node] = not same_bits(_values(seen[0], node), _values(seen[0], first))
             scaling = node if scaled[node] else scaling
-        elif _is_step(node, data[0], seen):
-            scaled[node] = any(scaled[source] for source in data)
+        elif _is_step(node, first, seen):
+            scaled[node] = scaled[first]
         else:
             return node
     return scaling

@@ -105,13 +105,10 @@ class FusionPass(CustomGraphPass):
 
     def uuid(self) -> Any | None:
         """Return a hash of everything that decides what the pass does, `None` if an inner pass has no key."""
-        inner = []
-        for other in self.inner:
-            key = other.uuid() if isinstance(other, CustomGraphPass) else None
-            if key is None:
-                return None
-            inner.append(repr(key))
-        parts = [_source_digest(), _environment(), str(self.strict), self.rope, *self.output_formats, "inner", *inner]
+        inner = [other.uuid() if isinstance(other, CustomGraphPass) else None for other in self.inner]
+        if None in inner:
+            return None
+        parts = [_source_digest(), _environment(), str(self.strict), self.rope, *self.output_formats, f"inner {inner}"]
         return hashlib.sha256("\n".join(parts).encode()).hexdigest()
 
 

@@ -9,7 +9,7 @@ that, a region that needs a cast to saturate needs a clamp.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -176,7 +176,7 @@ def _loses_digits(node: Node) -> bool:
 def set_sizes(sizes: Sequence[Node], output: Node, tokens: int) -> dict[Node, Any]:
     """Return the value of every size when the graph runs on `tokens` tokens."""
     symbols = {symbol for node in sizes for symbol in expression(value(node)).free_symbols}
-    others = sorted(symbols - expression(value(output).shape[0]).free_symbols, key=str)
+    others = symbols - expression(value(output).shape[0]).free_symbols
     return {node: size_at(value(node), output, tokens, others) for node in sizes}
 
 
@@ -185,7 +185,7 @@ def _at(size: Any, tokens: Any, count: int) -> Any:
     return size.subs(symbols_at(tokens, count))
 
 
-def size_at(size: Any, output: Node, tokens: int, others: Sequence[Any] = ()) -> int:
+def size_at(size: Any, output: Node, tokens: int, others: Iterable[Any] = ()) -> int:
     """Return a size when the graph runs on `tokens` tokens, the first size of `output`.
 
     Args:
@@ -218,7 +218,7 @@ def run(
     """Run a region on one attention output `[T, H, V]`; returns the value of every node.
 
     Args:
-        scales: the values of `inputs.roots`, one at least.
+        scales: the values of `inputs.roots`.
         wide: nodes in bf16 or fp16 that stay in fp32.
         given: values of nodes that are not run.
     """

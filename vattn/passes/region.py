@@ -176,13 +176,14 @@ def ancestors(ends: Iterable[Node], enter: Callable[[Node], bool], limit: float 
         limit: stop once more nodes than this are found.
     """
     found = set(ends)
-    stack = list(found)
-    while stack and len(found) <= limit:
-        node = stack.pop()
+    walk = list(found)
+    for node in walk:
+        if len(found) > limit:
+            break
         if enter(node):
             new = [source for source in node.all_input_nodes if source not in found]
             found.update(new)
-            stack += new
+            walk += new
     return found
 
 
@@ -236,9 +237,10 @@ def _reach(output: Node, whole: tuple[torch.dtype, ...] = ()) -> tuple[set[Node]
         whole: end at tensors of these dtypes that cover the output; if empty, at every FP8 one, for a part of the
             output may be quantised.
     """
-    reached, stack, ends = {output}, [output], set()
-    while stack and len(reached) <= LARGEST_REGION:
-        node = stack.pop()
+    reached, walk, ends = {output}, [output], set()
+    for node in walk:
+        if len(reached) > LARGEST_REGION:
+            break
         for user in node.users:
             if user in reached or is_check(user) or not can_run(user):
                 continue
@@ -247,7 +249,7 @@ def _reach(output: Node, whole: tuple[torch.dtype, ...] = ()) -> tuple[set[Node]
             if is_end and not _lacks_parts(user):
                 ends.add(user)
             else:
-                stack.append(user)
+                walk.append(user)
     return reached, ends
 
 

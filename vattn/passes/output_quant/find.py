@@ -49,7 +49,7 @@ class Found:
         codes: nodes that hold the quantised tensor.
         moved: whether they hold it sliced or transposed: the region's moves are then repeated on the codes.
         block_scales: nodes that hold the computed scales and are read from outside the region, with their layout.
-        dead: nodes that nothing will read any more, in graph order.
+        dead: nodes that nothing will read any more.
     """
 
     config: AttentionConfig
@@ -58,7 +58,7 @@ class Found:
     codes: tuple[Node, ...]
     moved: bool
     block_scales: tuple[tuple[Node, str], ...]
-    dead: tuple[Node, ...]
+    dead: frozenset[Node]
 
 
 def find(attention: AttentionNode, names: Sequence[str]) -> Found:
@@ -117,7 +117,7 @@ def _find_one(attention: AttentionNode, region: Region, quantised: Node, names: 
     if isinstance(match.scale, int) and inputs.scales:
         scale = inputs.scales[match.scale]
         _check_scale(scale, attention)
-    return Found(config, scale, match.factor, tuple(codes), match.moved, tuple(read.items()), tuple(sorted(dead)))
+    return Found(config, scale, match.factor, tuple(codes), match.moved, tuple(read.items()), frozenset(dead))
 
 
 def _replaced(
@@ -166,16 +166,15 @@ def _dead_nodes(region: Region, replaced: set[Node]) -> set[Node]:
         Refusal: something else reads the output or a value on the way.
     """
     inside = set(region.nodes)
-    dead, stack = set(replaced), [region.output]
-    while stack:
-        node = stack.pop()
+    dead, walk = set(replaced), [region.output]
+    for node in walk:
         for user in node.users:
             if user in dead or is_check(user):
                 continue
             if user not in inside:
                 raise Refusal(_why_read(user, node, region), node if user.op == "output" else user, near=True)
             dead.add(user)
-            stack.append(user)
+            walk.append(user)
     return dead
 
 

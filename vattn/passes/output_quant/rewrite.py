@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import operator
 import struct
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -171,7 +171,7 @@ def _moved_codes(builder: Builder, output: Node, codes: Node, found: Found) -> l
 
 
 def _moved_scales(
-    builder: Builder, attention: AttentionNode, scales: Node, node: Node, inside: Sequence[Node], tokens: Node | int
+    builder: Builder, attention: AttentionNode, scales: Node, node: Node, inside: Collection[Node], tokens: Node | int
 ) -> Node:
     """Return a new node for the scales of slices or transposes of the output."""
     output = attention.output

@@ -157,14 +157,14 @@ class _Trial:
             self._sort(leaf)
 
     def _sort(self, leaf: Node) -> None:
-        count, size = math.prod(self.run.shape(leaf)), self.config.head_size
+        count, size = self._count(leaf), self.config.head_size
         varies = any(expression(n).free_symbols for n in value(leaf).shape)
         whole = not varies and not _is_per_token(leaf, self.region.end)
         if whole and count == size:
             self.weights.append(leaf)
         elif whole and count in (1, self.config.num_kv_heads):
             self.scales.append(leaf)
-        elif self.tokens % self._rows(leaf) == 0 and count // self._rows(leaf) <= size:
+        elif self.tokens % self._rows(leaf) == 0 and self._columns(leaf) <= size:
             self.tables.append(leaf)  # of the tokens, or of a sequence for all sequences of a batch
         else:
             shape = tuple(map(str, value(leaf).shape))
@@ -172,6 +172,12 @@ class _Trial:
 
     def _rows(self, table: Node) -> int:
         return int(self.run.size(table_rows(table, value(self.region.end).shape[0])))
+
+    def _count(self, leaf: Node) -> int:
+        return math.prod(self.run.shape(leaf))
+
+    def _columns(self, table: Node) -> int:
+        return self._count(table) // self._rows(table)
 
     def match(self) -> Rotation[Node]:
         """Return the rotation that the region computes.
@@ -200,8 +206,8 @@ class _Trial:
             raise Refusal(f"it depends on more than two tables ({listed})", end, near=True)
         if len(self.tables) == 1 and not value(self.tables[0]).is_complex():
             raise Refusal(f"it depends on one table alone ({self.tables[0].name})", end, near=True)
-        columns = sorted({math.prod(self.run.shape(table)) // self._rows(table) for table in self.tables})
-        if len(columns) > 1:
+        columns = [self._columns(table) for table in self.tables]
+        if len(set(columns)) > 1:
             raise Refusal(f"its tables have {columns[0]} and {columns[1]} columns", end, near=True)
         if len(self.weights) > 1:
             raise Refusal("it depends on more than one weight", end, near=True)
@@ -245,7 +251,7 @@ class _Trial:
             yield Rotation(rope, self.region.source, 0, self.heads, cos, sin, weight, scale)
 
     def _rotary_dims(self) -> list[int]:
-        columns = math.prod(self.run.shape(self.tables[0])) // self._rows(self.tables[0])
+        columns = self._columns(self.tables[0])
         return [size for size in (2 * columns, columns) if size <= self.config.head_size and size % 2 == 0]
 
     def _norms(self) -> list[tuple[str, float]]:

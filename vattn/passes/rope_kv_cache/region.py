@@ -184,7 +184,7 @@ class Run:
         self.sizes: dict[Any, int] = {}
         for node in (region.source, region.end, *region.nodes, *region.leaves):
             for size in getattr(value(node), "shape", ()):
-                for symbol in sorted(expression(size).free_symbols - set(self.sizes), key=str):
+                for symbol in expression(size).free_symbols - set(self.sizes):
                     self.sizes[symbol] = _PRIMES[len(self.sizes) % len(_PRIMES)]
         shape = self.shape(region.end)
         if math.prod(shape) > _LARGEST_RUN:

@@ -141,11 +141,11 @@ def _is_read_elsewhere(node: Node, dead: frozenset[Node]) -> bool:
 
     while is_view(node):
         node = node.args[0]  # type: ignore[assignment]
-    stack = [node]
-    while stack:
-        for user in stack.pop().users:
+    walk = [node]
+    for view in walk:
+        for user in view.users:
             if is_view(user):
-                stack.append(user)
+                walk.append(user)
             elif user not in dead and not is_check(user):
                 return True
     return False

@@ -1,0 +1,66 @@
+"""Which layouts of scales a format can be written with, which views repeat elements, and how numbers become nodes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_graphs import T, Written
+from torch.fx import Node
+
+from vattn.passes.graph_edits import Builder
+from vattn.passes.output_quant import find, rewrite
+from vattn.passes.region import value
+from vattn.quantization.formats import OUTPUT_FORMATS
+
+OUTPUT = (T, 4, 64)
+LAYOUTS = {
+    "rows": ((4, 1), "plain", ["fp8_group64"]),
+    "columns": ((1, T), "plain", ["fp8_group64_col"]),
+    "rows, transposed": ((1, 4), "transposed", ["fp8_group64"]),
+    "columns, transposed": ((T, 1), "transposed", ["fp8_group64_col"]),
+    "rows with gaps": ((8, 1), "plain", []),
+    "moved": ((8, 1), "moved", ["fp8_group64"]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_scales_fit_formats_that_lie_as_readers_expect(name: str) -> None:
+    strides, layout, fits = LAYOUTS[name]
+    graph = Written(lambda x, scales: x * 1, OUTPUT, (T, 4))
+    output, node = graph.end, graph.inputs[1]
+    tokens = value(output).shape[0]
+    shape = (4, tokens) if layout == "transposed" else (tokens, 4)
+    with value(output).fake_mode:
+        node.meta["val"] = torch.empty_strided(shape, [tokens if stride == T else stride for stride in strides])
+    formats = [OUTPUT_FORMATS[f"fp8_group64{layout}"] for layout in ("", "_col")]
+    assert [fmt.name for fmt in formats if find._fits(output, fmt, node, layout)] == fits
+
+
+def test_views_that_repeat_elements() -> None:
+    def spread(program: object) -> bool:
+        return find._is_spread(Written(program, (T, 4)).end)  # type: ignore[arg-type]
+
+    assert spread(lambda x: x.unsqueeze(-1).expand(-1, -1, 8)) and spread(lambda x: x[:1].expand(5, 4))
+    assert not spread(lambda x: x[:, :3]) and not spread(lambda x: x[:, :1].expand(-1, 1))
+
+
+@pytest.mark.parametrize("packaged", [False, True])
+def test_numbers_are_constants_of_a_graph_unless_it_is_packaged(
+    packaged: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewrite, "makes_package", lambda: packaged)
+    graph = Written(lambda x: x * 1, OUTPUT)
+
+    def add(number: float) -> Node:
+        (end,) = graph.gm.graph.find_nodes(op="output")
+        with Builder(graph.gm.graph) as builder, value(graph.end).fake_mode, graph.gm.graph.inserting_before(end):
+            end.args = (rewrite._constant(builder, number, torch.device("cpu")),)
+        return end.args[0]
+
+    for number in (0.37, 0.37, 2.0):
+        made = add(number)
+        assert value(made).shape == (1,) and value(made).dtype == torch.float32
+        graph.gm.recompile()
+        assert torch.equal(graph.gm(torch.zeros(3, 4, 64)), torch.tensor([number]))
+    buffers = [buffer for name, buffer in graph.gm.named_buffers() if name.startswith("_vattn_scale_")]
+    assert len(buffers) == (0 if packaged else 2) and all(buffer.numel() > 8 for buffer in buffers)
