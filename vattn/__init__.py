@@ -46,14 +46,7 @@ from vattn.generation import (
     Sampling,
     Submission,
 )
-from vattn.kv_transfer import (
-    FileConnector,
-    HostMemoryConnector,
-    KVConnector,
-    KVTransfer,
-    TransferRequest,
-    block_keys,
-)
+from vattn.kv_transfer import FileConnector, HostMemoryConnector, KVConnector, KVTransfer, TransferRequest, block_keys
 from vattn.layers import (
     Attention,
     CrossAttention,

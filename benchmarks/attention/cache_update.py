@@ -73,12 +73,7 @@ class Case:
 
     def plain(self) -> Callable[[], None]:
         args = CacheUpdateArgs(
-            self.key,
-            self.value,
-            *op_views(self.cache, CONFIG),
-            self.slots,
-            *self.scales[1:],
-            CONFIG.encode(),
+            self.key, self.value, *op_views(self.cache, CONFIG), self.slots, *self.scales[1:], CONFIG.encode()
         )
         return lambda: update_kv_cache(args, CONFIG)
 

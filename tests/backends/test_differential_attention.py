@@ -11,13 +11,7 @@ from vattn.backends import selector
 from vattn.backends.differential_flash_attn import DifferentialFlashAttentionBackend, underlying
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
-from vattn.errors import (
-    CacheError,
-    ConfigError,
-    GradientError,
-    ShapeError,
-    UnsupportedRequestError,
-)
+from vattn.errors import CacheError, ConfigError, GradientError, ShapeError, UnsupportedRequestError
 from vattn.layers.differential_attention import half_of
 from vattn.quantization.codecs import quantise_output
 

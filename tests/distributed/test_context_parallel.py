@@ -25,14 +25,7 @@ from vattn.backends.mla.registry import mla_backends
 from vattn.distributed import ContextParallel, DCPShard
 from vattn.distributed.combine import combine_parts, joint_lse
 from vattn.distributed.rendezvous import confirm, meet, refuse
-from vattn.errors import (
-    ConfigError,
-    MetadataError,
-    RankError,
-    UnknownOptionError,
-    UnsupportedRequestError,
-    VattnError,
-)
+from vattn.errors import ConfigError, MetadataError, RankError, UnknownOptionError, UnsupportedRequestError, VattnError
 from vattn.ops.reference import attention as reference
 
 RANKS = "tests.distributed.context_parallel_ranks"

@@ -89,10 +89,7 @@ def test_blocks_of_other_cache_scales_are_not_found() -> None:
     packed = enable(model, num_blocks=64, cache_config=config, quant_config=scales)
     generator = make_generator(packed)
     assert [generator.generate(PROMPTS[:1], GREEDY)[0].reused for _ in range(3)] == [0, 32, 32]
-    for change in (
-        lambda scale: scale.fill_(0.4),
-        lambda scale: scale.copy_(torch.tensor([0.2])),
-    ):
+    for change in (lambda scale: scale.fill_(0.4), lambda scale: scale.copy_(torch.tensor([0.2]))):
         change(own_scales(model)[-1])
         got = generator.generate(PROMPTS[:2], GREEDY)
         assert [request.reused for request in got] == [0, 0]

@@ -115,13 +115,7 @@ def test_drafts_with_prompts_run_without(packed: PackedModel, long_expected: lis
 
 @pytest.mark.parametrize(
     ("sizes", "text"),
-    [
-        ([65], "up to 64 tokens"),
-        ([1], ">= 2"),
-        ([2.0], "mixed_graph_sizes=2.0"),
-        (True, "a list"),
-        ("8", "a list"),
-    ],
+    [([65], "up to 64 tokens"), ([1], ">= 2"), ([2.0], "mixed_graph_sizes=2.0"), (True, "a list"), ("8", "a list")],
 )
 def test_sizes_that_no_step_has_are_refused(packed: PackedModel, sizes: Any, text: str) -> None:
     with pytest.raises(ConfigError, match=text):

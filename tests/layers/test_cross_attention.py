@@ -13,27 +13,10 @@ from torch import nn
 
 import vattn
 from tests.layers import layer_support
-from tests.layers.layer_support import (
-    BLOCK,
-    CLOSE,
-    HEADS,
-    KV_HEADS,
-    NUM_BLOCKS,
-    SIZE,
-    UNIT,
-    backends,
-    bind,
-    dense,
-)
+from tests.layers.layer_support import BLOCK, CLOSE, HEADS, KV_HEADS, NUM_BLOCKS, SIZE, UNIT, backends, bind, dense
 from tests.support import unchanged
 from vattn.config.device import parse_version
-from vattn.errors import (
-    ConfigError,
-    GraphContractError,
-    MetadataError,
-    ShapeError,
-    UnsupportedRequestError,
-)
+from vattn.errors import ConfigError, GraphContractError, MetadataError, ShapeError, UnsupportedRequestError
 from vattn.metadata.cross_attention import write_cross_slots
 from vattn.passes.report import clear_fusion_report
 

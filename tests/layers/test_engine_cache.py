@@ -108,10 +108,7 @@ def test_an_engines_memory_gives_what_an_own_cache_gives(engine: str, backend: s
 
 @pytest.mark.parametrize("stored", [torch.uint8, torch.float8_e4m3fn])
 def test_fp8_caches_come_as_bytes_or_fp8(stored: torch.dtype) -> None:
-    options = {
-        "cache": {"cache_dtype": "fp8"},
-        "quant_config": vattn.QuantConfig(k_scale=0.02, v_scale=0.03),
-    }
+    options = {"cache": {"cache_dtype": "fp8"}, "quant_config": vattn.QuantConfig(k_scale=0.02, v_scale=0.03)}
     layer, own = make_layer(bound=False, **options), make_layer(**options)
     pool = torch.zeros(sizes("BL2NHD"), dtype=torch.uint8).view(stored)
     layer.bind_kv_cache(pool[:, LAYER, 0], pool[:, LAYER, 1], dtype=torch.float32)
@@ -155,12 +152,7 @@ def test_wrong_views_are_refused_and_the_cache_that_was_bound_stays(mistake: str
 
 @pytest.mark.parametrize(
     ("key", "value", "shared"),
-    [
-        ((0, 6), (6, 12), False),
-        ((0, 6), (5, 11), True),
-        ((6, 12), (0, 6), False),
-        ((6, 12), (1, 7), True),
-    ],
+    [((0, 6), (6, 12), False), ((0, 6), (5, 11), True), ((6, 12), (0, 6), False), ((6, 12), (1, 7), True)],
 )
 def test_columns_of_keys_and_values_do_not_overlap(key: tuple[int, int], value: tuple[int, int], shared: bool) -> None:
     pool = torch.zeros(5, 3, 2, 12)

@@ -9,17 +9,7 @@ import torch
 from torch import nn
 
 import vattn
-from tests.layers.layer_support import (
-    CLOSE,
-    KV_HEADS,
-    SIZE,
-    UNIT,
-    bind,
-    expected,
-    make_inputs,
-    make_layer,
-    make_step,
-)
+from tests.layers.layer_support import CLOSE, KV_HEADS, SIZE, UNIT, bind, expected, make_inputs, make_layer, make_step
 from tests.support import unchanged
 from vattn.errors import ArgumentError, ConfigError, ScaleError
 from vattn.layers.base.scales import HEADROOM, first_scale, make_scale

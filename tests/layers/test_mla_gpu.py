@@ -151,8 +151,7 @@ def test_scores_that_grow_along_the_sequence(heads: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "heads"),
-    [*((deepseek, heads) for heads in (64, 128)), *((codes, heads) for heads in (8, 16, 32, 128))],
+    ("make", "heads"), [*((deepseek, heads) for heads in (64, 128)), *((codes, heads) for heads in (8, 16, 32, 128))]
 )
 @pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("topk", [5, 64, 700])

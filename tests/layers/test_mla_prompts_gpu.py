@@ -13,15 +13,7 @@ from torch import Tensor, nn
 
 import vattn
 from tests.layers import mla_support
-from tests.layers.mla_support import (
-    check_layer,
-    error_of,
-    exact,
-    quantised,
-    random_mla_batch,
-    rounded_formula,
-    run_mla,
-)
+from tests.layers.mla_support import check_layer, error_of, exact, quantised, random_mla_batch, rounded_formula, run_mla
 from tests.layers.test_mla_gpu import hopper
 from tests.ops.test_mla_indexer import rope_args, update_config
 from tests.support import capture, moved, no_sync, relative_l2

@@ -13,17 +13,7 @@ from torch import Tensor, nn
 
 import vattn
 from tests.layers import layer_support
-from tests.layers.layer_support import (
-    BLOCK,
-    CLOSE,
-    HEADS,
-    KV_HEADS,
-    SIZE,
-    UNIT,
-    backends,
-    make_builder,
-    make_inputs,
-)
+from tests.layers.layer_support import BLOCK, CLOSE, HEADS, KV_HEADS, SIZE, UNIT, backends, make_builder, make_inputs
 from tests.support import unchanged
 from vattn.backends import selector
 from vattn.backends.torch_sdpa.backend import TorchSDPABackend
@@ -121,8 +111,7 @@ def test_prefill_and_decode_equal_eager_attention(backend, value_size):
 
 
 @pytest.mark.parametrize(
-    ("backend", "window"),
-    [*((BACKENDS[0], window) for window in (1, 4, 30)), *((backend, 9) for backend in BACKENDS)],
+    ("backend", "window"), [*((BACKENDS[0], window) for window in (1, 4, 30)), *((backend, 9) for backend in BACKENDS)]
 )
 def test_a_window_counts_sinks_as_the_tokens_before_the_first(backend, window):
     """It leaves them behind as the request grows."""

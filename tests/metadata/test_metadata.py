@@ -14,14 +14,7 @@ import torch
 
 import vattn
 from tests.support import unchanged, with_cache
-from vattn.errors import (
-    CacheError,
-    CacheNotBoundError,
-    ConfigError,
-    DeviceError,
-    GraphContractError,
-    MetadataError,
-)
+from vattn.errors import CacheError, CacheNotBoundError, ConfigError, DeviceError, GraphContractError, MetadataError
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.plans import device_of

@@ -236,8 +236,7 @@ def test_extends_and_prompts_as_long_as_the_tree_are_causal() -> None:
 
 
 @pytest.mark.parametrize(
-    "options",
-    [{"tree_choices": TWENTY, "max_tree_nodes": 6}, {"max_trees": 0}, {"tree_choices": TokenTree.chain(40)}],
+    "options", [{"tree_choices": TWENTY, "max_tree_nodes": 6}, {"max_trees": 0}, {"tree_choices": TokenTree.chain(40)}]
 )
 def test_builders_without_room_are_refused(options: dict[str, Any]) -> None:
     with pytest.raises(vattn.errors.ConfigError):

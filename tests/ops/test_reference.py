@@ -191,10 +191,7 @@ def pack(batch: Batch) -> Batch:
     starts = torch.tensor([0, *batch.args.seq_lens.tolist()]).cumsum(0).int()
     parts = {
         name: torch.cat([encode_kv(part, config.kv_cache_dtype, scale) for part in parts])
-        for name, parts, scale in (
-            ("key", batch.keys, batch.args.k_scale),
-            ("value", batch.values, batch.args.v_scale),
-        )
+        for name, parts, scale in (("key", batch.keys, batch.args.k_scale), ("value", batch.values, batch.args.v_scale))
     }
     fields.update(parts, kv_start_loc=starts, config=config.encode())
     return Batch(

@@ -20,14 +20,7 @@ from vattn.config.attention import AttentionConfig
 from vattn.config.rope import RopeConfig
 from vattn.errors import GradientError
 from vattn.ops import arguments, schemas
-from vattn.ops.arguments import (
-    AttentionArgs,
-    CacheUpdateArgs,
-    MergeArgs,
-    PlanArgs,
-    RopeUpdateArgs,
-    VarlenAttentionArgs,
-)
+from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, PlanArgs, RopeUpdateArgs, VarlenAttentionArgs
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.lora_arguments import LoRAArgs
 from vattn.ops.reference.mla_indexer import IndexerSelectArgs, IndexerUpdateArgs

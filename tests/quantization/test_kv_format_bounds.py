@@ -105,10 +105,7 @@ def mutants(args: AttentionArgs, config: AttentionConfig) -> dict[str, Attention
     def swap_nibbles(codes: Tensor, scales: Tensor | None) -> None:
         put(codes, (codes >> 4) | (codes << 4))
 
-    other, blocks = (
-        config.replace(kv_cache_layout="HND"),
-        args.key_cache.shape[0],
-    )
+    other, blocks = (config.replace(kv_cache_layout="HND"), args.key_cache.shape[0])
     found = {
         "heads": changed(lambda codes, scales: put(codes, codes.flip(2))),
         "columns": changed(lambda codes, scales: put(codes, codes.roll(codes.shape[-1] // 3 + 1, -1))),

@@ -21,12 +21,7 @@ ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("[0-9][0-9]_*.py"))
 
 
-LINES = {
-    "01_paged_decode_by_hand.py": 45,
-    "04_engine.py": 300,
-    "15_http_server.py": 390,
-    "19_single_request.py": 135,
-}
+LINES = {"01_paged_decode_by_hand.py": 45, "04_engine.py": 300, "15_http_server.py": 390, "19_single_request.py": 135}
 """How long an example may be, where that is not 120 lines."""
 
 

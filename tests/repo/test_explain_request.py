@@ -50,11 +50,7 @@ def test_a_request_as_a_string(capsys) -> None:
         (["--alibi", "sqrt", "--causality", "bidirectional"], 2, "alibi='sqrt'"),
         (["vattn9 num_heads=2"], 2, "vattn9"),
         (["--cache-strides", "4096", "256"], 2, "three positive numbers: of blocks, tokens, heads"),
-        (
-            ["--cache-strides", "4096", "256", "132", "--num-heads", "2"],
-            0,
-            "gaps between blocks, tokens or heads, or",
-        ),
+        (["--cache-strides", "4096", "256", "132", "--num-heads", "2"], 0, "gaps between blocks, tokens or heads, or"),
         (["--cache-strides", "4096", "256", "128", "--num-heads", "2"], 0, "cache  : no gaps between"),
     ],
 )

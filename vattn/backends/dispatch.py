@@ -22,14 +22,7 @@ from vattn.config.rope import RopeConfig
 from vattn.errors import UnsupportedRequestError
 from vattn.kernels.replay import replay_or_run, tensors_of
 from vattn.ops import checks, checks_mla, kv_transfer_points, schemas
-from vattn.ops.arguments import (
-    AttentionArgs,
-    CacheUpdateArgs,
-    MergeArgs,
-    PlanArgs,
-    RopeUpdateArgs,
-    VarlenAttentionArgs,
-)
+from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, PlanArgs, RopeUpdateArgs, VarlenAttentionArgs
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
 from vattn.ops.fusion_notes import read_note
 from vattn.ops.index_dtypes import with_read_dtypes

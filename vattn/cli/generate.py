@@ -142,13 +142,7 @@ def make_generator(options: argparse.Namespace) -> Generator:
     memory = options.memory or _free_memory(options.device)
     packed.allocate(memory=memory, hybrid=options.hybrid, max_num_reqs=max_num_reqs)
     lookup = PromptLookup(num_drafts=options.drafts) if options.drafts else None
-    return Generator(
-        packed,
-        tokenizer,
-        max_num_reqs=options.max_num_reqs,
-        speculation=lookup,
-        compile=options.compile,
-    )
+    return Generator(packed, tokenizer, max_num_reqs=options.max_num_reqs, speculation=lookup, compile=options.compile)
 
 
 def _scales(options: argparse.Namespace, folder: Path) -> tuple[QuantConfig | None, str | None]:

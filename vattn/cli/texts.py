@@ -32,8 +32,6 @@ def split_text(ids: list[int], what: str, most: int) -> list[list[int]]:
     """
     if len(ids) < 2:
         raise ConfigError(
-            f"{what}: {len(ids)} of the tokenizer's tokens",
-            "at least 2",
-            "pass a longer text, or --calibration-text",
+            f"{what}: {len(ids)} of the tokenizer's tokens", "at least 2", "pass a longer text, or --calibration-text"
         )
     return [list(ids[start : start + most + 1]) for start in range(0, len(ids) - 1, most)]

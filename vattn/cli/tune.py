@@ -60,9 +60,7 @@ def main(options: argparse.Namespace) -> int:
         raise ConfigError("tune without --out", "--out FILE", f"then set {choice_table.VARIABLE}=FILE")
     if not torch.cuda.is_available():
         raise DeviceError(
-            "tune on a machine without a usable GPU",
-            "a CUDA GPU",
-            "run `python -m vattn doctor` to see what was found",
+            "tune on a machine without a usable GPU", "a CUDA GPU", "run `python -m vattn doctor` to see what was found"
         )
     check_output("--out", options.out, replaced=True)
     forbid_builds(options.build_peers)

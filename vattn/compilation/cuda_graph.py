@@ -108,10 +108,7 @@ class _Entry:
 
 
 def sample_step(
-    builder: AttentionMetadataBuilder,
-    batch_size: int,
-    num_tokens: int,
-    step_options: Callable[[int], dict[str, Any]],
+    builder: AttentionMetadataBuilder, batch_size: int, num_tokens: int, step_options: Callable[[int], dict[str, Any]]
 ) -> AttentionMetadata:
     """Return a step of so many requests and tokens, padded to two of each, that writes nothing to a cache.
 
@@ -346,12 +343,7 @@ class CUDAGraphRunner:
         return min(fitting, key=lambda key: (key.num_tokens, key.num_reqs), default=None)
 
     def build(
-        self,
-        query_lens: Lengths,
-        seq_lens: Lengths,
-        block_tables: Tables,
-        check_model: bool = True,
-        **options: Any,
+        self, query_lens: Lengths, seq_lens: Lengths, block_tables: Tables, check_model: bool = True, **options: Any
     ) -> AttentionMetadata:
         """Build a step padded to the smallest capture that holds it; arguments of `AttentionMetadataBuilder.build`.
 

@@ -28,9 +28,7 @@ def read_prompt(prompt: Any, tokenizer: Any, vocab_size: int | None, special: bo
     if isinstance(prompt, str):
         if tokenizer is None:
             raise RequestError(
-                "a text without a tokenizer",
-                "token ids",
-                "give the generator or embedder tokenizer=, or pass ids",
+                "a text without a tokenizer", "token ids", "give the generator or embedder tokenizer=, or pass ids"
             )
         try:
             # A chat template has written the BOS token already.
@@ -105,9 +103,7 @@ def unpadded_rows(encoded: Mapping[str, Any], name: str) -> list[Any]:
     mask = listed_rows("attention_mask", encoded["attention_mask"])
     if [*map(len, rows)] != [*map(len, mask)]:
         raise RequestError(
-            f"an attention_mask of another shape than {name}",
-            "a number for each id",
-            "pass what a tokenizer returned",
+            f"an attention_mask of another shape than {name}", "a number for each id", "pass what a tokenizer returned"
         )
     return [[value for value, real in zip(*row, strict=True) if real] for row in zip(rows, mask, strict=True)]
 

@@ -8,14 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn.cache.specs import KVCacheSpec, SinkFullAttentionSpec
-from vattn.errors import (
-    CacheError,
-    ConfigError,
-    DtypeError,
-    ScaleError,
-    ShapeError,
-    UnsupportedRequestError,
-)
+from vattn.errors import CacheError, ConfigError, DtypeError, ScaleError, ShapeError, UnsupportedRequestError
 from vattn.layers.attention import Attention
 from vattn.layers.base.step import LayerStep
 from vattn.metadata.attention_metadata import AttentionMetadata, sink_plan_key, with_sinks

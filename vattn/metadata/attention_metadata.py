@@ -16,12 +16,7 @@ from torch import Tensor
 from vattn.config.arguments import read_count
 from vattn.config.dcp import DCPShard
 from vattn.errors import GraphContractError, MetadataError
-from vattn.metadata.checks import (
-    check_block_table,
-    check_seq_lens,
-    check_slots,
-    check_tree_ids,
-)
+from vattn.metadata.checks import check_block_table, check_seq_lens, check_slots, check_tree_ids
 from vattn.metadata.halves import HostLengths, half_of
 from vattn.metadata.lineage import BuiltStep, is_rewritten, rewritten
 from vattn.metadata.step import Step
@@ -73,10 +68,7 @@ def refuse_contradiction(captured: CaptureKey, step_key: CaptureKey) -> None:
 def refuse_overflow(step: Step, key: CaptureKey) -> None:
     """Refuse a step that is larger than a capture in any size."""
     captured = dict(key.optional)
-    sizes = {
-        "requests": (step.query_lens.shape[0], key.num_reqs),
-        "tokens": (step.positions.shape[0], key.num_tokens),
-    }
+    sizes = {"requests": (step.query_lens.shape[0], key.num_reqs), "tokens": (step.positions.shape[0], key.num_tokens)}
     if step.cross is not None and "cross_slot_mapping" in captured:
         sizes["encoder states"] = step.cross.num_rows, captured["cross_slot_mapping"][0]
     if "logits_indices" in captured:

@@ -11,12 +11,7 @@ from torch import Tensor
 from vattn.backends.base import Backend
 from vattn.errors import MetadataError
 from vattn.metadata.advance import DecodeRun, advanced, write_advance
-from vattn.metadata.attention_metadata import (
-    AttentionMetadata,
-    CaptureKey,
-    refuse_contradiction,
-    refuse_overflow,
-)
+from vattn.metadata.attention_metadata import AttentionMetadata, CaptureKey, refuse_contradiction, refuse_overflow
 from vattn.metadata.builder_base import BuilderBase
 from vattn.metadata.cascade import read_shared_prefix
 from vattn.metadata.cross_attention import read_cross_step

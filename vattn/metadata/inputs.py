@@ -301,14 +301,7 @@ def _no_integers(name: str, given: object) -> MetadataError:
     return MetadataError(f"{name} is {given!r:.80}", "a flat sequence of ints", "pass a list of ints")
 
 
-def read_table(
-    name: str,
-    tables: Tables,
-    seq_lens: Tensor,
-    needed: Tensor,
-    block_size: int,
-    ranks: int = 1,
-) -> Tensor:
+def read_table(name: str, tables: Tables, seq_lens: Tensor, needed: Tensor, block_size: int, ranks: int = 1) -> Tensor:
     """Return the tables as int64 `[B, W]` on the CPU, rows of a list padded with 0 to the longest.
 
     Args:

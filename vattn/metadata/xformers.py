@@ -66,11 +66,7 @@ class XFormersMetadataBuilder(AttentionMetadataBuilder):
         super().__init__(*arguments, **options)
 
     def build(
-        self,
-        query_lens: Lengths,
-        seq_lens: Lengths | None = None,
-        block_tables: Tables | None = None,
-        **options: Any,
+        self, query_lens: Lengths, seq_lens: Lengths | None = None, block_tables: Tables | None = None, **options: Any
     ) -> XFormersMetadata:
         """Check a step, copy it into the buffers and return views of them; as `AttentionMetadataBuilder.build`."""
         step = super().build(query_lens, seq_lens, block_tables, **options)

@@ -15,19 +15,8 @@ from torch import Tensor
 from vattn.cache.layout import kv_cache_dtype, num_blocks_of, shape_of_storage, storage_alignment
 from vattn.config.attention import AttentionConfig
 from vattn.config.rope import RopeConfig
-from vattn.errors import (
-    ConfigError,
-    ShapeError,
-    StrideError,
-)
-from vattn.ops.arguments import (
-    AttentionArgs,
-    CacheUpdateArgs,
-    MergeArgs,
-    PlanArgs,
-    RopeUpdateArgs,
-    VarlenAttentionArgs,
-)
+from vattn.errors import ConfigError, ShapeError, StrideError
+from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs, MergeArgs, PlanArgs, RopeUpdateArgs, VarlenAttentionArgs
 from vattn.ops.index_dtypes import INDEX_DTYPES
 from vattn.ops.tensor_checks import (
     OncePerSignature,
@@ -288,11 +277,7 @@ def _check_mask_inputs(
 
 
 def check_cache(
-    key_cache: Tensor,
-    value_cache: Tensor | None,
-    config: AttentionConfig,
-    device: torch.device,
-    written: bool = True,
+    key_cache: Tensor, value_cache: Tensor | None, config: AttentionConfig, device: torch.device, written: bool = True
 ) -> None:
     """Check the keys and values of a cache as the ops take them, for a config with any backend.
 

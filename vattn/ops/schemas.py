@@ -94,7 +94,7 @@ QUANTISING_OPS: dict[str, str] = {
 name."""
 
 PRODUCT_OPS: dict[str, str] = {
-    "linear": "(Tensor input, Tensor weight, Tensor? input_scale, Tensor? weight_scale, str dtype) -> Tensor",
+    "linear": "(Tensor input, Tensor weight, Tensor? input_scale, Tensor? weight_scale, str dtype) -> Tensor"
 }
 """Functional products of `[T, K]` activations with weights `[N, K]`; see `vattn.backends.linear`."""
 

@@ -9,15 +9,7 @@ from typing import Any, Generic, NoReturn, TypeGuard, TypeVar
 import torch
 from torch import Tensor
 
-from vattn.errors import (
-    ConfigError,
-    DeviceError,
-    DtypeError,
-    ScaleError,
-    ShapeError,
-    StrideError,
-    VattnError,
-)
+from vattn.errors import ConfigError, DeviceError, DtypeError, ScaleError, ShapeError, StrideError, VattnError
 from vattn.quantization.formats import dtype_name
 
 _LAYOUTS = {

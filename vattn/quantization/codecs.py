@@ -173,11 +173,7 @@ def _quant_groups(
 
 
 def scales_of(
-    largest: Tensor,
-    fmt: OutputFormat,
-    arithmetic: str = "divide",
-    min_scale: float | None = None,
-    floor: str = "scale",
+    largest: Tensor, fmt: OutputFormat, arithmetic: str = "divide", min_scale: float | None = None, floor: str = "scale"
 ) -> tuple[Tensor, Tensor, bool]:
     """Return the scales that a format stores for groups with some maxima, and what their values are scaled by.
 

@@ -21,11 +21,7 @@ MX_GROUP_SIZE = 32
 INT8_MAX = 127.0
 INT8_RANGE = 255.0
 
-MODEL_DTYPES: dict[str, torch.dtype] = {
-    "float16": torch.float16,
-    "bfloat16": torch.bfloat16,
-    "float32": torch.float32,
-}
+MODEL_DTYPES: dict[str, torch.dtype] = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -114,9 +114,7 @@ class FlashAttentionBackend(TritonCacheUpdate, Backend):
         if self._has_nothing_to_read(args, lengths, args.key, config):
             return
         call = _call(args, config, args.key, args.value)._replace(
-            kv_start_loc=args.kv_start_loc,
-            max_seq_len=args.key.shape[0],
-            num_splits=1 if config.batch_invariant else 0,
+            kv_start_loc=args.kv_start_loc, max_seq_len=args.key.shape[0], num_splits=1 if config.batch_invariant else 0
         )
         self._run(self._library_of(args.query, config), call, args, lengths, config)
 

@@ -65,8 +65,7 @@ _FP8_OF_3 = (
         for dtype in ("float16", "bfloat16")
     ),
     Exclusion(
-        frozenset({"kv_cache_dtype=fp8_e4m3", "dtype=float16"}),
-        "FlashAttention-3 in FP8 writes bf16: use a bf16 model",
+        frozenset({"kv_cache_dtype=fp8_e4m3", "dtype=float16"}), "FlashAttention-3 in FP8 writes bf16: use a bf16 model"
     ),
 )
 _WINDOW_INVARIANT = (

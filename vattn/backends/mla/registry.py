@@ -6,10 +6,7 @@ from functools import lru_cache
 
 from vattn.backends.mla.base import MLABackend
 
-MLA_PRIORITY: dict[str, tuple[str, ...]] = {
-    "cuda": ("TRITON_MLA", "TORCH_MLA"),
-    "cpu": ("TORCH_MLA", "TRITON_MLA"),
-}
+MLA_PRIORITY: dict[str, tuple[str, ...]] = {"cuda": ("TRITON_MLA", "TORCH_MLA"), "cpu": ("TORCH_MLA", "TRITON_MLA")}
 
 
 @lru_cache(maxsize=1)

@@ -40,12 +40,7 @@ class Settings:
 
 
 def run_cell(
-    layer: LayerShape,
-    work: Work,
-    cache: str,
-    peers: Sequence[Peer],
-    settings: Settings,
-    ceilings: dict[str, Any],
+    layer: LayerShape, work: Work, cache: str, peers: Sequence[Peer], settings: Settings, ceilings: dict[str, Any]
 ) -> dict[str, Any]:
     """Check and time every kernel on one cell; failures are reported and do not stop the run.
 

@@ -10,14 +10,7 @@ from vattn.backends import selector
 from vattn.cache.layout import kv_cache_dtype, kv_cache_shape, num_blocks_of, shape_of_storage
 from vattn.config.attention import AttentionConfig, AttentionType, CacheConfig
 from vattn.config.device import BLOCK_SIZES, DeviceInfo
-from vattn.errors import (
-    CacheError,
-    ConfigError,
-    ScaleError,
-    ShapeError,
-    StrideError,
-    UnsupportedRequestError,
-)
+from vattn.errors import CacheError, ConfigError, ScaleError, ShapeError, StrideError, UnsupportedRequestError
 from vattn.layers.base.scales import QuantConfig, make_scale
 from vattn.ops.checks import check_cache, share_elements
 from vattn.quantization.formats import dtype_name

@@ -48,8 +48,7 @@ class CacheScales(OwnBuffers):
         # Of k_scale, v_scale and q_scale: 1 once it is calculated, or given.
         ready = [0, 0, int(scales["q_scale"] is None or self.quant_config.q_scale is not None)]
         self.register_buffer(
-            "scales_ready",
-            torch.tensor(ready, dtype=torch.int32, device="cpu") if self.calculate_kv_scales else None,
+            "scales_ready", torch.tensor(ready, dtype=torch.int32, device="cpu") if self.calculate_kv_scales else None
         )
         counts = torch.zeros((2, 2), dtype=torch.int64, device="cpu") if quantised else None
         self.register_buffer("clip_counts", counts, persistent=False)

@@ -161,12 +161,7 @@ class LayerStep(NamedTuple):
         )
 
     def arguments(
-        self,
-        layer: Any,
-        cache: CacheViews,
-        query: Tensor,
-        result: LayerResult,
-        op_config: str,
+        self, layer: Any, cache: CacheViews, query: Tensor, result: LayerResult, op_config: str
     ) -> AttentionArgs:
         """Return the arguments of `vattn::attention`; scales, slopes and sinks are the layer's own."""
         return AttentionArgs(

@@ -75,11 +75,7 @@ def varlen_arguments(
 
 
 def attend_rows(
-    layer: Any,
-    op: VarlenOp,
-    qkv: tuple[Tensor, Tensor, Tensor],
-    starts: Tensor,
-    result: LayerResult,
+    layer: Any, op: VarlenOp, qkv: tuple[Tensor, Tensor, Tensor], starts: Tensor, result: LayerResult
 ) -> None:
     """Attend the rows of each sequence to its own, and write `result`.
 

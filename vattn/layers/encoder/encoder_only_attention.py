@@ -11,14 +11,7 @@ from vattn.cache.allocation import skip_names
 from vattn.config.attention import AttentionType, CacheConfig, check_window
 from vattn.config.typed import typed_on_error
 from vattn.errors import MetadataError, ScaleError, UnsupportedRequestError
-from vattn.layers.base.arguments import (
-    alibi_kind,
-    check_configs,
-    check_type,
-    layer_scales,
-    own_cache_dtype,
-    scale_kind,
-)
+from vattn.layers.base.arguments import alibi_kind, check_configs, check_type, layer_scales, own_cache_dtype, scale_kind
 from vattn.layers.base.checks import check_tokens, given_step
 from vattn.layers.base.scales import QuantConfig
 from vattn.layers.base.step import LayerResult, split_heads

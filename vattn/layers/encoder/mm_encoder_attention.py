@@ -12,13 +12,7 @@ from vattn.layers.base.scales import make_scale
 from vattn.layers.base.step import not_strided
 from vattn.layers.base.varlen import varlen_arguments
 from vattn.layers.encoder.cu_seqlens import check_offsets
-from vattn.layers.encoder.fp8_scales import (
-    HISTORY_STEPS,
-    EncoderFP8Config,
-    largest_value,
-    record_amax,
-    scales_of_layer,
-)
+from vattn.layers.encoder.fp8_scales import HISTORY_STEPS, EncoderFP8Config, largest_value, record_amax, scales_of_layer
 from vattn.layers.encoder.varlen_attention import VarlenAttention
 from vattn.ops.index_dtypes import INDEX_DTYPES
 from vattn.quantization.codecs import encode_kv, encode_query

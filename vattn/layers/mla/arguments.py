@@ -136,10 +136,7 @@ def plain_step(layer: Any, metadata: AttentionMetadata | None) -> AttentionMetad
 
 def latent_rows(kv_c_normed: Tensor, k_pe: Tensor, layer: Any) -> tuple[Tensor, Tensor]:
     """Return latents and rotated keys `[T, R]`; refuse what is no tensor of rows."""
-    for name, rows, width in (
-        ("kv_c_normed", kv_c_normed, layer.kv_lora_rank),
-        ("k_pe", k_pe, layer.qk_rope_head_dim),
-    ):
+    for name, rows, width in (("kv_c_normed", kv_c_normed, layer.kv_lora_rank), ("k_pe", k_pe, layer.qk_rope_head_dim)):
         if not isinstance(rows, Tensor) or rows.dim() < 2:
             got = f"has shape {tuple(rows.shape)}" if isinstance(rows, Tensor) else f"is {type(rows).__name__}"
             raise ShapeError(f"{name} {got} in layer {layer.prefix!r}", f"a tensor [tokens, {width}]", f"pass {name}")

@@ -243,11 +243,7 @@ class BoundLatents(OwnBuffers):
         )
 
     def resolve_config(
-        self,
-        dtype: torch.dtype,
-        device: torch.device | str,
-        target: object = None,
-        memory: CacheMemory | None = None,
+        self, dtype: torch.dtype, device: torch.device | str, target: object = None, memory: CacheMemory | None = None
     ) -> MLAConfig:
         """Return what binding a cache would make of the request, backend included; changes nothing.
 

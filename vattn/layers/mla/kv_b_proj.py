@@ -64,11 +64,7 @@ def projection_weight(module: nn.Module, rows: int, columns: int, shards: int = 
     if getattr(module, "bias", None) is not None:
         raise ConfigError(f"kv_b_proj {type(module).__name__} with a bias", "no bias", "make it with bias=False")
     if any(tensor.is_meta for tensor in _tensors(module)):
-        raise WeightsWithoutValues(
-            "kv_b_proj's weight is on meta, without values",
-            "loaded weights",
-            LOAD_FIRST,
-        )
+        raise WeightsWithoutValues("kv_b_proj's weight is on meta, without values", "loaded weights", LOAD_FIRST)
     if type(weight) in (Tensor, nn.Parameter) and weight.dim() == 2 and weight.layout is torch.strided:
         scale = _scale(module)
         if weight.dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64) and scale is None:

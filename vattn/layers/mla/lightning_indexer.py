@@ -6,13 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from vattn.config.arguments import read_count
-from vattn.errors import (
-    CacheNotBoundError,
-    ConfigError,
-    DtypeError,
-    ShapeError,
-    UnsupportedRequestError,
-)
+from vattn.errors import CacheNotBoundError, ConfigError, DtypeError, ShapeError, UnsupportedRequestError
 from vattn.layers.base.checks import check_block_size, check_no_gradients, check_tokens
 from vattn.layers.mla.arguments import plain_step
 from vattn.metadata.attention_metadata import AttentionMetadata
@@ -112,13 +106,7 @@ class LightningIndexer(nn.Module):
         with torch.inference_mode(False):
             self.index_cache = torch.zeros(shape, dtype=torch.uint8, device=self.topk_indices.device)
 
-    def forward(
-        self,
-        query: Tensor,
-        weights: Tensor,
-        key: Tensor,
-        metadata: AttentionMetadata | None = None,
-    ) -> Tensor:
+    def forward(self, query: Tensor, weights: Tensor, key: Tensor, metadata: AttentionMetadata | None = None) -> Tensor:
         """Write the step's keys and choose the positions of its rows.
 
         Args:

@@ -14,14 +14,7 @@ from torch import Tensor
 from vattn.cache.layout import row_view
 from vattn.config.mla import MLAConfig
 from vattn.ops.arguments_mla import MLAAttentionArgs, MLACacheUpdateArgs
-from vattn.ops.reference.attention import (
-    held_lengths,
-    held_positions,
-    locate_keys,
-    ranges,
-    softmax,
-    write_slots,
-)
+from vattn.ops.reference.attention import held_lengths, held_positions, locate_keys, ranges, softmax, write_slots
 from vattn.ops.reference.mla_absorb import key_and_value_weights, quantised_query, weight_values
 from vattn.quantization.mla_formats import decode_rows, encode_rows
 

@@ -74,11 +74,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, rope: RopeConfig) -> Tensor:
     cos, sin = _wide(cos).expand(-1, -1, 2, -1), _wide(sin).expand(-1, -1, 2, -1)
     first, second = pairs[..., 0, :], pairs[..., 1, :]
     pairs = torch.stack(
-        (
-            first * cos[..., 0, :] - second * sin[..., 0, :],
-            second * cos[..., 1, :] + first * sin[..., 1, :],
-        ),
-        dim=-2,
+        (first * cos[..., 0, :] - second * sin[..., 0, :], second * cos[..., 1, :] + first * sin[..., 1, :]), dim=-2
     )
     if rope.style == "interleaved":
         pairs = pairs.transpose(-1, -2)

@@ -10,14 +10,7 @@ from torch import Tensor
 
 from vattn.quantization.codecs import divide, to_e4m3
 from vattn.quantization.formats import PackedPart
-from vattn.quantization.packed.bit_packing import (
-    FP16_MAX,
-    halves_up,
-    pack_codes,
-    to_fp16,
-    unpack_codes,
-    zero_unless,
-)
+from vattn.quantization.packed.bit_packing import FP16_MAX, halves_up, pack_codes, to_fp16, unpack_codes, zero_unless
 from vattn.quantization.packed.hadamard import rotate, row_shift
 
 _HALVES = {
