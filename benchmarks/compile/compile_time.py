@@ -42,7 +42,36 @@ def group(o: Tensor, s: Tensor) -> Tensor:
     return ((groups / scale).clamp(-448, 448).to(E4M3).float() * scale).flatten(-2)
 
 
-FORMATS = {"static": static, "token": token, "group": group}
+def int8(o: Tensor, s: Tensor) -> Tensor:
+    scale = (o.float().abs().amax(-1, keepdim=True) / 127).clamp(min=1e-7)
+    return torch.round(o.float() / scale).clamp(-128, 127).to(torch.int8).float() * scale
+
+
+def mx(o: Tensor, s: Tensor) -> Tensor:
+    """Groups of 32 under powers of two, by the bits of their maxima."""
+    groups = o.float().unflatten(-1, (-1, 32))
+    maximum = groups.abs().amax(-1, keepdim=True)
+    exponent = torch.where(maximum.isnan(), 255, ((maximum.view(torch.int32) >> 23) - 8).clamp(min=0))
+    scale = (exponent << 23).view(torch.float32).clamp(min=2.0**-126)
+    return ((groups / scale).clamp(-448, 448).to(E4M3).float() * scale).flatten(-2)
+
+
+def nvfp4(o: Tensor, s: Tensor) -> Tensor:
+    groups = o.float().unflatten(-1, (-1, 16))
+    step = (groups.abs().amax(-1, keepdim=True) / 6 / s).clamp(-448, 448).to(E4M3).float() * s
+    x = (groups / torch.where(step == 0, torch.inf, step)).flatten(-2)
+    size = x.abs()
+    code = (size > 0.25).to(torch.uint8) + (size >= 0.75) + (size > 1.25) + (size >= 1.75)
+    code = code + (size > 2.5) + (size >= 3.5) + (size > 5.0)
+    code = torch.where(x.isnan(), 7, code + 8 * x.signbit().to(torch.uint8)).to(torch.uint8)
+    packed = code[..., ::2] | (code[..., 1::2] << 4)
+    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=o.device)
+    unpacked = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).int()
+    signed = torch.where(unpacked >= 8, -1.0, 1.0) * values[unpacked & 7]
+    return (signed.unflatten(-1, (-1, 16)) * step).flatten(-2)
+
+
+FORMATS = {"static": static, "token": token, "group": group, "int8": int8, "mx": mx, "nvfp4": nvfp4}
 
 
 class Layer(nn.Module):

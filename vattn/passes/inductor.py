@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import torch
 from torch.fx import Graph
+
+EMULATES_EVERYWHERE = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""Whether code for a CPU rounds too where `rounds_every_operation`; before, it skipped some roundings."""
 
 
 def rounds_every_operation() -> bool:

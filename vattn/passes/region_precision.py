@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from vattn.passes.inductor import rounds_every_operation
+from vattn.passes.inductor import EMULATES_EVERYWHERE, rounds_every_operation
 from vattn.passes.ops import MOVES, is_pointwise, meaning
 from vattn.passes.region import dtype_of, is_check, value
 
@@ -28,7 +28,8 @@ def is_low(node: Node) -> bool:
 
 def roundings(nodes: Sequence[Node]) -> tuple[frozenset[Node], frozenset[Node]]:
     """Return nodes that generated code does not round for certain, and nodes that it may not round."""
-    if rounds_every_operation():
+    emulated = rounds_every_operation()
+    if emulated and EMULATES_EVERYWHERE:
         return frozenset(), frozenset()
     rounding = [n for n in nodes if is_low(n) and meaning(n) not in _EXACT]
     certain = {n for n in rounding if meaning(n) != "cast" and _ends_in_fp32(n)}
@@ -38,7 +39,7 @@ def roundings(nodes: Sequence[Node]) -> tuple[frozenset[Node], frozenset[Node]]:
             for unrounded in (certain, doubtful):
                 if not unrounded.isdisjoint(node.all_input_nodes):
                     unrounded.add(node)
-    return frozenset(certain), frozenset(doubtful)
+    return (frozenset(), frozenset(certain | doubtful)) if emulated else (frozenset(certain), frozenset(doubtful))
 
 
 def _ends_in_fp32(node: Node) -> bool:

@@ -75,13 +75,15 @@ def find(attention: AttentionNode, names: Sequence[str]) -> Found:
         readers = unknown_readers(attention.output)
         doubt = f", unless {' or '.join(readers)} does it, of which nothing is known here" if readers else ""
         raise Refusal(f"the output is not quantised{doubt}", attention.output)
+    packed = [node for node in region.quantised if dtype_of(node) == torch.uint8]
+    others = [node for node in region.quantised if node not in packed]
     first: Refusal | None = None
-    for quantised in region.quantised:
+    # Of several bytes, the last ones are packed, and those before are halves of them.
+    for quantised in (*reversed(packed), *others):
         try:
             return _find_one(attention, region, quantised, names)
         except Refusal as refusal:
-            # Of several bytes, the last ones are packed, and those before are halves of them.
-            first = refusal if first is None or dtype_of(quantised) == torch.uint8 else first
+            first = first or refusal
     assert first is not None
     raise first
 
