@@ -134,6 +134,8 @@ def test_backends_that_torch_does_not_have_are_named() -> None:
     for backend in ("inductr", 5):
         with pytest.raises(UnknownOptionError, match=f"backend={backend!r}. Allowed: .*inductor"):
             vattn.compile(lambda x: x, backend=backend)
+    with pytest.raises(ConfigError, match="compile_regions of NoneType"):
+        vattn.compile_regions(None)  # type: ignore[arg-type]
 
 
 def test_errors_that_are_not_ours_stay() -> None:

@@ -172,6 +172,7 @@ def test_refusals() -> None:
         ({**good, "pixel_values": torch.ones(1)}, "pixel_values for WhisperForConditionalGeneration"),
         ({**good, "input_features": torch.randn(2, 8, 74)}, r"input_features of \[2, 8, 74\]"),
         ({**good, "attention_mask": torch.tensor([[1, 0]])}, "input_features with padding"),
+        ({**good, "input_features": good["input_features"].to("meta")}, r"input_features of \[1, 8, 74\] on meta"),
         ({**good, "decoder_input_ids": torch.tensor([[1.0]])}, r"a prompt of .\[1\.0\]"),
         ({**good, "input_features": torch.randn(1, 8, 70)}, "encoder refuses"),
         ({**good, "decoder_input_ids": torch.tensor([[97]])}, "token id 97 in a prompt"),
@@ -187,6 +188,10 @@ def test_refusals() -> None:
         generator.generate({**good, "input_features": torch.randn(2, 8, 74)})
     with pytest.raises(ConfigError, match=r"mixed_graph_sizes=\[16\].*no graphs"):
         vattn.Generator(generator.model, mixed_graph_sizes=[16])
+    with pytest.raises(ConfigError, match=r"enable_encoder_decoder\(\) of a model that is on vattn"):
+        enable_encoder_decoder(model)
+    with pytest.raises(ConfigError, match="EncoderDecoderModel, an encoder-decoder model"):
+        vattn.calibrate(generator.model, [[[1, 2]]])
     with pytest.raises(UnsupportedRequestError, match="adapters of an encoder-decoder model"):
         enable_adapters(generator.model)
     generator.model.allocate(num_blocks=12, hybrid=True)

@@ -144,6 +144,8 @@ def test_refusals() -> None:
         ({**good, "pixel_values": good["pixel_values"][:0]}, "Gemma3ForConditionalGeneration refuses"),
         ({**good, "pixel_values": [1.0]}, "pixel_values of type list"),
         ({**good, "attention_mask": good["attention_mask"] * 0}, "images and padding"),
+        ({**good, "attention_mask": torch.ones(1, 3)}, r"an attention_mask of shape \[1, 3\] for input_ids of"),
+        ({**good, "pixel_values": good["pixel_values"].to("meta")}, "pixel_values on the meta device"),
         ({**good, "input_ids": good["input_ids"].repeat(2, 1)}, r"input_ids of shape \[2"),
         ({**good, "input_ids": good["input_ids"] + 90}, "token id 102"),
         ({**good, "position_ids": torch.arange(5, 35)[None]}, "position_ids, which Gemma3Model does not take"),

@@ -248,6 +248,11 @@ def test_refusals() -> None:
     for types, error in ((ids[:1] * 0, ShapeError), (ids, MetadataError), (ids / 9, DtypeError)):
         with pytest.raises(error, match="token_type_ids"):
             packed(ids, torch.arange(3), types)
+    try:
+        torch.set_default_dtype(torch.float64)
+        assert embedder.encode([[5, 6]]).dtype == embedder.encode([]).dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
     with pytest.raises(RequestError, match="input_ids=None"):
         embedder.encode({"input_ids": None})
     with pytest.raises(ConfigError, match="pass \\[prompt\\]"):

@@ -24,7 +24,7 @@ from vattn.errors import (
     ShapeError,
     UnsupportedRequestError,
 )
-from vattn.integrations.transformers import PackedModel, disable, enable
+from vattn.integrations.transformers import PackedModel, disable, enable, enable_adapters
 from vattn.integrations.transformers.available import cache_argument
 
 BLOCK = 16
@@ -244,6 +244,32 @@ def test_models_without_values_are_refused() -> None:
 def test_models_in_other_dtypes_are_refused_by_their_own() -> None:
     with pytest.raises(ConfigError, match=r"a model in torch\.float64.*call model\.float\(\) first"):
         enable(make_model("llama").double())
+
+
+def test_another_default_device_is_refused() -> None:
+    """What a step says to the host would lie on it."""
+    model, packed = make_model("llama"), enable(make_model("llama"), num_blocks=17)
+    for call in (lambda: enable(model), lambda: vattn.Generator(packed), lambda: vattn.Embedder(packed)):
+        with (
+            torch.device("meta"),
+            pytest.raises(ConfigError, match=r"default device 'meta'.*set_default_device\('cpu'\)"),
+        ):
+            call()
+    vattn.Generator(packed)
+
+
+def test_what_is_made_in_inference_mode_runs_outside() -> None:
+    """Tensors of inference mode know no version, and cannot be written in place outside."""
+    sampling = vattn.Sampling(max_new_tokens=3, stop_token_ids=())
+    wanted = vattn.Generator(enable(make_model("llama"), num_blocks=17)).generate([PROMPTS[1]], sampling)[0].output
+    model = make_model("llama")
+    with torch.inference_mode():
+        packed = enable(model, num_blocks=17)
+        enable_adapters(packed)
+    assert vattn.Generator(packed).generate([PROMPTS[1]], sampling)[0].output == wanted
+    with torch.no_grad():
+        model.model.layers[0].mlp.up_proj.weight.mul_(2.0)
+    assert not any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers()))
 
 
 def test_disable_takes_models_alone() -> None:

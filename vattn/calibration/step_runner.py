@@ -47,6 +47,10 @@ class StepRunner:
                 "models in which keys and values are all that is kept",
                 "give an FP8 cache its scales by QuantConfig(k_scale=..., v_scale=...)",
             )
+        if getattr(model, "max_encoder_len", 0):
+            raise ConfigError(
+                f"{type(model).__name__}, an encoder-decoder model", "decoders", "keep its cache in the model's dtype"
+            )
         config, cache = layers[0].config, layers[0].kv_cache
         assert config is not None and cache is not None
         probe = AttentionMetadataBuilder(1, 1, 1, config.block_size, cache.device, layers=model)

@@ -38,6 +38,8 @@ def compile_regions(model: nn.Module | Iterable[nn.Module], *, fullgraph: bool =
         UnknownOptionError: as `compile`.
     """
     check_options("vattn.compile_regions", options)
+    if not isinstance(model, (nn.Module, Iterable)):
+        raise ConfigError(f"compile_regions of {type(model).__name__}", "a model, or layers", "pass the model")
     layers = repeated_layers(model) if isinstance(model, nn.Module) else list(model)
     if not layers:
         raise ConfigError(

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from vattn.errors import DeviceError
+from vattn.errors import ConfigError, DeviceError
 
 
 @lru_cache(maxsize=1)
@@ -138,3 +138,18 @@ def parse_version(text: str) -> tuple[int, ...]:
     """Return the leading numbers of a version, `"2.11.0+cu130"` -> `(2, 11, 0)`."""
     numbers = re.match(r"(\d+(\.\d+)*)?", text)
     return tuple(map(int, numbers[0].split("."))) if numbers and numbers[0] else ()
+
+
+def check_default_device() -> None:
+    """Refuse a default device besides the CPU: what a step says to the host is made without naming a device.
+
+    Raises:
+        ConfigError: `torch.set_default_device`, or a `with torch.device(...)` around the call, names another.
+    """
+    device = torch.get_default_device()
+    if device.type != "cpu":
+        raise ConfigError(
+            f"torch's default device {str(device)!r}",
+            "'cpu', once the model is loaded",
+            "torch.set_default_device('cpu'); models and caches stay where they are",
+        )

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from vattn.calibration.eval_mode import EvalMode
 from vattn.config.arguments import check_switches, read_count
+from vattn.config.device import check_default_device
 from vattn.config.keywords import known_keywords
 from vattn.config.other_names import EMBEDDER, ENCODE
 from vattn.config.pooling import PoolingConfig
@@ -60,6 +61,7 @@ class Embedder:
         token_budget: int = 8192,
         max_num_reqs: int = 256,
     ) -> None:
+        check_default_device()
         self.token_budget = read_count("token_budget", token_budget, 1, "pass the tokens of a step")
         self.max_num_reqs = read_count("max_num_reqs", max_num_reqs, 1, "pass the prompts of a step")
         check_tokenizer(tokenizer)
@@ -127,7 +129,7 @@ class Embedder:
             return (before + prompt).lower() if pooling.lower_case else before + prompt
 
         texts = self._read(prompts, prefixed)
-        found = [torch.empty(0, self.model.hidden_size * len(pooling.modes), device=self.device)]
+        found = [torch.empty(0, self.model.hidden_size * len(pooling.modes), dtype=torch.float32, device=self.device)]
         for batch in self._batches(texts):
             found.append(_pool(self._hidden_states(batch).float(), [len(text.ids) for text in batch], pooling.modes))
         embeddings = self.model.project(torch.cat(found))
@@ -155,7 +157,11 @@ class Embedder:
             )
         texts = self._read(prompts, lambda prompt: prompt)
         found = [self._scores(batch) for batch in self._batches(texts)]
-        return torch.cat(found) if found else torch.empty(0, self.model.num_labels, device=self.device)
+        return (
+            torch.cat(found)
+            if found
+            else torch.empty(0, self.model.num_labels, dtype=torch.float32, device=self.device)
+        )
 
     @torch.no_grad()
     def _scores(self, batch: list[_Text]) -> Tensor:

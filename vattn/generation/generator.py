@@ -10,6 +10,7 @@ from torch import nn
 
 from vattn.cache.allocation import KVCacheAllocation
 from vattn.config.arguments import check_switches
+from vattn.config.device import check_default_device
 from vattn.config.keywords import known_keywords
 from vattn.config.other_names import GENERATOR, of_sampling
 from vattn.errors import ConfigError, MissingPackageError, VattnError
@@ -137,6 +138,7 @@ class Generator(StepLoop):
         group: ProcessGroup | None = None,
         group_timeout: float = 300.0,
     ) -> None:
+        check_default_device()
         check_counts(max_num_reqs, token_budget, max_queue, state_snapshots)
         if reuse_prefixes is not None:
             check_switches(reuse_prefixes=reuse_prefixes)

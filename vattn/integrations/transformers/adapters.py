@@ -159,6 +159,7 @@ class LoRAAdapters(Adapters):
 
 
 @known_keywords(ENABLE_ADAPTERS)
+@torch.inference_mode(False)
 def enable_adapters(
     model: PackedModel,
     *,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vattn.config.device import check_default_device
 from vattn.errors import ConfigError, DtypeError, MetadataError, ShapeError
 from vattn.integrations.transformers.available import transformers
 from vattn.layers import QuantConfig
@@ -23,9 +24,15 @@ def model_dtype(model: Any) -> torch.dtype:
     return found
 
 
-def check_model(model: Any, pools: bool = False) -> None:
-    """Refuse what is no whole model in eval mode that is not on vattn yet, and without `pools` no causal one."""
-    call, kind = ("enable_pooling", "AutoModel") if pools else ("enable", "AutoModelForCausalLM")
+def check_model(model: Any, call: str = "enable", kind: str = "AutoModelForCausalLM") -> None:
+    """Refuse what is no whole model in eval mode that is not on vattn yet.
+
+    Args:
+        model: as it was given.
+        call: the function that it was given to.
+        kind: the class of transformers that loads its models; `"AutoModelForCausalLM"` for causal ones alone.
+    """
+    check_default_device()
     if isinstance(model, (str, os.PathLike)):
         raise ConfigError(
             f"{call}({str(model)!r:.80}), a name or a folder",
@@ -57,9 +64,9 @@ def check_model(model: Any, pools: bool = False) -> None:
         raise ConfigError(f"{call}() of a model that is on vattn", "a model that is not", "call disable(model) first")
     if model.dtype not in MODEL_DTYPES.values() and model.dtype.itemsize > 1:
         raise ConfigError(f"{call}() of a model in {model.dtype}", ", ".join(MODEL_DTYPES), "call model.float() first")
-    if not pools and not has_head(model):
+    if kind == "AutoModelForCausalLM" and not has_head(model):
         raise ConfigError(
-            f"enable() of {type(model).__name__}",
+            f"{call}() of {type(model).__name__}",
             "a causal language model with its head",
             "load it with transformers.AutoModelForCausalLM; enable_pooling of vattn.integrations.transformers.pooling "
             "takes models that give embeddings or scores",

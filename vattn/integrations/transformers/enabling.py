@@ -7,6 +7,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
+import torch
 from torch import nn
 
 from vattn.cache.allocation import check_skip_layers
@@ -51,6 +52,7 @@ from vattn.layers.weight_parts import ranks_of, take_back, use_parts
 
 
 @known_keywords(ENABLE)
+@torch.inference_mode(False)
 def enable(
     model: Any,
     *,

@@ -201,9 +201,12 @@ class EncoderDecoderModel(PackedModel):
     def _read_sound(self, given: Any) -> Tensor:
         """Return features `[1, ...]` in the model's dtype."""
         shape = list(given.shape) if isinstance(given, Tensor) else type(given).__name__
-        if not isinstance(shape, list) or len(shape) < 2 or shape[0] != 1:
+        if not isinstance(shape, list) or len(shape) < 2 or shape[0] != 1 or given.is_meta:
+            where = " on meta" if isinstance(given, Tensor) and given.is_meta else ""
             raise RequestError(
-                f"a prompt with {self.input_name} of {shape}", "tensors of one prompt, [1, ...]", "pass each alone"
+                f"a prompt with {self.input_name} of {shape}{where}",
+                "tensors of one prompt, [1, ...]",
+                "pass each alone",
             )
         return given.to(self.model.device, model_dtype(self.model))  # type: ignore[no-any-return]
 
@@ -227,6 +230,7 @@ class EncoderDecoderModel(PackedModel):
 
 
 @known_keywords(ENABLE_ENCODER_DECODER)
+@torch.inference_mode(False)
 def enable_encoder_decoder(
     model: Any,
     *,
@@ -269,7 +273,7 @@ def enable_encoder_decoder(
         >>> len(generator.generate([[5, 6, 7]], sampling)[0].output)
         4
     """
-    check_model(model, pools=True)
+    check_model(model, "enable_encoder_decoder", "AutoModelForSeq2SeqLM")
     check_switches(batch_invariant=batch_invariant)
     if cache_config is not None and not isinstance(cache_config, CacheConfig):
         raise ConfigError(f"cache_config={cache_config!r}", "vattn.CacheConfig(...)", "leave it out")

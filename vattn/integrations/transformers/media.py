@@ -153,6 +153,11 @@ def _check(base: Any, encoded: Mapping[str, Any], device: torch.device) -> tuple
         raise RequestError(
             f"a prompt with {wrong[0]} of type {type(encoded[wrong[0]]).__name__}", "tensors", "return_tensors='pt'"
         )
+    empty = next((name for name, value in encoded.items() if value.is_meta), None)
+    if empty is not None:
+        raise RequestError(
+            f"a prompt with {empty} on the meta device", "tensors with values", "call the processor again"
+        )
     ids: Tensor = encoded.get("input_ids", torch.empty(0))
     if ids.ndim != 2 or ids.shape[0] != 1:
         raise RequestError(
@@ -169,6 +174,12 @@ def _check(base: Any, encoded: Mapping[str, Any], device: torch.device) -> tuple
             f"token id {wrong[0]} in a prompt", f"ids from 0 to {known[-1]}", "use the model's own processor"
         )
     mask = encoded.get("attention_mask")
+    if mask is not None and mask.shape != ids.shape:
+        raise RequestError(
+            f"an attention_mask of shape {list(mask.shape)} for input_ids of {list(ids.shape)}",
+            "a number for each id",
+            "pass what the processor returned",
+        )
     if mask is not None and not bool(mask.all()):
         raise RequestError("a prompt with images and padding", "no padding", "call the processor for each prompt")
     dtype = next(parameter.dtype for parameter in base.parameters() if parameter.is_floating_point())

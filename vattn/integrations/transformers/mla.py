@@ -9,6 +9,7 @@ from __future__ import annotations
 import types
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from vattn.calibration.fp8_saving import own_config
@@ -46,6 +47,7 @@ _NEEDED = (
 """What makes a module a latent attention that keeps its latents to the end."""
 
 
+@torch.inference_mode(False)
 def enable_latent_attention(
     model: Any,
     *,
@@ -90,7 +92,7 @@ def enable_latent_attention(
         ...     packed(torch.arange(5), step.positions).shape
         torch.Size([5, 64])
     """
-    check_model(model)
+    check_model(model, "enable_latent_attention")
     check_switches(prove=prove)
     check_quant_config(quant_config)
     own_config(model)

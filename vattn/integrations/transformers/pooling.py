@@ -172,6 +172,7 @@ class PoolingModel(nn.Module):
 
 
 @known_keywords(ENABLE_POOLING)
+@torch.inference_mode(False)
 def enable_pooling(
     model: Any,
     *,
@@ -206,7 +207,7 @@ def enable_pooling(
         >>> embedder.encode([[1, 2, 3], [4, 5]]).shape
         torch.Size([2, 32])
     """
-    check_model(model, pools=True)
+    check_model(model, "enable_pooling", "AutoModel")
     check_switches(batch_invariant=batch_invariant, prove=prove)
     base = base_of(model)
     if has_states(base):
