@@ -186,7 +186,7 @@ def test_refusals() -> None:
     assert generator.generate(good, SAMPLING)[0].state == "finished"
     with pytest.raises(ConfigError, match="a batch of prompts with images or recordings"):
         generator.generate({**good, "input_features": torch.randn(2, 8, 74)})
-    with pytest.raises(ConfigError, match=r"mixed_graph_sizes=\[16\].*no graphs"):
+    with pytest.raises(ConfigError, match=r"mixed_graph_sizes=\[16\].*graphs of decodes alone"):
         vattn.Generator(generator.model, mixed_graph_sizes=[16])
     with pytest.raises(ConfigError, match=r"enable_encoder_decoder\(\) of a model that is on vattn"):
         enable_encoder_decoder(model)

@@ -95,6 +95,24 @@ def test_refusals_touch_nothing(name: str) -> None:
         builder.advance(step, blocks)
 
 
+def test_encoder_states_of_earlier_steps_stay() -> None:
+    """Also behind a capture's padding; a step that writes states is not followed, for they would be written again."""
+    builder, reference = make(max_encoder_len=40), make(max_encoder_len=40)
+    given: dict[str, Any] = {"encoder_lens": [33, 0, 7], "cross_block_tables": [[50, 51, 52], [], [60]]}
+    sizes = {"num_reqs_padded": 5, "num_tokens_padded": 5}
+    step = builder.build([1] * 3, [16, 5, 9], [[1], [2], [3]], **given, **sizes)
+    begun = {1: [4], 8: [5], 12: [6], 17: [7]}
+    for length in range(1, 20):
+        step = builder.advance(step, begun.get(length, []))
+        lengths = [16 + length, 5 + length, 9 + length]
+        tables = [[1, 4, 7], [2, 6], [3, 5]]
+        tables = [row[: -(-each // 16)] for row, each in zip(tables, lengths, strict=True)]
+        assert_same_step(step, reference.build([1] * 3, lengths, tables, **given, **sizes), lengths)
+    step = builder.build([1] * 3, [16, 5, 9], [[1], [2], [3]], **given, new_encoder=[0, 0, 1])
+    with unchanged(step), pytest.raises(MetadataError, match="new_encoder="):
+        builder.advance(step, [4])
+
+
 def test_only_the_last_step_can_be_advanced() -> None:
     builder = make()
     first = builder.build([1], [20], [[1, 2]])

@@ -193,6 +193,10 @@ class CacheBlocks:
         request.has_encoder = False
         request.encoder_blocks = self.pool.allocate(self.encoder_blocks(request))
 
+    def has_encoders(self, requests: Sequence[Request]) -> bool:
+        """Return whether the encoder states of requests are in the cache, or the model has none."""
+        return not self.with_encoder or all(request.has_encoder for request in requests)
+
     def encoder_blocks(self, request: Request) -> int:
         """Return how many blocks a request's encoder states take."""
         states = None if request.inputs is None else request.inputs.encoder_states

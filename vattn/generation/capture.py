@@ -100,6 +100,7 @@ class GraphSizes:
         mixed: numbers of tokens of steps with prompts.
         max_num_reqs: requests of such a step.
         with_states: whether the model keeps a state for each request.
+        with_encoder: whether the model has cross attention.
     """
 
     decodes: Sequence[int] = ()
@@ -107,6 +108,14 @@ class GraphSizes:
     mixed: Sequence[int] = ()
     max_num_reqs: int = 1
     with_states: bool = False
+    with_encoder: bool = False
+
+    @property
+    def step_options(self) -> Callable[[int], dict[str, Any]] | None:
+        """What steps of some number of requests are built with besides, to capture them; `None` for nothing."""
+        if self.with_encoder:
+            return lambda num_reqs: {"encoder_lens": [0] * num_reqs, "cross_block_tables": [[]] * num_reqs}
+        return (lambda num_reqs: {"state_slots": [0] * num_reqs}) if self.with_states else None
 
 
 def capture(
@@ -122,7 +131,7 @@ def capture(
     """
     graphs = Graphs()
     wanted: list[tuple[str, list[Any], Any, dict[str, Any]]] = []
-    shared: dict[str, Any] = {"step_options": state_options} if sizes.with_states else {}
+    shared: dict[str, Any] = {"step_options": sizes.step_options}
     if sizes.mixed:
         # The largest of all first: the others fit into their memory.
         pairs = [mixed_pair(sizes.max_num_reqs, tokens, builder.max_seq_len) for tokens in sizes.mixed]
@@ -138,11 +147,6 @@ def capture(
         first = first or runner
         graphs = graphs._replace(**{name: runner})
     return graphs
-
-
-def state_options(num_reqs: int) -> dict[str, Any]:
-    """Return what the steps of models with states are built with besides, to capture them."""
-    return {"state_slots": [0] * num_reqs}
 
 
 def steps_ahead(sizes: GraphSizes, token_budget: int, max_seq_len: int) -> list[tuple[int, int]]:

@@ -36,8 +36,8 @@ from vattn.generation.setup import (
     end_tokens,
     find_cache,
     longest_request,
+    mixed_without_encoder,
     reuses_prefixes,
-    sizes_with_encoder,
 )
 from vattn.generation.state_snapshots import StateSnapshots
 from vattn.generation.statistics import Statistics
@@ -151,8 +151,8 @@ class Generator(StepLoop):
         self.default_sampling = default_sampling(model, tokenizer)
         check_states(cache, max_num_reqs, speculation, mixed_graph_sizes, compile)
         mixed_graph_sizes = sizes_of_stage(model, mixed_graph_sizes, compile)
-        sizes = graph_ladder(sizes_with_encoder(model, "graph_sizes", graph_sizes), max_num_reqs, self.device)
-        mixed_graph_sizes = sizes_with_encoder(model, "mixed_graph_sizes", mixed_graph_sizes)
+        sizes = graph_ladder(graph_sizes, max_num_reqs, self.device)
+        mixed_graph_sizes = mixed_without_encoder(model, mixed_graph_sizes)
         max_seq_len = longest_request(model, max_seq_len, longest_that_fits(cache, token_budget))
         reuse = reuses_prefixes(reuse_prefixes, cache, state_snapshots, group)
         snapshots = StateSnapshots(cache.states, state_snapshots) if cache.states and state_snapshots else None

@@ -152,7 +152,9 @@ class ModelRunner:
         if any(request.inputs is not None for request in batch.requests):
             _add_prompt_inputs(step, batch)
         if self.blocks.with_encoder:
-            step.encoder, step.graphs = _encoder_step(batch), None
+            step.encoder = _encoder_step(batch)
+            if step.encoder.states is not None:
+                step.graphs = None
         return step
 
 

@@ -146,7 +146,9 @@ class ModelSteps:
         if graphs is not None and graphs.key_for(len(step.counts), len(step.ids)) is not None:
             # The device waits for a step with drafts, and for no other.
             later = step.graphs == DRAFTS
-            metadata = graphs.build(counts, ends, tables, check_model=not later, state_slots=step.state_slots)
+            metadata = graphs.build(
+                counts, ends, tables, check_model=not later, state_slots=step.state_slots, **_encoder_side(step)
+            )
             outcome = self._forward(ids[: len(step.ids)], metadata, rows, graphs, begin)
             if later:
                 graphs.check_model()
@@ -158,13 +160,10 @@ class ModelSteps:
             num_tokens_padded=ids.shape[0],
             mm_ranges=step.ranges,
             state_slots=step.state_slots,
-            **({} if step.encoder is None else _encoder_arguments(step.encoder)),
+            **_encoder_side(step),
         )
-        if step.encoder is not None:
-            with forward_context(metadata):
-                inputs = _outside(model_inputs(ids, metadata, rows))
-                return self.forward(*inputs, step.encoder.states), metadata, None
-        return self._forward(ids, metadata, rows, None, begin, step.prompts)
+        states = None if step.encoder is None else step.encoder.states
+        return self._forward(ids, metadata, rows, None, begin, step.prompts, states)
 
     def _advance(self, before: Ran, new_blocks: Sequence[int], begin: torch.cuda.Event | None) -> Outcome:
         """Run the step after another one of the same requests, from its metadata."""
@@ -182,6 +181,7 @@ class ModelSteps:
         graphs: CUDAGraphRunner | None,
         begin: torch.cuda.Event | None,
         prompts: Sequence[PromptPart] = (),
+        states: Tensor | None = None,
     ) -> Outcome:
         if begin is not None:
             begin.record()
@@ -198,6 +198,8 @@ class ModelSteps:
                 # A model that is compiled whole has one graph, for ids.
                 model = getattr(self.forward, "_orig_mod", self.forward)
                 return model(*inputs, StepEmbeddings(prompts)), metadata, None
+            if states is not None:
+                return self.forward(*inputs, states), metadata, None
             return self.forward(*inputs), metadata, None
 
     def _rows(self, step: StepInputs) -> Tensor | None:
@@ -226,8 +228,11 @@ def _outside(inputs: list[Tensor]) -> list[Tensor]:
         return [tensor.clone() if tensor.is_inference() else tensor for tensor in inputs]
 
 
-def _encoder_arguments(encoder: EncoderStep) -> dict[str, Any]:
-    """Return what describes the encoder's side to a builder."""
+def _encoder_side(step: StepInputs) -> dict[str, Any]:
+    """Return what describes the encoder's side to a builder; nothing for models without."""
+    encoder = step.encoder
+    if encoder is None:
+        return {}
     return {"encoder_lens": encoder.lengths, "new_encoder": encoder.new, "cross_block_tables": encoder.tables}
 
 

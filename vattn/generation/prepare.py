@@ -10,13 +10,13 @@ from vattn.cache.bindings import take_cache
 from vattn.compilation.compile_ahead import compiling_ahead
 from vattn.compilation.warmup import compile_steps
 from vattn.generation.adapter_steps import AdapterSteps
-from vattn.generation.capture import GraphSizes, capture, mixed_sizes, state_options, steps_ahead
+from vattn.generation.capture import GraphSizes, capture, mixed_sizes, steps_ahead
 from vattn.generation.compiled_model import CompiledModel
 from vattn.generation.draft_source import DraftSource, ServedModel
 from vattn.generation.model_steps import Graphs, ModelSteps
 from vattn.generation.pipeline import part_of_pipeline, steps_of_ranks
 from vattn.generation.ranks import join_ranks
-from vattn.generation.setup import find_adapters, make_builder
+from vattn.generation.setup import find_adapters, longest_encoder, make_builder
 from vattn.layers.lora import Adapters
 
 if TYPE_CHECKING:
@@ -75,10 +75,11 @@ def prepare(
             forward = speculation.watch(served, forward, capacity)
         # Replaces what the generator before reads: after all that may refuse this one.
         adapters = find_adapters(model, group, capacity)
-        sizes = GraphSizes(served.graph_sizes, num_drafts, mixed, max_num_reqs, cache.states is not None)
+        kinds = cache.states is not None, longest_encoder(model) > 0
+        sizes = GraphSizes(served.graph_sizes, num_drafts, mixed, max_num_reqs, *kinds)
         with compiling_ahead(cache.device):
             steps_to_come = steps_ahead(sizes, served.token_budget, served.max_seq_len)
-            compile_steps(model, builder, steps_to_come, state_options if sizes.with_states else None)
+            compile_steps(model, builder, steps_to_come, sizes.step_options)
             graphs = capture(forward, builder, sizes)
     source = None if speculation is None else speculation.start(replace(served, forward=forward))
     if adapters is not None:

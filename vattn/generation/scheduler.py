@@ -140,7 +140,7 @@ class Scheduler:
         if self.blocks.snapshots is not None or batch.unready_before_ready():
             batch.put_ready_first()
         singles = self.token_budget - budget == len(batch.requests) == len(self.running) == batch.ready
-        if singles and batch.requests and self.source is None and not self.blocks.with_encoder:
+        if singles and batch.requests and self.source is None and self.blocks.has_encoders(batch.requests):
             batch.run = DecodeRun(batch.requests, batch.ends, self._changes, self.blocks.block_size)
         return batch
 

@@ -260,8 +260,8 @@ def make_builder(
     )
 
 
-def sizes_with_encoder(model: Any, name: str, sizes: Any) -> Any:
-    """Return the sizes of graphs: none for a model with cross attention.
+def mixed_without_encoder(model: Any, sizes: Any) -> Any:
+    """Return the sizes of graphs of steps with prompts: none for a model with cross attention.
 
     Raises:
         ConfigError: sizes for such a model.
@@ -269,7 +269,11 @@ def sizes_with_encoder(model: Any, name: str, sizes: Any) -> Any:
     if not longest_encoder(model):
         return sizes
     if sizes:
-        raise ConfigError(f"{name}={sizes!r:.60} for an encoder-decoder model", "no graphs", f"leave {name} out")
+        raise ConfigError(
+            f"mixed_graph_sizes={sizes!r:.60} for an encoder-decoder model",
+            "graphs of decodes alone, by graph_sizes",
+            "leave mixed_graph_sizes out",
+        )
     return ()
 
 

@@ -150,7 +150,7 @@ def _check_decodes(step: Step) -> None:
         "causal=": step.causal is not True,
         "tree_bias=": step.tree_bias is not None,
         "mm_ranges=": step.mm_ranges is not None,
-        "encoder_lens=": step.cross is not None,
+        "new_encoder=": step.cross is not None and step.cross.num_rows > 0,
         "num_logits=": step.num_logits is not None,
         "shared_prefix_len=": step.shared_prefix_len is not None,
         "context_parallel=": step.held is not None,
@@ -161,7 +161,8 @@ def _check_decodes(step: Step) -> None:
         what = found[0] if found else f"query_lens {step.query_lens.tolist()!r:.40}"
         raise MetadataError(
             f"advance() after a step with {what}",
-            "steps of one new token for each request, given by lengths and block tables only",
+            "steps of one new token for each request, given by lengths and block tables only, and encoder states of "
+            "earlier steps",
             "call build() for this step",
         )
 

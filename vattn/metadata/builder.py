@@ -212,7 +212,8 @@ class AttentionMetadataBuilder(BuilderBase):
                 got had an entry to spare. A list, or 1-D integers of numpy or torch on the host.
 
         Raises:
-            MetadataError: another step than the last one, or one with more than lengths and tables; other blocks than
+            MetadataError: another step than the last one, or one with more than lengths, tables and encoder states of
+                earlier steps; other blocks than
                 those that are needed, or one that a request of the step reads; or a request that becomes too long. No
                 buffer was touched.
 

@@ -106,8 +106,11 @@ class EncoderDecoderModel(PackedModel):
         if encoder_states is None:
             # Modules are cross attention if they are given states; the layer drops what is not new.
             encoder_states = torch.zeros(1, self._width, dtype=self.embedding_dtype, device=input_ids.device)
-        options = {"decoder_position_ids": positions[None]} if self._table is None else {}
-        if self._table is not None:
+        # Without a mask, transformers looks for one in positions, which waits for the device.
+        options = {"decoder_attention_mask": torch.ones_like(input_ids)[None]}
+        if self._table is None:
+            options["decoder_position_ids"] = positions[None]
+        else:
             self._table.set(input_ids, positions)
         self._head.rows = logits_indices
         try:
