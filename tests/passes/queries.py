@@ -108,9 +108,32 @@ def given_reciprocal(q: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     return rounded(q.float() * s), s.reciprocal()
 
 
+def in_columns(third: Callable[[Tensor, Tensor], Tensor]) -> Way:
+    """Return a way that joins codes of columns, and scales the third one of each head in a way of its own."""
+
+    def way(q: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        first, second, rest = heads(q).float().split((2, 1, WIDTH - 3), -1)
+        return torch.cat([rounded(x) for x in (first / s, third(second, s), rest / s)], -1), s
+
+    return way
+
+
+def exchanged(q: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    first, second, rest = heads(q).float().split((1, 1, WIDTH - 2), -1)
+    return torch.cat([rounded(x / s) for x in (second, first, rest)], -1), s
+
+
 REFUSED: dict[str, tuple[Way, str, str]] = {
+    "one column multiplied": (in_columns(lambda x, s: x * s.reciprocal()), NOT_DIVIDED, ""),
+    "a value of a column": (in_columns(lambda x, s: torch.where(x == 1.2421875, 1.25, x) / s), NOT_DIVIDED, ""),
+    "a quotient of a column": (
+        in_columns(lambda x, s: torch.where(x / s == 3.7, 4.0, x / s)),
+        "eq is never true for the inputs that are tried",
+        "",
+    ),
+    "columns exchanged": (exchanged, "its codes lie in another order than the query", ""),
     "too narrow": (lambda q, s: ((q.float() / s).clamp(-240, 240).to(E4M3), s), NOT_DIVIDED, "clamp(-240, 240)"),
-    "bf16 math": (lambda q, s: (rounded(q / s.bfloat16()), s), NOT_DIVIDED, "s.bfloat16()"),
+    "bf16 math": (lambda q, s: (rounded(q / s.bfloat16()), s), NOT_DIVIDED, "clamp(-448, 448)"),
     "another scale": (lambda q, s: (rounded(q.float() / s), s * 2), NOT_DIVIDED, "q.float() / s), s * 2"),
     "multiplied instead": (lambda q, s: (rounded(q.float() * s), s), NOT_DIVIDED, "q.float() * s), s)"),
     "a scale per token": (per_token, PER_TOKEN, "amax(1, keepdim=True)"),

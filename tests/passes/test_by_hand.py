@@ -15,7 +15,7 @@ import torch
 from fx_layers import run as run_layer
 from fx_layers import with_query, with_rope
 from fx_programs import Template, copied, run
-from queries import PER_HEAD, PER_TENSOR, REFUSED
+from queries import PER_HEAD, PER_TENSOR, REFUSED, rounded
 from rope_forms import FORMS as ROPE_FORMS
 from test_forms import FORMS, TABLE, assert_same_bits, expected, row
 from test_probe import ODD, PLAIN
@@ -26,7 +26,7 @@ from torch.fx import GraphModule
 
 from vattn.ops.fusion_notes import FUSED, NEAR_MISS, NodeReport
 from vattn.passes.pipeline import fuse_graph
-from vattn.passes.query_quant.find import IN_LOAD, OWN_KERNEL
+from vattn.passes.query_quant.find import IN_LOAD, IN_PRODUCER, OWN_KERNEL
 from vattn.passes.region_run import same_bits
 
 SCALE = torch.tensor([0.0213])
@@ -147,7 +147,7 @@ def test_queries_that_the_attention_kernel_quantises(name: str) -> None:
 
 
 FIRST_DIFFERENCE = {
-    "too narrow": "clamp_min", "bf16 math": "div", "another scale": "div", "multiplied instead": "mul",
+    "too narrow": "clamp_min", "bf16 math": "convert_element_type", "another scale": "div", "multiplied instead": "mul",
     "a scale per token": "amax", "no scale": "convert_element_type", "a constant": "div",
     "through e5m2": "convert_element_type", "given reciprocal": "mul",
 }  # fmt: skip
@@ -160,6 +160,12 @@ def test_queries_that_no_load_quantises(name: str) -> None:
     assert (node.query, node.query_outcome) == (f"{OWN_KERNEL} mm: {reason}", "near miss")
     assert name not in FIRST_DIFFERENCE or node.query_source == f"program.py:1: {FIRST_DIFFERENCE[name]}"
     assert "query_load" not in config
+
+
+def test_a_factor_that_bf16_rounds_away_is_no_part_of_a_query_load() -> None:
+    """Generated code does not round the product, so the op would scale otherwise."""
+    node, config = query_of(lambda q, s: (rounded((q * (1 + 2**-10)).float() / s), s))
+    assert node.query == IN_PRODUCER and "query_load" not in config
 
 
 @pytest.mark.parametrize("name", PRODUCERS)

@@ -12,8 +12,8 @@ from test_proof import Program
 from torch import Tensor
 
 from vattn.passes.output_quant import prove_scales
-from vattn.passes.output_quant.prove import Prover
 from vattn.passes.probe_inputs import PROBE_SCALES, every_value
+from vattn.passes.prove import Prover
 from vattn.passes.region import Refusal
 
 E4M3, BF16 = torch.float8_e4m3fn, torch.bfloat16

@@ -211,20 +211,20 @@ def run(
     output: Node,
     inputs: Inputs,
     x: Tensor,
-    scales: Sequence[float],
+    scales: Sequence[Any],
     wide: frozenset[Node] = frozenset(),
     given: dict[Node, Any] | None = None,
 ) -> dict[Node, Any]:
     """Run a region on one attention output `[T, H, V]`; returns the value of every node.
 
     Args:
-        scales: the values of `inputs.roots`.
+        scales: the values of `inputs.roots`, a number or a tensor of its shape for each.
         wide: nodes in bf16 or fp16 that stay in fp32.
         given: values of nodes that are not run.
     """
     env: dict[Node, Any] = {output: x, **inputs.constants, **set_sizes(inputs.sizes, output, x.shape[0])}
     for node, scale in zip(inputs.roots, scales, strict=False):
-        env[node] = torch.full(tuple(value(node).shape), scale, dtype=value(node).dtype)
+        env[node] = torch.as_tensor(scale, dtype=value(node).dtype).expand(tuple(value(node).shape)).contiguous()
     env.update(given or {})
     for node in (*inputs.derived, *nodes):
         if node not in env:

@@ -16,6 +16,10 @@ from vattn.passes.inductor import EMULATES_EVERYWHERE, rounds_every_operation
 from vattn.passes.ops import MOVES, is_pointwise, meaning
 from vattn.passes.region import dtype_of, is_check, value
 
+ROUNDED = (
+    "values are rounded to bf16 or fp16 between its operations, which generated code does in one place and leaves out "
+    "in another: convert to float32 first"
+)
 LOW = (torch.bfloat16, torch.float16)
 _EXACT = MOVES | {"sign", "choice", "extreme", "line", "fill"}
 """Meanings of ops whose results need no rounding."""

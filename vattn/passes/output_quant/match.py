@@ -15,20 +15,16 @@ from vattn.passes import proof
 from vattn.passes import region_moves as moves
 from vattn.passes.near_miss import dynamic_ways, first_difference, static_ways
 from vattn.passes.ops import REORDERS, meaning, op_name
-from vattn.passes.output_quant.prove import Prover
 from vattn.passes.output_quant.prove_scales import ScaleProver
 from vattn.passes.output_quant.quantisers import Quantiser, quantisers
 from vattn.passes.probe import Inputs, Sample, constant_scales, samples
+from vattn.passes.prove import Prover
 from vattn.passes.region import Match, Refusal, Region, dtype_of
-from vattn.passes.region_precision import LOW, roundings
+from vattn.passes.region_precision import LOW, ROUNDED, roundings
 from vattn.passes.region_run import same_bits
 from vattn.quantization import codecs as quantization
 from vattn.quantization.formats import MODEL_DTYPES, OUTPUT_FORMATS
 
-ROUNDED = (
-    "values are rounded to bf16 or fp16 between its operations, which generated code does in one place and leaves out "
-    "in another: convert to float32 first"
-)
 _LAYOUTS = ("plain", "transposed", "swizzled", "moved")
 _MOST_FLOORS = 24
 _SAMPLES_TO_EXPLAIN = 8

@@ -13,7 +13,6 @@ from torch.fx import Node
 
 from vattn.passes import proof
 from vattn.passes.ops import PLACING, is_pointwise, meaning, op_name
-from vattn.passes.output_quant.prove import Check, Prover
 from vattn.passes.output_quant.quantisers import Quantiser
 from vattn.passes.probe import Sample, run, run_one
 from vattn.passes.probe_inputs import (
@@ -26,6 +25,7 @@ from vattn.passes.probe_inputs import (
     every_scaled,
 )
 from vattn.passes.proof import Origin
+from vattn.passes.prove import Check, Prover
 from vattn.passes.region import FP8_DTYPES, Refusal, dtype_of, is_size, value
 from vattn.passes.region_precision import LOW
 from vattn.passes.region_run import same_bits
@@ -237,7 +237,8 @@ class ScaleProver(Prover):
         for node in [node for node in small if node in read]:
             if isinstance(found.get(node), Origin) and bool((found[node].last > found[node].first).any()):
                 raise Refusal("its scales depend on several groups", node, near=True)
-        own = [self._origin(self.sample, leaves, end) for end in self.ends]
+        values_of = self._origins(self.sample, leaves)
+        own = [self._origin(values_of, end) for end in self.ends]
         for end, origin in zip(self.ends, own, strict=True):
             group = origin.first // self.group
             if not torch.equal(found[end].first, group) or not torch.equal(found[end].last, group):

@@ -18,13 +18,15 @@ from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo
 from vattn.config.mla import MLAConfig
 from vattn.passes import probe
+from vattn.passes.inductor import rounds_every_operation
 from vattn.passes.ops import meaning, op_name
-from vattn.passes.query_quant.region import QueryRegion, check_readers, classify_query, find_query_region
+from vattn.passes.query_quant.region import check_readers, classify_query, find_query_region
 from vattn.passes.region import (
     FP8_DTYPES,
     LARGEST_REGION,
     AttentionNode,
     Refusal,
+    Region,
     ancestors,
     can_run,
     check_backend,
@@ -168,9 +170,10 @@ def _taken_over(attention: AttentionNode, query: Node, source: Node) -> FoundQue
     Raises:
         Refusal: it cannot.
     """
-    region, arithmetic = _classified(attention, query, source)
+    region, inputs, arithmetic = _classified(attention, query, source)
     check_readers(region, attention.node)
-    arithmetic = query_arithmetic(arithmetic, region.nodes, not region.inputs.roots, query)
+    nodes = (*inputs.derived, *region.nodes)
+    arithmetic = query_arithmetic(arithmetic, nodes, not inputs.roots, query)
     config = attention.config.replace(query_load=arithmetic)
     check_backend(config, query, "rounds it while loading")
     return FoundQuery(config, source, _name(before_moves(source)))
@@ -272,8 +275,8 @@ def _was_fp8(query: Node) -> bool:
     return any(dtype_of(node) in FP8_DTYPES for node in past)
 
 
-def _classified(attention: AttentionNode, query: Node, source: Node) -> tuple[QueryRegion, str]:
-    """Return the region between `source` and `query`, and the arithmetic of its quantisation.
+def _classified(attention: AttentionNode, query: Node, source: Node) -> tuple[Region, probe.Inputs, str]:
+    """Return the region between `source` and `query`, its inputs, and the arithmetic of its quantisation.
 
     Raises:
         Refusal: it is not a quantisation that a query load has.
@@ -283,9 +286,10 @@ def _classified(attention: AttentionNode, query: Node, source: Node) -> tuple[Qu
         raise Refusal("the op has no q_scale", end, near=True)
     with probe.isolated():
         try:
-            region = find_query_region(source, query, scale)
+            region, inputs = find_query_region(source, query, scale)
         except Refusal as refusal:
             raise Refusal(refusal.reason, end, near=True) from None
-        facts = [f"query {config.num_heads} {config.num_kv_heads} {config.head_size}"]
-        key = region_fingerprint(source, (region.codes, region.scale), region.nodes, region.inputs, facts)
-        return region, judged(key, region.nodes, end, lambda: classify_query(region, config))
+        sizes = f"query {config.num_heads} {config.num_kv_heads} {config.head_size}"
+        facts = [sizes, f"rounds each {rounds_every_operation()}"]
+        key = region_fingerprint(source, (query, scale), region.nodes, inputs, facts)
+        return region, inputs, judged(key, region.nodes, end, lambda: classify_query(region, inputs, config))

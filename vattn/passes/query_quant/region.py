@@ -1,13 +1,14 @@
-"""Finds and classifies the region between a query in the model dtype and its FP8 codes: runs it, compares bits.
+"""Finds and classifies the region between a query in the model dtype and its FP8 codes.
 
-As in `vattn.passes.probe`, but walked backwards from the codes: the region begins at the unquantised query and, on the
-side of the scale, at the node that the call's `q_scale` is computed from too.
+As for outputs, but walked backwards from the codes: the region begins at the unquantised query and, on the side of the
+scale, at the node that the call's `q_scale` is computed from too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,14 +16,17 @@ from torch import Tensor
 from torch.fx import Node
 
 from vattn.config.attention import AttentionConfig
-from vattn.passes import probe
+from vattn.passes import probe, proof
 from vattn.passes.near_miss import first_difference
-from vattn.passes.probe import Sample
-from vattn.passes.probe_inputs import probe_values
+from vattn.passes.ops import reduces
+from vattn.passes.probe import Inputs, Sample, exact_scales
+from vattn.passes.proof import Origin
+from vattn.passes.prove import Prover
 from vattn.passes.region import (
     FP8_DTYPES,
     LARGEST_REGION,
     Refusal,
+    Region,
     ancestors,
     can_run,
     dtype_of,
@@ -31,34 +35,24 @@ from vattn.passes.region import (
     same_size,
     value,
 )
-from vattn.passes.region_run import SATURATES, constant, run_nodes, same_bits, unsaturated_cast
-from vattn.passes.region_tokens import beyond, possible_count, reach
-from vattn.quantization.formats import FP8_E4M3_MAX
+from vattn.passes.region_precision import ROUNDED, roundings
+from vattn.passes.region_run import SATURATES, constant, same_bits, unsaturated_cast
+from vattn.quantization.codecs import to_e4m3
+from vattn.quantization.formats import dtype_name
 
 _MOST_SCALES = 4096
 _ARITHMETICS = ("divide", "multiply")
 
 
-@dataclass(frozen=True)
-class QueryRegion:
-    """What a query's codes are computed from.
-
-    Attributes:
-        source, codes, scale: the unquantised query, its codes as the op reads them, and the call's `q_scale`.
-        nodes: what to run, in graph order.
-        inputs: what they read from outside; its only root, if any, is what `scale`, and usually `codes`, are computed
-            from.
-    """
-
-    source: Node
-    codes: Node
-    scale: Node
-    nodes: tuple[Node, ...]
-    inputs: probe.Inputs
-
-
-def find_query_region(source: Node, codes: Node, scale: Node) -> QueryRegion:
+def find_query_region(source: Node, codes: Node, scale: Node) -> tuple[Region, Inputs]:
     """Walk back from the codes to `source`, and from codes and scale to what they have in common.
+
+    Args:
+        codes, scale: query and `q_scale` of the call.
+
+    Returns:
+        The region of the codes, and its inputs: their only root, if any, is what `scale`, and usually `codes`, are
+        computed from, and their only scale is `scale`.
 
     Raises:
         Refusal: the codes depend on something else than the query, the call's scale and constants.
@@ -90,9 +84,15 @@ def find_query_region(source: Node, codes: Node, scale: Node) -> QueryRegion:
     roots -= constants.keys()
     if len(roots) > 1:
         raise Refusal("its scale, or the op's q_scale, is made of more than one unknown value", codes, near=True)
+    for root in roots:
+        val = value(root)
+        is_float = isinstance(val, Tensor) and val.is_floating_point()
+        if not is_float or not isinstance(val.numel(), int) or val.numel() > _MOST_SCALES:
+            raise Refusal(f"its scale comes from {root.name}, which is no tensor of a few numbers", codes, near=True)
     probe.check_sizes(inner, sizes)
-    inputs = probe.Inputs(tuple(sizes), constants, roots=tuple(roots), derived=(), scales=())
-    return QueryRegion(source, codes, scale, tuple(inner), inputs)
+    of_query = proof.dependants(inner, [source])
+    nodes, derived = (tuple(node for node in inner if (node in of_query) == within) for within in (True, False))
+    return Region(source, nodes, (codes,)), Inputs(tuple(sizes), constants, tuple(roots), derived, (scale,))
 
 
 def _ancestors(ends: Iterable[Node], stops: set[Node]) -> set[Node]:
@@ -113,7 +113,7 @@ def _not_the_scale(node: Node, codes: Node) -> str:
     return f"it reads {node.name} of shape {shape}, which is not the op's q_scale"
 
 
-def check_readers(region: QueryRegion, call: Node) -> None:
+def check_readers(region: Region, call: Node) -> None:
     """Refuse codes that other nodes read too: these would still have to be computed.
 
     Raises:
@@ -127,89 +127,117 @@ def check_readers(region: QueryRegion, call: Node) -> None:
                 loads = user.kwargs.get("query") is node and "config" in user.kwargs
                 if user not in inside and not loads and not is_check(user):
                     reader = "the graph returns it" if user.op == "output" else f"{user.name} reads it"
-                    raise Refusal(f"{reader} quantised too", user if user.op != "output" else region.codes, near=True)
+                    near = user if user.op != "output" else region.quantised[0]
+                    raise Refusal(f"{reader} quantised too", near, near=True)
 
 
-def classify_query(region: QueryRegion, config: AttentionConfig) -> str:
-    """Run a region on chosen queries and scales; return which arithmetic, `"divide"` or `"multiply"`, gives its codes.
+def classify_query(region: Region, inputs: Inputs, config: AttentionConfig) -> str:
+    """Return which arithmetic, `"divide"` or `"multiply"`, gives a region's codes, proven as those of outputs are.
 
     Raises:
-        Refusal: neither does, or the region cannot be run.
+        Refusal: neither does, or this cannot be shown.
     """
-    runs = [run for known in _known_values(region, config) for run in _runs(region, config, known)]
-
-    def codes_are(arithmetic: str, cast: Callable[[Tensor], Tensor]) -> bool:
-        return all(same_bits(run.values[region.codes], cast(_scaled(region, config, run, arithmetic))) for run in runs)
-
+    certain, doubtful = roundings(region.nodes)
+    refusals = []
     for arithmetic in _ARITHMETICS:
-        if codes_are(arithmetic, lambda x: x.clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX).to(torch.float8_e4m3fn)):
-            return arithmetic
-    for arithmetic in _ARITHMETICS:
-        if not SATURATES and codes_are(arithmetic, lambda x: unsaturated_cast(x, torch.float8_e4m3fn)):
-            raise Refusal(probe.NO_CLAMP, near=True)
-    per_token = _value_per_token(region, runs[0], config)
+        try:
+            QueryProver(region, inputs, config, arithmetic, certain).prove()
+        except Refusal as refusal:
+            refusals.append(refusal)
+            continue
+        if doubtful:
+            try:
+                QueryProver(region, inputs, config, arithmetic, certain | doubtful).prove()
+            except Refusal:
+                raise Refusal(ROUNDED, min(doubtful), near=True) from None
+        return arithmetic
+    per_token = _value_per_token(region, config)
     if per_token is not None:
         raise Refusal("it has a scale for every token; the op takes one, or one per KV head", per_token, near=True)
-    reason = "its codes are not those of the query divided by the op's q_scale and clamped to +-448"
-    raise Refusal(reason, first_difference(region.nodes, region.source, runs), near=True)
+    raise refusals[0]
 
 
-def _scaled(region: QueryRegion, config: AttentionConfig, run: Sample, arithmetic: str) -> Tensor:
-    """Return the query of a run, fp32 `[T, H, D]`, scaled as the op does."""
-    query = run.rows.view(-1, config.num_heads, config.head_size).float()
-    scale = run.values[region.scale].float().reshape(-1).expand(config.num_kv_heads)
-    scale = scale.repeat_interleave(config.group_size)[:, None]
-    return query * scale.reciprocal() if arithmetic == "multiply" else query / scale
+def _value_per_token(region: Region, config: AttentionConfig) -> Node | None:
+    """Return the first node that makes one value, or one per head, of every token; `None`: there is none."""
+    tokens, heads, width = value(region.quantised[0]).shape
+    counts = [tokens * count for count in (1, config.num_kv_heads, heads)] if width > 1 else []
+    small = (node for node in region.nodes if reduces(node) and isinstance(value(node), Tensor))
+    return next((node for node in small if any(same_size(value(node).numel(), count) for count in counts)), None)
 
 
-def _value_per_token(region: QueryRegion, run: Sample, config: AttentionConfig) -> Node | None:
-    """Return the first node with one value, or one per head, for every token; `None`: there is none."""
-    counts = [len(run.rows) * heads for heads in (1, config.num_kv_heads, config.num_heads)]
-    found = _ancestors([region.codes], {region.source}) - _ancestors([region.scale], {region.source})
-    for node in region.nodes:
-        made = run.values[node]
-        if node in found and isinstance(made, Tensor) and made.is_floating_point() and made.numel() in counts:
-            return node
-    return None
+class QueryProver(Prover):
+    """Proves that codes are those of a query that the op scales and rounds as it loads it.
 
+    Args:
+        arithmetic: of the op.
+        wide: nodes in bf16 or fp16 that stay in fp32.
+    """
 
-def _runs(region: QueryRegion, config: AttentionConfig, known: dict[Node, Any]) -> Iterator[Sample]:
-    """Yield runs of a region on all probe values, given the values of its root and constants."""
-    known, sizes, tokens = dict(known), region.inputs.sizes, value(region.codes).shape[0]
-    of_scale = _ancestors([region.scale], {region.source, *known})
-    run_nodes([node for node in region.nodes if node in of_scale], known)
-    scale = known[region.scale].float().reshape(-1)
-    if scale.numel() not in (1, config.num_kv_heads):
-        raise Refusal(f"its scale has {scale.numel()} values; the op takes one, or one per KV head", region.codes)
-    columns = config.group_size * config.head_size
-    rows = torch.cat([probe_values(columns, step) for step in scale.expand(config.num_kv_heads).tolist()], dim=1)
-    rows = rows.to(value(region.source).dtype)
-    count = possible_count(tokens, len(rows))
-    furthest = 0 if isinstance(tokens, int) else reach((*sizes, *region.nodes), region.codes)
-    if furthest >= count:
-        raise beyond(furthest, region.codes)
-    rows = rows.repeat(-(-count // len(rows)), 1)
-    for x in rows[: len(rows) // count * count].split(count):
-        env = {**known, **probe.set_sizes(sizes, region.codes, count)}
-        shape = [probe.size_at(size, region.codes, count) for size in value(region.source).shape]
-        env[region.source] = x.reshape(shape)
-        run_nodes([node for node in region.nodes if node not in env], env)
-        yield Sample(x, env)
+    def __init__(
+        self, region: Region, inputs: Inputs, config: AttentionConfig, arithmetic: str, wide: frozenset[Node]
+    ) -> None:
+        (codes,) = region.quantised
+        super().__init__(region, codes, list(region.nodes), inputs, dtype_name(value(region.output).dtype), wide)
+        self.config, self.arithmetic, self.counted = config, arithmetic, codes
+        # Equal scales would hide which head has which.
+        scales, shapes = torch.tensor(exact_scales(self.nodes, inputs)), [value(root).shape for root in inputs.roots]
+        at = [torch.arange(math.prod(shape)).view(tuple(shape)) for shape in shapes]
+        differ = [1 + index // len(scales) / 64 for index in at]
+        self.rounds = [
+            [scales[(first + index) % len(scales)] * part for index, part in zip(at, differ, strict=True)]
+            for first in range(len(self.rounds))
+        ]
+        self.rounded = proof.rounded(self.needed, region.output)
+        self.places: list[Tensor] = []
+        self.conditions = proof.Conditions((*inputs.derived, *self.needed), [region.output, *inputs.roots])
 
+    def prove(self) -> None:
+        """Prove it.
 
-def _known_values(region: QueryRegion, config: AttentionConfig) -> Iterator[dict[Node, Any]]:
-    """Yield the constants with values of the root: the chosen scales one after another, then random different ones."""
-    constants = region.inputs.constants
-    if not region.inputs.roots:
-        yield dict(constants)
-        return
-    (root,) = region.inputs.roots
-    val = value(root)
-    is_float = isinstance(val, Tensor) and val.is_floating_point()
-    if not is_float or not isinstance(val.numel(), int) or val.numel() > _MOST_SCALES:
-        raise Refusal(f"its scale comes from {root.name}, which is no tensor of a few numbers", root, near=True)
-    chosen = torch.tensor(probe.exact_scales(region.nodes, region.inputs))
-    trials = [chosen[(torch.arange(val.numel()) + trial) % len(chosen)] for trial in range(len(chosen))]
-    trials.append(0.005 + torch.rand(val.numel(), generator=torch.Generator().manual_seed(3)))
-    for scales in trials:
-        yield {**constants, root: scales.to(val.dtype).reshape(tuple(val.shape))}
+        Raises:
+            Refusal: they are others, or this cannot be shown.
+        """
+        x, _ = next(self._every_value())
+        sample = self.run(x)
+        self._check(sample)  # first, for its reason says more
+        self.static(sample, self._check)
+        self.conditions.check()
+
+    def run(self, x: Tensor, scales: Sequence[Any] | None = None) -> Sample:
+        """Run the region on rows `[T, N]`, with the first values of the roots if none are given."""
+        scales = self.rounds[0] if scales is None else scales
+        sizes = probe.set_sizes(self.inputs.sizes, self.counted, len(x))
+        shape = [probe.size_at(size, self.counted, len(x)) for size in value(self.region.output).shape]
+        inputs = replace(self.inputs, sizes=())
+        return Sample(x, probe.run(self.nodes, self.region.output, inputs, x.reshape(shape), scales, self.wide, sizes))
+
+    def _origins(self, sample: Sample, known: dict[Node, Origin] | None = None) -> dict[Node, Any]:
+        # The scales of all heads are one formula; runs show which head has which.
+        roots = {root: proof.nowhere(sample.values[root]) for root in self.inputs.roots}
+        found = super()._origins(sample, proof.origins(self.inputs.derived, roots, sample.values))
+        self.places = [found[node].first.flatten() for node, _ in self.rounded]
+        return found
+
+    def _origin(self, found: dict[Node, Any], end: Node | None = None) -> Origin:
+        origin = super()._origin(found, end)
+        if not torch.equal(origin.first.flatten(), torch.arange(origin.first.numel())):
+            raise Refusal("its codes lie in another order than the query", self.quantised, near=True)
+        return origin
+
+    def _check(self, sample: Sample) -> None:
+        """Refuse a run with other codes, or other values before they are rounded."""
+        self.conditions.see(sample.values)
+        query = sample.rows.view(-1, self.config.num_heads, self.config.head_size).float()
+        scale = sample.values[self.inputs.scales[0]].float().reshape(-1).expand(self.config.num_kv_heads)
+        scale = scale.repeat_interleave(self.config.group_size)[:, None]
+        scaled = query * scale.reciprocal() if self.arithmetic == "multiply" else query / scale
+        same = same_bits(sample.values[self.quantised], to_e4m3(scaled))
+        for (node, is_scaled), place in zip(self.rounded, self.places, strict=True):
+            got, wanted = sample.values[node].float().flatten(), (scaled if is_scaled else query).flatten()[place]
+            same = same and (proof.same_scaled if is_scaled else same_bits)(got, wanted)
+        if not same:
+            unclamped = unsaturated_cast(scaled, torch.float8_e4m3fn)
+            if not SATURATES and same_bits(sample.values[self.quantised], unclamped):
+                raise Refusal(probe.NO_CLAMP, near=True)
+            reason = "its codes are not those of the query divided by the op's q_scale and clamped to +-448"
+            raise Refusal(reason, first_difference(self.nodes, self.region.output, [sample]), near=True)

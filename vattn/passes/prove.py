@@ -1,8 +1,12 @@
-"""Proves that a region which agreed with a quantiser in the runs so far agrees with it elsewhere."""
+"""Proves that a region which agreed with a quantiser in the runs so far agrees with it elsewhere.
+
+Outputs with a given scale and queries are proven here, outputs with computed scales in `output_quant.prove_scales`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -36,6 +40,7 @@ class Prover:
         needed: nodes that the quantised tensor is computed from, itself included.
         rounds: values for all roots, one list a run; those of a run differ, since equal ones would hide which root is
             used.
+        counted: the node `[T, H, V]` of which the tokens are counted.
     """
 
     def __init__(
@@ -43,18 +48,20 @@ class Prover:
     ) -> None:
         self.region, self.quantised, self.nodes, self.inputs = region, quantised, nodes, inputs
         self.dtype, self.wide = dtype, wide
-        self.needed = region.ancestors([quantised])
+        self.needed, self.counted = region.ancestors([quantised]), region.output
         scales, count = exact_scales(nodes, inputs), len(inputs.roots)
         each = range(len(scales) if count else 1)
-        self.rounds = [[scales[(first + index) % len(scales)] for index in range(count)] for first in each]
+        self.rounds: list[list[Any]] = [
+            [scales[(first + index) % len(scales)] for index in range(count)] for first in each
+        ]
 
-    def run(self, x: Tensor, scales: Sequence[float] | None = None) -> Sample:
+    def run(self, x: Tensor, scales: Sequence[Any] | None = None) -> Sample:
         """Run the region on rows `[T, N]`, with the first values of the roots if none are given."""
         scales = self.rounds[0] if scales is None else scales
         shaped = x.view(len(x), *map(int, value(self.region.output).shape[1:]))
         return Sample(x, run(self.nodes, self.region.output, self.inputs, shaped, scales, self.wide))
 
-    def rounds_at(self, numbers: Collection[float]) -> list[list[float]]:
+    def rounds_at(self, numbers: Collection[float]) -> list[list[Any]]:
         """Return `rounds`, and runs under scales by which some value comes out as each of some numbers."""
         roots = self.inputs.roots
         return self.rounds + ([[scale] * len(roots) for scale in scales_near(numbers)] if roots else [])
@@ -89,12 +96,12 @@ class Prover:
     def _every_value(self) -> Iterator[tuple[Tensor, bool]]:
         """Yield rows that hold every value of the model dtype for each formula; and whether these are many."""
         values = every_value(MODEL_DTYPES[self.dtype])
-        tokens, heads, width = value(self.region.output).shape
+        tokens, heads, width = value(self.counted).shape
         columns = int(heads) * int(width)
-        count = token_counts((*self.inputs.derived, *self.inputs.sizes, *self.nodes), self.region.output)[0]
+        count = token_counts((*self.inputs.derived, *self.inputs.sizes, *self.nodes), self.counted)[0]
         count = possible_count(tokens, count + len(values) // columns)
         x = torch.zeros(count * columns, dtype=values.dtype)
-        origin = self._origin(self.run(x.view(count, -1)))
+        origin = self._origin(self._origins(self.run(x.view(count, -1))))
         formulas, place = origin.formula.flatten(), origin.first.flatten()
         parts = [place[formulas == formula] for formula in formulas.unique()[: _MOST_ELEMENTS // len(values)]]
         runs = -(-len(values) // min(map(len, parts)))
@@ -105,18 +112,25 @@ class Prover:
                 x[part] = cycled(values, index * len(part), len(part))
             yield x.clone().view(count, -1), runs > _MOST_RUNS
 
-    def _origin(self, sample: Sample, known: dict[Node, Origin] | None = None, end: Node | None = None) -> Origin:
-        """Return where the elements of a node come from, each from one place.
+    def _origins(self, sample: Sample, known: dict[Node, Origin] | None = None) -> dict[Node, Any]:
+        """Return where the elements of each node come from.
 
         Args:
             known: origins of nodes to go no further back than.
+        """
+        start = proof.start(sample.values[self.region.output])
+        return proof.origins(self.needed, {self.region.output: start, **(known or {})}, sample.values)
+
+    def _origin(self, found: dict[Node, Any], end: Node | None = None) -> Origin:
+        """Return where the elements of a node come from, each from one place.
+
+        Args:
+            found: a result of `_origins`.
             end: the node; the quantised tensor if `None`.
 
         Raises:
             Refusal: not each from one place.
         """
-        start = proof.start(sample.values[self.region.output])
-        found = proof.origins(self.needed, {self.region.output: start, **(known or {})}, sample.values)
         origin: Origin = found[end or self.quantised]
         if bool((origin.last != origin.first).any()):
             node = proof.first_unknown(self.needed, found)
