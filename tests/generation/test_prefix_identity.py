@@ -192,8 +192,10 @@ def test_adapters_of_peft() -> None:
     assert reused(generator) == [0, 32]
 
 
-def test_adapters_of_transformers() -> None:
+def test_adapters_of_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
     peft = pytest.importorskip("peft")
+    # transformers 5.24 asks for a PEFT that is not released.
+    monkeypatch.setattr("transformers.integrations.peft.check_peft_version", lambda min_version: None)
     model = make_model("llama")
     config = peft.LoraConfig(r=4, lora_alpha=64, target_modules=["k_proj", "v_proj"], init_lora_weights=False)
     for name in "ab":
