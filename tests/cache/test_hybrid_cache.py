@@ -88,15 +88,6 @@ def test_storages_in_bytes_are_padded_to_share_them():
     assert len(alone.page_types) == 2, "a typed storage is not padded"
 
 
-def test_layers_with_sinks_share_no_storage():
-    sinks = SinkFullAttentionSpec(2, 64, sink_len=16)
-    grouping = group_layers(named(sinks, sinks, WINDOW, WINDOW, WINDOW, WINDOW))
-    for group in grouping.groups:
-        for spec, place in zip(group.specs, group.storages, strict=True):
-            users = [s for g in grouping.groups for s, p in zip(g.specs, g.storages, strict=True) if p == place]
-            assert len(users) == 1 or not isinstance(spec, SinkFullAttentionSpec)
-
-
 def test_nothing_to_group():
     with pytest.raises(CacheError, match="no layer of the model has a KV cache"):
         group_layers({})
@@ -366,17 +357,6 @@ def test_wrong_tables_are_refused_and_touch_no_buffer():
     with pytest.raises(MetadataError, match="slot_mapping with slots"):
         hybrid.builder.build([1], [41], rows, slot_mapping=[3])
     assert all(torch.equal(tensor, before[name]) for name, tensor in step.tensors().items())
-
-
-def test_out_of_blocks_changes_nothing():
-    hybrid = Hybrid(num_blocks=24)
-    table, _ = hybrid.request()
-    table.append(20)
-    rows, used = [list(row) for row in table.rows], hybrid.pool.num_used
-    with pytest.raises(OutOfBlocksError, match="in 5 groups"):
-        table.append(40)
-    assert table.rows == rows and hybrid.pool.num_used == used and table.num_tokens == 20
-    assert hybrid.pool.num_free >= 5
 
 
 def test_blocks_behind_the_window_make_room_for_the_next_unless_a_fork_holds_them():

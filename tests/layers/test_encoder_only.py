@@ -40,14 +40,7 @@ def make_layer(**options: Any) -> vattn.EncoderOnlyAttention:
 
 
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "plain": ({}, {}),
-    "scale": ({"scale": 0.4}, {"scale": 0.4}),
-    "window": ({"per_layer_sliding_window": 3}, {"window": 3}),
-    "window1": ({"per_layer_sliding_window": 1}, {"window": 1}),
     "the model's window": ({"cache_config": vattn.CacheConfig(sliding_window=5)}, {"window": 5}),
-    "soft cap": ({"logits_soft_cap": 0.7}, {"soft_cap": 0.7}),
-    "alibi": ({"alibi_slopes": SLOPES}, {"slopes": SLOPES}),
-    "sinks": ({"sinks": SINKS}, {"sinks": SINKS}),
     "everything": (
         {"per_layer_sliding_window": 4, "logits_soft_cap": 1.5, "alibi_slopes": SLOPES.tolist(), "sinks": SINKS},
         {"window": 4, "soft_cap": 1.5, "slopes": SLOPES, "sinks": SINKS},

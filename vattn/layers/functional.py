@@ -140,23 +140,9 @@ def rope_update_kv_cache(
     dtype = torch.float8_e4m3fn if config.query_format != "none" else MODEL_DTYPES[config.dtype]
     query_out = query.new_empty(query.shape, dtype=dtype)
     torch.ops.vattn.rope_kv_cache_update(
-        query,
-        key,
-        value,
-        cos,
-        sin,
-        positions,
-        query_out,
-        *_views(kv_cache, config),
-        slot_mapping,
-        q_weight,
-        k_weight,
-        q_scale,
-        k_scale,
-        v_scale,
-        rope.encode(),
-        config.encode(),
-    )
+        query, key, value, cos, sin, positions, query_out, *_views(kv_cache, config), slot_mapping, q_weight, k_weight,
+        q_scale, k_scale, v_scale, rope.encode(), config.encode(),
+    )  # fmt: skip
     return query_out
 
 
@@ -199,30 +185,13 @@ def paged_attention(
     """
     seq_lens, block_table = _keys_of(metadata, config)
     result = new_output(query, config)
+    flags = metadata.causal if isinstance(metadata.causal, Tensor) else None
+    tree_id = metadata.tree_id if metadata.tree_bias is not None else None
     torch.ops.vattn.attention(
-        query,
-        *_views(kv_cache, config),
-        metadata.query_start_loc,
-        seq_lens,
-        block_table,
-        result.output,
-        result.block_scale,
-        result.lse,
-        output_scale,
-        q_scale,
-        k_scale,
-        v_scale,
-        alibi_slopes,
-        sinks,
-        metadata.causal if isinstance(metadata.causal, Tensor) else None,
-        metadata.tree_bias,
-        metadata.tree_id if metadata.tree_bias is not None else None,
-        metadata.mm_ranges,
-        None,
-        [],
-        None,
-        noted(config.encode()),
-    )
+        query, *_views(kv_cache, config), metadata.query_start_loc, seq_lens, block_table, result.output,
+        result.block_scale, result.lse, output_scale, q_scale, k_scale, v_scale, alibi_slopes, sinks, flags,
+        metadata.tree_bias, tree_id, metadata.mm_ranges, None, [], None, noted(config.encode()),
+    )  # fmt: skip
     return result
 
 
