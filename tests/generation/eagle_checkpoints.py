@@ -121,11 +121,16 @@ class Head:
 
     def drafts(self, states: Tensor, ids: list[int], count: int) -> list[int]:
         """Return the drafts after `ids`, of `states` of all but the last token, combined for EAGLE-3."""
+        return self.tree_drafts(states, ids, [1] * count)
+
+    def tree_drafts(self, states: Tensor, ids: list[int], widths: list[int]) -> list[int]:
+        """Return the likeliest drafts of each depth, which follow the likeliest one before."""
         ids, found = list(ids), list[int]()
-        for _ in range(count):
+        for width in widths:
             last = self.layer(states, ids[1:])[-1:]
-            found.append(int(self.ids[self.logits(last).argmax()]))
-            states, ids = torch.cat((states, last)), [*ids, found[-1]]
+            best = self.ids[self.logits(last)[0].topk(width).indices].tolist()
+            found += best
+            states, ids = torch.cat((states, last)), [*ids, best[0]]
         return found
 
     @staticmethod

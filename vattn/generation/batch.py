@@ -7,6 +7,7 @@ from typing import Any
 
 from vattn.generation.cache_blocks import CacheBlocks
 from vattn.generation.request import Request
+from vattn.metadata.token_tree import TokenTree
 
 
 @dataclass
@@ -18,6 +19,8 @@ class Batch:
         starts, ends: positions `starts[i]` to `ends[i] - 1` of request i are computed.
         ready: how many requests get a token.
         drafts: the drafts of each of the ready requests; empty in a step without drafts.
+        tree: how the drafts of a request branch; `None`: not at all.
+        paths: in a step with a tree, the rows of the right drafts of each request, once they are known.
         prompt_logprobs: requests with tokens of their prompts that get log-probabilities, the position of the first of
             these tokens, and how many there are.
         run: the run of decode steps that this step belongs to; `None` where the next one has to be planned.
@@ -31,6 +34,8 @@ class Batch:
     ends: list[int] = field(default_factory=list)
     ready: int = 0
     drafts: list[list[int]] = field(default_factory=list)
+    tree: TokenTree | None = None
+    paths: dict[Request, list[int]] = field(default_factory=dict)
     prompt_logprobs: list[tuple[Request, int, int]] = field(default_factory=list)
     run: DecodeRun | None = None
     offset: int = 0

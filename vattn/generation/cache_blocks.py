@@ -254,6 +254,18 @@ class CacheBlocks:
                 keys = request.keys(request.cached // self.block_size, self.block_size)
                 self.snapshots.forget(self._name(key, 0) for key in keys)
 
+    def moves(self, request: Request, root: int, path: Sequence[int]) -> list[tuple[int, int]]:
+        """Return slots from which to copy the accepted nodes of a tree, and to which: the places after its root.
+
+        Args:
+            request: with its blocks.
+            root: the place of the tree's root.
+            path: the rows of the nodes, which lie as many places after the root.
+        """
+        row, size = _rows(request.table)[0], self.block_size
+        moved = [(root + node, root + depth) for depth, node in enumerate(path, 1) if node != depth]
+        return [tuple(row[place // size] * size + place % size for place in pair) for pair in moved]  # type: ignore[misc]
+
     def rows(self, requests: Sequence[Request], num_tokens: int) -> Tensor | list[Tensor]:
         """Return int64 `[len(requests), W]`, block ids of requests of up to `num_tokens` tokens; one for each group."""
         self._write_fresh()

@@ -15,6 +15,7 @@ from vattn.config.arguments import read_count
 from vattn.errors import ConfigError, UnsupportedRequestError, VattnError
 from vattn.generation.model_steps import Graphs, sample_draft_inputs, sample_inputs
 from vattn.metadata.builder import AttentionMetadataBuilder
+from vattn.metadata.token_tree import TokenTree
 
 Forward = Callable[..., Tensor]
 
@@ -101,6 +102,7 @@ class GraphSizes:
         max_num_reqs: requests of such a step.
         with_states: whether the model keeps a state for each request.
         with_encoder: whether the model has cross attention.
+        tree: how drafts branch; `None`: not at all.
     """
 
     decodes: Sequence[int] = ()
@@ -109,6 +111,7 @@ class GraphSizes:
     max_num_reqs: int = 1
     with_states: bool = False
     with_encoder: bool = False
+    tree: TokenTree | None = None
 
     @property
     def step_options(self) -> Callable[[int], dict[str, Any]] | None:
@@ -139,11 +142,13 @@ def capture(
     if sizes.decodes:
         wanted.append(("plain", list(sizes.decodes), sample_inputs, {"output_rows": "requests"}))
     if sizes.decodes and sizes.num_drafts:
-        rows = {"output_rows": "tokens", "tokens_per_request": 1 + sizes.num_drafts}
+        rows: dict[str, Any] = {"output_rows": "tokens", "tokens_per_request": 1 + sizes.num_drafts}
+        if sizes.tree is not None:
+            rows["step_options"] = lambda num_reqs: {"trees": [sizes.tree] * num_reqs}
         wanted.append(("drafts", list(sizes.decodes), sample_draft_inputs, rows))
     first: CUDAGraphRunner | None = next(filter(None, memory_of or ()), None)
     for name, numbers, inputs, options in wanted:
-        runner = capture_runner(forward, numbers, builder, inputs, memory_of=first, **options, **shared)
+        runner = capture_runner(forward, numbers, builder, inputs, memory_of=first, **{**shared, **options})
         first = first or runner
         graphs = graphs._replace(**{name: runner})
     return graphs

@@ -14,6 +14,7 @@ from vattn.generation.batch import Batch
 from vattn.generation.cache_blocks import CacheBlocks
 from vattn.generation.model_steps import Ran
 from vattn.generation.request import Request
+from vattn.metadata.token_tree import TokenTree
 
 
 @dataclass(frozen=True)
@@ -49,9 +50,11 @@ class DraftSource:
         num_drafts: most tokens that are drafted for a request; a step verifies them together.
         beside_prompts: whether steps that hold prompts may have drafts too.
         launches: whether `launch` runs anything.
+        tree: how the `num_drafts` drafts of a request branch; `None`: not at all, and there may be fewer.
     """
 
     num_drafts: int
+    tree: TokenTree | None = None
     beside_prompts, launches = True, False
 
     def watch(self, served: ServedModel, forward: Any, num_tokens: int) -> Any:
@@ -72,6 +75,7 @@ class DraftSource:
     def plan(self, request: Request, most: int) -> list[int]:
         """Return drafts of a request's next tokens: up to `most`, `UNKNOWN` for tokens that `launch` will choose.
 
+        With a tree: one for each node in the tree's order, siblings that differ, or none.
         The scheduler takes blocks for them. `request.output` holds all tokens so far.
         """
 

@@ -34,12 +34,20 @@ class DraftChain(nn.Module):
         num_drafts: tokens that it drafts.
         builder: of the further steps; not the one of the first step.
         states: `[M, hidden_size]`, hidden states that the first step begins with; `None` for a model that reads none.
+        widths: how many of the likeliest tokens are drafts after each step, of which the next step takes the first;
+            default one.
     """
 
     def __init__(
-        self, forward: nn.Module, num_drafts: int, builder: AttentionMetadataBuilder, states: Tensor | None = None
+        self,
+        forward: nn.Module,
+        num_drafts: int,
+        builder: AttentionMetadataBuilder,
+        states: Tensor | None = None,
+        widths: Sequence[int] = (),
     ) -> None:
         super().__init__()
+        self._widths = widths or [1] * num_drafts
         self.forward_step, self.num_drafts, self._builder, self._states = forward, num_drafts, builder, states
         self._d2t: Tensor | None = getattr(forward, "d2t", None)
         count = builder.max_num_reqs + 1
@@ -48,16 +56,16 @@ class DraftChain(nn.Module):
         self._offsets = torch.arange(num_drafts - 1, device=builder.device)
 
     def first(self, ids: Tensor, positions: Tensor, rows: Tensor, sources: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Run the first step; return int64 `[N]` drafts, and hidden states for a model that reads them.
+        """Run the first step; return int64 `[N, width]` drafts, and hidden states for a model that reads them.
 
         Args:
             sources: int64 `[T]`, a row of `states` for each token; nothing for a model that reads none.
         """
         found = [] if self._states is None else [self._states.index_select(0, each) for each in sources]
-        return self._choose(self.forward_step(ids, positions, rows, *found))
+        return self._choose(self.forward_step(ids, positions, rows, *found), 0)
 
     def forward(self, ids: Tensor, positions: Tensor, rows: Tensor, ends: Tensor, *sources: Tensor) -> Tensor:
-        """Return int64 `[N, num_drafts]` drafts, N the padded number of requests.
+        """Return int64 `[N, sum(widths)]` drafts, N the padded number of requests.
 
         Args:
             ids, positions: int64 `[T]` of the first step.
@@ -83,7 +91,7 @@ class DraftChain(nn.Module):
             lengths, slots, places = (_aligned(each) for each in ((places + 1).int(), slots, places))
         for index in range(self.num_drafts - 1):
             with torch.inference_mode(False):
-                place = places[index, :count].data
+                place, ids = places[index, :count].data, draft[:, 0].contiguous()
                 following = self._builder.build_from_tensors(
                     starts,
                     lengths[index, :count].data,
@@ -94,15 +102,17 @@ class DraftChain(nn.Module):
                     copy=False,
                 )
             with forward_context(following):
-                draft, *states = self._choose(self.forward_step(draft, place, numbers, *states))
+                found = self.forward_step(ids, place, numbers, *states)
+                draft, *states = self._choose(found, index + 1)
             drafts.append(draft)
-        return torch.stack(drafts, dim=1)
+        return torch.cat(drafts, dim=1)
 
-    def _choose(self, found: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    def _choose(self, found: Tensor | tuple[Tensor, ...], index: int) -> tuple[Tensor, ...]:
         """Return the likeliest tokens, not as an inference tensor, and what comes with the logits."""
         logits, *states = (found,) if isinstance(found, Tensor) else found
         with torch.inference_mode(False):
-            tokens = logits.argmax(dim=-1)
+            width = self._widths[index]
+            tokens = logits.argmax(-1, keepdim=True) if width == 1 else logits.topk(width).indices
             return tokens if self._d2t is None else tokens + self._d2t[tokens], *states
 
 
@@ -117,7 +127,7 @@ class DraftSteps(DraftSource):
         cache: its own.
         num_drafts: most tokens that are drafted for a request.
         served: what it drafts for.
-        states: see `DraftChain`.
+        states, widths: see `DraftChain`.
     """
 
     beside_prompts, launches = False, True
@@ -129,7 +139,9 @@ class DraftSteps(DraftSource):
         num_drafts: int,
         served: ServedModel,
         states: Tensor | None = None,
+        widths: Sequence[int] = (),
     ) -> None:
+        self._depth = len(widths) or num_drafts
         self.model, self.num_drafts, self._blocks = model, num_drafts, served.blocks
         self._group = _whole_group(served.blocks.cache)
         most, longest = served.max_num_reqs, served.max_seq_len
@@ -145,7 +157,7 @@ class DraftSteps(DraftSource):
         forward = CompiledModel(model, served.compile, builder.device, served.compile_options).forward
         self._steps = self._prompt_steps(forward, served)
         following = make_builder(model, cache, most, max(2, most), longest)
-        self._chain = DraftChain(forward, num_drafts, following, states)  # type: ignore[arg-type]
+        self._chain = DraftChain(forward, self._depth, following, states, widths)  # type: ignore[arg-type]
         self._runners = [
             capture_runner(
                 self._chain,
@@ -248,7 +260,8 @@ class DraftSteps(DraftSource):
             order: the requests in the order in which their drafts are returned; `None` for that of the step.
         """
         last = [end - 1 for end in accumulate(step.counts)]
-        until = [end + length - 1 if length > 1 else 0 for end, length in zip(step.ends, lengths, strict=True)]
+        steps = [min(length, self._depth) for length in lengths]
+        until = [end + length - 1 if length > 1 else 0 for end, length in zip(step.ends, steps, strict=True)]
         # Two requests and tokens at least, as the metadata has.
         known = (step.ids, last, until) if sources is None else (step.ids, last, until, sources)
         lists = [[*each, *([0] * (2 - len(each)))] for each in known]

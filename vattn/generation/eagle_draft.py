@@ -19,6 +19,7 @@ from vattn.generation.draft_source import DraftSource, ServedModel
 from vattn.generation.eagle_head import EagleHead, Weights, read_config
 from vattn.generation.eagle_steps import EagleSteps
 from vattn.generation.request import Request
+from vattn.metadata.token_tree import TokenTree, TreeChoices
 
 
 @dataclass(frozen=True)
@@ -28,10 +29,14 @@ class EagleDraft(DraftSource):
     Attributes:
         folder: of the checkpoint: `config.json` and `model.safetensors` or `pytorch_model.bin`, as published for the
             target, which is a language model of transformers on vattn.
-        num_drafts: most tokens that are drafted for a request, 1 to 64; a step verifies them together.
+        num_drafts: most tokens that are drafted for a request, 1 to 64; a step verifies them together. Default 4, or
+            the nodes of the tree.
+        tree: paths of child indices, as `vattn.TokenTree` has them: node `(0, 1)` is the second likeliest token after
+            the likeliest one. Only first children have children. Default: drafts that follow each other.
 
     Raises:
-        ConfigError: no such folder, `num_drafts` out of range, or a head that vattn does not know.
+        ConfigError: no such folder, `num_drafts` out of range or not that of the tree, another tree, or a head that
+            vattn does not know.
         MissingPackageError: no transformers, which makes the head's RoPE.
 
     The output is the same as without drafts, whatever the head is. It has a cache of its own, of as many blocks as the
@@ -47,9 +52,20 @@ class EagleDraft(DraftSource):
     """
 
     folder: str | os.PathLike[str]
-    num_drafts: int = 4
+    num_drafts: int = None  # type: ignore[assignment]
+    tree: TokenTree | TreeChoices = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
+        tree = None if self.tree is None else TokenTree.of(self.tree)
+        nodes = 4 if tree is None else tree.size - 1
+        if tree is not None and (self.num_drafts not in (None, nodes) or any(any(path[:-1]) for path in tree.paths)):
+            raise ConfigError(
+                f"tree={self.tree!r:.80} with num_drafts={self.num_drafts}",
+                f"a tree in which only first children have children, and its {nodes} nodes for num_drafts",
+                "leave num_drafts out, and take [(0,), (1,), (0, 0), (0, 1)] for two tokens after each first one",
+            )
+        object.__setattr__(self, "num_drafts", nodes if self.num_drafts is None else self.num_drafts)
+        object.__setattr__(self, "tree", None if tree is None or tree.is_chain else tree)
         check_num_drafts(self.num_drafts)
         read_config(Path(self.folder))
 
@@ -94,7 +110,7 @@ class EagleDraft(DraftSource):
         head = watched.head
         dtype = head.fc.weight.dtype
         head.kv_cache = allocate_kv_cache(head, num_blocks=target.num_blocks, device=target.device, dtype=dtype)
-        return EagleSteps(head, head.kv_cache, self.num_drafts, served, watched.states)
+        return EagleSteps(head, head.kv_cache, self.num_drafts, served, watched.states, self.tree)  # type: ignore[arg-type]
 
     def plan(self, request: Request, most: int) -> list[int]:
         """Refuse: the source that `start` returns has the drafts."""

@@ -16,6 +16,7 @@ from vattn.generation.model_steps import ModelSteps, Ran, StepInputs
 from vattn.generation.request import Request
 from vattn.generation.transfers import on_host
 from vattn.metadata.attention_metadata import AttentionMetadata
+from vattn.metadata.token_tree import TokenTree
 
 
 class Computed(NamedTuple):
@@ -25,12 +26,14 @@ class Computed(NamedTuple):
         start, end: their positions, wrong drafts among them.
         row: where their hidden states begin.
         place: the request's row in the block tables of that step.
+        paths: which rows hold right drafts, see `Batch`.
     """
 
     start: int
     end: int
     row: int
     place: int
+    paths: dict[Request, list[int]]
 
 
 class EagleSteps(DraftSteps):
@@ -42,16 +45,23 @@ class EagleSteps(DraftSteps):
     """
 
     def __init__(
-        self, model: nn.Module, cache: KVCacheAllocation, num_drafts: int, served: ServedModel, states: Tensor
+        self,
+        model: nn.Module,
+        cache: KVCacheAllocation,
+        num_drafts: int,
+        served: ServedModel,
+        states: Tensor,
+        tree: TokenTree | None = None,
     ) -> None:
-        self.num_drafts = num_drafts
-        super().__init__(model, cache, num_drafts, served, states)
+        widths = [] if tree is None else [tree.depths.count(depth) for depth in range(1, tree.depth + 1)]
+        self.tree, self._most = tree, 1 + (len(widths) or num_drafts)
+        super().__init__(model, cache, num_drafts, served, states, widths)
         served.blocks.computes_last = True
         self._computed: dict[Request, Computed] = {}
         self._tables: Tensor | None = None
 
     def _tokens_per_request(self) -> tuple[int, ...]:
-        return (1 + self.num_drafts,)
+        return (self._most,)
 
     def _prompt_steps(self, forward: Any, served: ServedModel) -> ModelSteps | None:
         return None
@@ -62,7 +72,7 @@ class EagleSteps(DraftSteps):
 
     def _runner(self, counts: Any) -> CUDAGraphRunner | None:
         holds = self._runners and self._runners[0].key_for(len(counts), sum(counts)) is not None
-        return self._runners[0] if holds and max(counts) <= 1 + self.num_drafts else None
+        return self._runners[0] if holds and max(counts) <= self._most else None
 
     def plan(self, request: Request, most: int) -> list[int]:
         """Return placeholders for a request that was in the target's last step, of which there are hidden states."""
@@ -80,7 +90,7 @@ class EagleSteps(DraftSteps):
         found = self._follow(drafts, batch, tables, begin) if self._computed else None
         row, self._tables, self._computed = 0, tables, {}
         for place, (request, start, end) in enumerate(zip(batch.requests, batch.starts, batch.ends, strict=True)):
-            self._computed[request] = Computed(start, end, row, place)
+            self._computed[request] = Computed(start, end, row, place, batch.paths)
             row += end - start
         return found
 
@@ -99,7 +109,9 @@ class EagleSteps(DraftSteps):
                 counts.append(end - each.start)
                 ends.append(end)
                 ids += request.tokens(each.start + 1, end + 1)
-                sources += range(each.row, each.row + end - each.start)
+                path = each.paths.get(request)
+                rows_of_step = range(end - each.start) if path is None else [0, *path][: end - each.start]
+                sources += [each.row + row for row in rows_of_step]
         if not rows:
             return None
         assert self._tables is not None

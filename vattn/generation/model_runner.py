@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, islice
 
@@ -58,9 +59,10 @@ class Launched(Ran):
         tokens, usable = self.result.tolist()
         return tokens, usable
 
-    def logprobs(self, row: int, count: int) -> list[TokenLogprobs]:
+    def logprobs(self, rows: Sequence[int]) -> list[TokenLogprobs]:
         """Return the log-probabilities of the tokens of some rows, after `read`; none if their request gets none."""
-        return self.step_logprobs.of_rows(row, count) if self.step_logprobs is not None else []
+        found = self.step_logprobs
+        return [each for row in rows for each in found.of_rows(row, 1)] if found is not None else []
 
     @property
     def device_seconds(self) -> float:
@@ -149,6 +151,9 @@ class ModelRunner:
         slots, sources = self.blocks.state_slots(batch.requests), sources if before else []
         adapters = [-1 if request.adapter is None else request.adapter.slot for request in batch.requests]
         step = StepInputs(counts, ends, ids, sources, tables, rows, _graphs(batch, counts), slots, adapters)
+        if batch.tree is not None:
+            drafts = [*batch.drafts, *([] for _ in batch.requests[len(batch.drafts) :])]
+            step.trees = [batch.tree if each else None for each in drafts]
         if any(request.inputs is not None for request in batch.requests):
             _add_prompt_inputs(step, batch)
         if self.blocks.with_encoder:
@@ -260,7 +265,9 @@ def _chosen(batch: Batch, logits: Tensor) -> tuple[list[Request], list[int], Sam
         requests, positions = [], []
         for request, end, drafts in zip(batch.requests[: batch.ready], batch.ends, batch.drafts, strict=False):
             requests += [request] * (1 + len(drafts))
-            positions += range(end - len(drafts), end + 1)
+            first = end - len(drafts)
+            depths = batch.tree.depths if batch.tree is not None and drafts else range(1 + len(drafts))
+            positions += [first + depth for depth in depths]
     sampled = [row for row, request in enumerate(requests) if not request.greedy]
     with_logprobs = [row for row, request in enumerate(requests) if request.logprobs is not None]
     return requests, positions, SamplingMetadata.of(requests, sampled, logits) if sampled else None, with_logprobs

@@ -15,6 +15,7 @@ from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.forward_context import forward_context
 from vattn.metadata.prompt_inputs import EncoderStep, PromptPart, StepEmbeddings, positions_of
+from vattn.metadata.token_tree import TokenTree
 
 T = TypeVar("T")
 Outcome = tuple[Tensor, AttentionMetadata, CUDAGraphRunner | None]
@@ -55,6 +56,7 @@ class StepInputs:
         offsets: how much further than its place the position of each request's tokens is; empty for nowhere.
         ranges: places of each request's tokens that see each other both ways; `None` for none.
         encoder: the encoder's side; `None` for models without.
+        trees: the tree that each request verifies, `None` for none; `None`: no request does.
         new_blocks: where the step has the requests of the step before and one token of each: the blocks that begin with
             these tokens. All else is empty then.
     """
@@ -73,6 +75,7 @@ class StepInputs:
     offsets: Sequence[int] = ()
     ranges: Sequence[Sequence[tuple[int, int]]] | None = None
     encoder: EncoderStep | None = None
+    trees: Sequence[TokenTree | None] | None = None
 
     @property
     def continues(self) -> bool:
@@ -143,11 +146,18 @@ class ModelSteps:
             self._offsets = on_device(each, self.device)
         counts, ends, tables = on_host(step.counts), on_host(step.ends), step.tables
         graphs = None if step.graphs is None else self.graphs[step.graphs]
+        trees: dict[str, Any] = {} if step.trees is None else {"trees": step.trees}
         if graphs is not None and graphs.key_for(len(step.counts), len(step.ids)) is not None:
             # The device waits for a step with drafts, and for no other.
             later = step.graphs == DRAFTS
             metadata = graphs.build(
-                counts, ends, tables, check_model=not later, state_slots=step.state_slots, **_encoder_side(step)
+                counts,
+                ends,
+                tables,
+                check_model=not later,
+                state_slots=step.state_slots,
+                **trees,
+                **_encoder_side(step),
             )
             outcome = self._forward(ids[: len(step.ids)], metadata, rows, graphs, begin)
             if later:
@@ -160,6 +170,7 @@ class ModelSteps:
             num_tokens_padded=ids.shape[0],
             mm_ranges=step.ranges,
             state_slots=step.state_slots,
+            **trees,
             **_encoder_side(step),
         )
         states = None if step.encoder is None else step.encoder.states

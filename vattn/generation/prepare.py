@@ -16,7 +16,7 @@ from vattn.generation.draft_source import DraftSource, ServedModel
 from vattn.generation.model_steps import Graphs, ModelSteps
 from vattn.generation.pipeline import part_of_pipeline, steps_of_ranks
 from vattn.generation.ranks import join_ranks
-from vattn.generation.setup import find_adapters, longest_encoder, make_builder
+from vattn.generation.setup import check_tree, find_adapters, longest_encoder, make_builder
 from vattn.layers.lora import Adapters
 
 if TYPE_CHECKING:
@@ -53,7 +53,10 @@ def prepare(
     model, cache, max_num_reqs = served.model, served.blocks.cache, served.max_num_reqs
     num_drafts = speculation.num_drafts if speculation is not None else 0
     capacity = max(2, served.token_budget + 1, max_num_reqs * (1 + num_drafts))
-    builder = make_builder(model, cache, max_num_reqs, capacity, served.max_seq_len)
+    tree = None if speculation is None else speculation.tree
+    if tree is not None:
+        check_tree(model, cache, group)
+    builder = make_builder(model, cache, max_num_reqs, capacity, served.max_seq_len, tree)
     options = {
         "num_blocks": cache.num_blocks,
         "block_size": cache.block_size,
@@ -76,7 +79,7 @@ def prepare(
         # Replaces what the generator before reads: after all that may refuse this one.
         adapters = find_adapters(model, group, capacity)
         kinds = cache.states is not None, longest_encoder(model) > 0
-        sizes = GraphSizes(served.graph_sizes, num_drafts, mixed, max_num_reqs, *kinds)
+        sizes = GraphSizes(served.graph_sizes, num_drafts, mixed, max_num_reqs, *kinds, tree)
         with compiling_ahead(cache.device):
             steps_to_come = steps_ahead(sizes, served.token_budget, served.max_seq_len)
             compile_steps(model, builder, steps_to_come, sizes.step_options)

@@ -137,6 +137,7 @@ class Scheduler:
             self._filled.clear()
         if not any(batch.drafts):
             batch.drafts = []
+        batch.tree = self.source.tree if batch.drafts and self.source is not None else None
         if self.blocks.snapshots is not None or batch.unready_before_ready():
             batch.put_ready_first()
         singles = self.token_budget - budget == len(batch.requests) == len(self.running) == batch.ready
@@ -191,21 +192,22 @@ class Scheduler:
         assert self.source is not None
         # The step also chooses the token after the drafts.
         most = min(self.source.num_drafts, request.limit - request.num_tokens - 1, budget)
-        if most < 1 or request.pending or request.needs_history:
+        least = 1 if self.source.tree is None else self.source.num_drafts
+        if most < least or request.pending or request.needs_history:
             return []
         drafts = self.source.plan(request, most)
-        if len(drafts) > most:
+        if len(drafts) > most or 0 < len(drafts) < least:
             raise ConfigError(
                 f"{len(drafts)} drafts of {type(self.source).__name__}.plan",
-                f"up to {most}",
-                "return no more than `most`",
+                f"none, or {least} to {most}",
+                "return no more than `most`, and with a tree one for each node",
             )
         if drafts:
             try:
                 self.blocks.grow(request, 1 + len(drafts))
             except OutOfBlocksError:
                 # A draft preempts no request.
-                drafts = drafts[: request.room - request.cached - 1]
+                drafts = drafts[: request.room - request.cached - 1] if least == 1 else []
         return drafts
 
     def _grow(self, request: Request, count: int) -> bool:

@@ -10,12 +10,15 @@ from torch import nn
 from vattn.cache.allocation import KVCacheAllocation
 from vattn.calibration.eval_mode import EvalMode
 from vattn.config.arguments import format_bytes, integer, read_count
+from vattn.config.attention import AttentionConfig
 from vattn.errors import ConfigError
 from vattn.generation.draft_source import DraftSource
 from vattn.generation.prompts import check_stop_ids
 from vattn.layers.lora import Adapters
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.hybrid_builder import GroupedMetadataBuilder
+from vattn.metadata.token_tree import TokenTree
+from vattn.metadata.tree_builder import TreeAttentionMetadataBuilder
 
 
 def check_counts(max_num_reqs: Any, token_budget: Any, max_queue: Any, state_snapshots: Any) -> None:
@@ -249,12 +252,43 @@ def reuses_prefixes(requested: bool | None, cache: KVCacheAllocation, state_snap
     return cache.states is None or state_snapshots > 0 if requested is None else requested
 
 
+def check_tree(model: Any, cache: KVCacheAllocation, group: Any) -> None:
+    """Refuse trees of drafts for a model whose tokens would not be those without drafts.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    configs = [layer.config for layer in model.modules() if hasattr(layer, "bind_kv_cache")]
+    wrong = {
+        "a model with group=": group is not None,
+        "a cache with hybrid=True": bool(cache.groups),
+        "a model with images or an encoder": getattr(model, "max_ranges", 0) or longest_encoder(model),
+        "a model with latent attention": any(not isinstance(config, AttentionConfig) for config in configs),
+        # Both count places, where drafts lie in the tree's order.
+        "a model with windows or ALiBi": any(
+            getattr(config, "sliding_window", None) is not None or getattr(config, "alibi", "none") != "none"
+            for config in configs
+        ),
+    }
+    for name, is_so in wrong.items():
+        if is_so:
+            raise ConfigError(f"a tree of drafts for {name}", "drafts without branches", "leave tree out")
+
+
 def make_builder(
-    model: nn.Module, cache: KVCacheAllocation, max_num_reqs: int, max_num_tokens: int, max_seq_len: int
+    model: nn.Module,
+    cache: KVCacheAllocation,
+    max_num_reqs: int,
+    max_num_tokens: int,
+    max_seq_len: int,
+    tree: TokenTree | None = None,
 ) -> AttentionMetadataBuilder:
-    """Return the builder of a cache's steps."""
+    """Return the builder of a cache's steps, which may hold trees as large as `tree`."""
     kind = GroupedMetadataBuilder if cache.groups else AttentionMetadataBuilder
     sizes = max_num_reqs, max_num_tokens, max_seq_len, cache.block_size, cache.device
+    if tree is not None:
+        nodes = tree.size - 1
+        return TreeAttentionMetadataBuilder(*sizes, layers=model, max_tree_nodes=nodes, max_trees=1, decode_threshold=1)
     return kind(
         *sizes, layers=model, max_mm_ranges=getattr(model, "max_ranges", 0), max_encoder_len=longest_encoder(model)
     )

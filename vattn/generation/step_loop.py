@@ -11,9 +11,11 @@ from itertools import repeat
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import nn
 
 from vattn.cache.bindings import CacheBindings, cache_claim
+from vattn.cache.copies import move_slots
 from vattn.calibration.eval_mode import EvalMode
 from vattn.errors import CacheError, RequestError, VattnError
 from vattn.generation.batch import Batch
@@ -23,6 +25,7 @@ from vattn.generation.outputs import take_tokens
 from vattn.generation.request import FAILED, Progress, Request
 from vattn.generation.scheduler import Scheduler
 from vattn.generation.statistics import Statistics
+from vattn.generation.transfers import on_device
 
 
 class StepLoop:
@@ -235,36 +238,48 @@ class StepLoop:
                 request.pending = False
                 progress.append(Progress(request, "", (token,)))
             else:
-                progress.append(self._take(now, row, request, [token], [usable[row]]))
+                progress.append(self._take(now, [row], request, [token], [usable[row]]))
         return progress
 
     def _accept_drafts(self, now: Launched, tokens: list[int], usable: list[int]) -> list[Progress]:
         """Give requests their right drafts, and the token after the last right one."""
         batch, progress, stop = now.batch, [], 0
+        moves = list[tuple[int, int]]()
         for request, end, drafts in zip(batch.requests[: batch.ready], batch.ends, batch.drafts, strict=False):
             begin, stop = stop, stop + 1 + len(drafts)
             if request.ended is not None:
                 # Cancelled meanwhile: its drafts were neither right nor wrong.
                 self._statistics.drafted_tokens -= len(drafts)
                 continue
-            right = self._count_right(drafts, tokens[begin:stop])
+            path, first = self._right(batch, drafts, tokens[begin:stop]), end - len(drafts)
+            if batch.tree is not None:
+                batch.paths[request] = path
+                moves += self._blocks.moves(request, first - 1, path)
             # Later tokens overwrite the keys and values of wrong drafts.
-            request.cached = end - len(drafts) + right
+            request.cached = first + len(path)
             request.drafted += len(drafts)
-            request.accepted += right
-            self._statistics.accepted_tokens += right
-            taken = [*drafts[:right], tokens[begin + right]]
-            progress.append(self._take(now, begin, request, taken, usable[begin : begin + 1 + right]))
+            request.accepted += len(path)
+            self._statistics.accepted_tokens += len(path)
+            rows = [begin, *(begin + row for row in path)]
+            taken = [*(drafts[row - 1] for row in path), tokens[rows[-1]]]
+            progress.append(self._take(now, rows, request, taken, [usable[row] for row in rows]))
+        if moves:
+            source, target = (on_device(slots, self._blocks.cache.device) for slots in zip(*moves, strict=True))
+            with torch.inference_mode():
+                move_slots(self.model, source, target)
         return progress
 
-    def _count_right(self, drafts: list[int], chosen: list[int]) -> int:
-        """Return how many first drafts are what the model chose."""
-        return next((i for i, draft in enumerate(drafts) if draft != chosen[i]), len(drafts))
+    def _right(self, batch: Batch, drafts: list[int], chosen: list[int]) -> list[int]:
+        """Return the rows of the drafts that are what the model chose, counted from the request's first row."""
+        if batch.tree is not None and drafts:
+            return batch.tree.accepted(drafts, chosen)
+        count = next((i for i, draft in enumerate(drafts) if draft != chosen[i]), len(drafts))
+        return [*range(1, 1 + count)]
 
-    def _take(self, now: Launched, row: int, request: Request, tokens: list[int], usable: list[int]) -> Progress:
+    def _take(self, now: Launched, rows: list[int], request: Request, tokens: list[int], usable: list[int]) -> Progress:
         """Give a request its tokens of a step, which are from a row on, and take it out if it ends."""
         first = request.first_token is None
-        progress = take_tokens(request, tokens, usable, now.errors.get(row), now.logprobs(row, len(tokens)))
+        progress = take_tokens(request, tokens, usable, now.errors.get(rows[0]), now.logprobs(rows))
         if first and request.first_token is not None:
             self._first.append(request.first_token - request.arrived)
         if request.ended is not None:
