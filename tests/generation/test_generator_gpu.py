@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import vattn
 
 pytest.importorskip("transformers")
 
+from tests.generation.eagle_checkpoints import Head
 from tests.generation.generator_support import PROMPTS, check_empty, one_by_one, run_to_end
 from tests.generation.test_generators_at_once import at_once
 from tests.integrations.hf_families import make_model
@@ -128,6 +130,33 @@ def test_drafts_of_a_model_in_graphs(hybrid: bool) -> None:
         greedy = sum(request.accepted for request in done[::2]) / sum(request.drafted for request in done[::2])
         assert greedy > least and generator.statistics().draft_seconds > 0
         check_empty(generator)
+
+
+@pytest.mark.parametrize("tree", [None, [(0,), (1,), (2,), (0, 0), (0, 1), (0, 0, 0)]], ids=["chain", "tree"])
+def test_heads_of_eagle_in_graphs(tmp_path: Path, tree: Any) -> None:
+    """Prompts, graphs of decodes and of drafts, and launches that wait for nothing."""
+    plain = make_model("llama", head_dim=64)
+    Head(plain, False, [prompt + one_by_one(plain, prompt, 40) for prompt in PROMPTS[:2]]).write(tmp_path)
+    packed = enable(make_model("llama", head_dim=64).cuda(), num_blocks=80)
+    generator = vattn.Generator(
+        packed, max_num_reqs=4, max_seq_len=128, compile="none", speculation=vattn.EagleDraft(tmp_path, tree=tree)
+    )
+    launch = generator._runner.launch
+
+    def checked(*arguments: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return launch(*arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    generator.generate(PROMPTS, vattn.Sampling(9, stop_token_ids=()))
+    generator._runner.launch = checked  # type: ignore[method-assign]
+    done = generator.generate(PROMPTS, vattn.Sampling(40, stop_token_ids=()))
+    assert_near(done, [one_by_one(plain, prompt, 40) for prompt in PROMPTS], plain.cuda())
+    now = generator.statistics()
+    assert now.accepted_tokens > 20 and now.draft_seconds > 0
+    check_empty(generator)
 
 
 def test_a_model_that_cannot_be_captured_is_refused() -> None:

@@ -34,7 +34,9 @@ ROOMS = {
             f"tests/generation/test_generator_{name}.py"
             for name in ("faults", "hybrid", "misuse", "runs", "speculation", "states")
         )
-        + ("tests/generation/test_draft_models.py", "tests/generation/test_prefix_identity.py"),
+        + tuple(
+            f"tests/generation/test_{name}.py" for name in ("draft_models", "draft_trees", "eagle", "prefix_identity")
+        ),
     ),
     "block_pool": Room(("vattn/cache/block_pool.py", "vattn/cache/hybrid_block_table.py"), ("tests/cache",)),
     "metadata": Room(
