@@ -69,11 +69,14 @@ class Head:
         self.tensors["fc.weight"] = torch.linalg.lstsq(given, wanted).solution.T.contiguous()
 
     def write(self, folder: Path, **config: Any) -> Path:
-        """Write the checkpoint."""
+        """Write the checkpoint: both kinds of files are published."""
         from safetensors.torch import save_file
 
         (folder / "config.json").write_text(json.dumps({**self.config, **config}))
-        save_file(self.tensors, folder / "model.safetensors")
+        if self.eagle3:
+            save_file(self.tensors, folder / "model.safetensors")
+        else:
+            torch.save(self.tensors, folder / "pytorch_model.bin")
         return folder
 
     def states(self, ids: list[int]) -> Tensor:

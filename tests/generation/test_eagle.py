@@ -239,7 +239,7 @@ def test_refused(head: Head, folder: Path, tmp_path: Path) -> None:
 
     def changed(name: str, tensors: dict[str, Any] = {}, without: str = "", **config: Any) -> Path:  # noqa: B006
         other = Head.__new__(Head)
-        other.config = head.config
+        other.config, other.eagle3 = head.config, head.eagle3
         other.tensors = {key: value for key, value in {**head.tensors, **tensors}.items() if key != without}
         (tmp_path / name).mkdir()
         return other.write(tmp_path / name, **config)
