@@ -184,7 +184,7 @@ def test_refusals() -> None:
         with pytest.raises(RequestError, match=words):
             request.result()
     assert generator.generate(good, SAMPLING)[0].state == "finished"
-    with pytest.raises(ConfigError, match="a batch of prompts with images or recordings"):
+    with pytest.raises(ConfigError, match="a batch of prompts that are more than token ids"):
         generator.generate({**good, "input_features": torch.randn(2, 8, 74)})
     with pytest.raises(ConfigError, match=r"mixed_graph_sizes=\[16\].*graphs of decodes alone"):
         vattn.Generator(generator.model, mixed_graph_sizes=[16])

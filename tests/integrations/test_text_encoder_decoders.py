@@ -173,10 +173,15 @@ def test_prompts_of_text() -> None:
         request = generator.generate([prompt], SAMPLING)[0]
         assert request.prompt == [2, 7]
         check(request, expected)
+    alone = {"input_ids": [5, 6, 2], "decoder_input_ids": [2, 7]}
+    assert [request.prompt for request in generator.generate(alone, SAMPLING)] == [[2, 7]]
+    with pytest.raises(ConfigError, match="a batch of prompts that are more than token ids"):
+        generator.generate({"input_ids": [[5], [6]], "decoder_input_ids": [[2], [2]]}, SAMPLING)
     rows = model.get_input_embeddings()(torch.tensor([5, 6]))
     wrong = [
         ([5, 97], "token id 97 in a prompt"),
         ([5] * 41, "a prompt of 41 tokens"),
+        ([], "a prompt of 0 tokens"),
         ({"input_ids": [5], "decoder_input_ids": [2, 97]}, "token id 97 in a prompt"),
         ({"input_ids": [5], "decoder_input_ids": [2], "pixel_values": 1}, "pixel_values for MBart"),
         ({"input_features": torch.zeros(1, 8, 8)}, "a prompt without input_ids for MBart"),

@@ -64,13 +64,9 @@ def read_submissions(prompts: Any, tokenizer: Any, **settings: Any) -> list[Subm
             neither one nor as many as the prompts.
     """
     if has_media(prompts):
-        if any(
-            len(value) != 1
-            for name, value in prompts.items()
-            if name.endswith(("input_ids", "input_features", "input_values"))
-        ):
+        if any(_num_rows(name, value) != 1 for name, value in prompts.items()):
             raise ConfigError(
-                f"prompts={sorted(prompts)}, a batch of prompts with images or recordings",
+                f"prompts={sorted(prompts)}, a batch of prompts that are more than token ids",
                 "a list of prompts",
                 "call the processor for each prompt, and pass a list of what it returned",
             )

@@ -213,9 +213,8 @@ class AttentionMetadataBuilder(BuilderBase):
 
         Raises:
             MetadataError: another step than the last one, or one with more than lengths, tables and encoder states of
-                earlier steps; other blocks than
-                those that are needed, or one that a request of the step reads; or a request that becomes too long. No
-                buffer was touched.
+                earlier steps; other blocks than those that are needed, or one that a request of the step reads; or a
+                request that becomes too long. No buffer was touched.
 
         Example:
             >>> import vattn
