@@ -53,7 +53,8 @@ def mx(o: Tensor, s: Tensor) -> Tensor:
     maximum = groups.abs().amax(-1, keepdim=True)
     exponent = torch.where(maximum.isnan(), 255, ((maximum.view(torch.int32) >> 23) - 8).clamp(min=0))
     scale = (exponent << 23).view(torch.float32).clamp(min=2.0**-126)
-    return ((groups / scale).clamp(-448, 448).to(E4M3).float() * scale).flatten(-2)
+    codes, byte = (groups / scale).clamp(-448, 448).to(E4M3), exponent.to(torch.uint8)
+    return (codes.float() * torch.exp2(byte.float() - 127)).flatten(-2)
 
 
 def nvfp4(o: Tensor, s: Tensor) -> Tensor:
