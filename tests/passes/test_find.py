@@ -1,4 +1,4 @@
-"""Which layouts of scales a format can be written with, which views repeat elements, and how numbers become nodes."""
+"""What finding a quantiser asks of single nodes, and how numbers become nodes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from torch.fx import Node
 
 from vattn.passes.graph_edits import Builder
 from vattn.passes.output_quant import find, rewrite
-from vattn.passes.region import value
+from vattn.passes.output_quant.replay import token_slices
+from vattn.passes.probe import Inputs, exact_scales
+from vattn.passes.proof import Conditions
+from vattn.passes.region import Refusal, unknown_readers, value
+from vattn.passes.region_run import run_nodes
 from vattn.quantization.formats import OUTPUT_FORMATS
 
 OUTPUT = (T, 4, 64)
@@ -64,3 +68,52 @@ def test_numbers_are_constants_of_a_graph_unless_it_is_packaged(
         assert torch.equal(graph.gm(torch.zeros(3, 4, 64)), torch.tensor([number]))
     buffers = [buffer for name, buffer in graph.gm.named_buffers() if name.startswith("_vattn_scale_")]
     assert len(buffers) == (0 if packaged else 2) and all(buffer.numel() > 8 for buffer in buffers)
+
+
+def test_scales_are_values_that_all_roots_hold() -> None:
+    roots = Written(lambda x, y: x + y, (1,), (1, torch.float16)).inputs
+    for order in (roots, roots[::-1]):
+        scales = exact_scales([], Inputs((), {}, tuple(order), (), ()))
+        assert len(scales) == 4 and all(float(torch.tensor(scale).half()) == scale for scale in scales)
+
+
+def test_slices_of_tokens_are_repeated_in_their_order() -> None:
+    graph = Written(lambda x: (x * 1)[2:].view(-1, 256)[:-3:2], OUTPUT)
+    (output,) = (node for node in graph.gm.graph.nodes if node.name == "mul")
+    inside = {node for node in graph.gm.graph.nodes if node > output}
+    starts = [slice_[0] for slice_ in token_slices(graph.end, output, inside) or ()]
+    assert starts == [2, 0]
+    columns = Written(lambda x: (x * 1)[2:, :3], OUTPUT)
+    (output,) = (node for node in columns.gm.graph.nodes if node.name == "mul")
+    assert token_slices(columns.end, output, set(columns.gm.graph.nodes)) is None
+
+
+def test_unknown_readers_are_named_from_the_output_on() -> None:
+    with torch.library._scoped_library("vattn_odd", "FRAGMENT") as library:
+        for name in ("b", "a"):
+            library.define(f"{name}(Tensor x) -> Tensor")
+            library.impl(name, lambda x: x.clone(), "CompositeExplicitAutograd")
+        ops = torch.ops.vattn_odd
+        graph = Written(lambda x: ops.a((y := x * 1).exp()) + ops.b(y), (T, 4))
+    (output,) = (node for node in graph.gm.graph.nodes if node.name == "mul")
+    assert unknown_readers(output) == ["vattn_odd::b", "vattn_odd::a"]
+
+
+def test_the_first_condition_that_is_not_tried_is_named() -> None:
+    graph = Written(lambda x: torch.where(x > 5, x, torch.where(x < -5, x * 2, x * 3)), (7,))
+    values: dict[Node, object] = {}
+
+    def see(x: torch.Tensor) -> None:
+        values[graph.inputs[0]] = x
+        run_nodes([node for node in graph.gm.graph.nodes if node.op == "call_function"], values)
+        conditions.see(values)
+
+    conditions = Conditions(graph.gm.graph.nodes, graph.inputs)
+    for x, says in (([0], "gt is never true"), ([6], "lt is never true"), ([-6], "")):
+        see(torch.tensor(x).expand(7).float())
+        if not says:
+            conditions.check()
+            break
+        with pytest.raises(Refusal, match=says) as refused:
+            conditions.check()
+        assert refused.value.near

@@ -9,8 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from vattn.passes import near_miss
 from vattn.passes.near_miss import dynamic_ways, static_ways
 from vattn.passes.probe_inputs import probe_values
+from vattn.passes.region_run import same_bits
 from vattn.quantization.codecs import MIN_ABSMAX, decode_e2m1, encode_e2m1, unpack_e2m1
 
 E4M3 = torch.float8_e4m3fn
@@ -96,11 +98,26 @@ def test_numbers_made_of_nan() -> None:
     assert zero == [[0.0, 448.0, -448.0, 6.0, -448.0]] and least == [[-448.0, 448.0, -448.0, 6.0, -448.0]]
 
 
+@pytest.mark.parametrize("saturates", [True, False])
+def test_ways_with_a_given_scale(saturates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(near_miss, "SATURATES", saturates)
+    x = torch.cat((rows(), torch.tensor([math.nan, math.inf, -math.inf, 200.0]).repeat(1, 64)))
+    limit, scale = torch.tensor(448.0), torch.tensor(0.37)
+    cut = torch.where(x.abs() > 464 * scale, torch.nan, x)
+    wanted = [cut / scale, torch.where(x.abs() * scale > 464, torch.nan, x) * scale][: 0 if saturates else 2]
+    wanted += [(x / scale).nan_to_num(0.0), torch.where(x.isnan(), -limit, x / scale)]
+    for way, values in zip(static_ways(E4M3).values(), wanted, strict=True):
+        assert same_bits(way(x, 0.37, None), values.clamp(-448, 448).to(E4M3))
+    (way,) = static_ways(torch.int8).values()
+    assert torch.equal(way(rows(), 0.37, None), (rows() / 0.37).round().clamp(-128, 127).to(torch.int8))
+
+
 PACKED = {
     "block scales are maximum / (6 * scale)": lambda m, s: m / (6 * s),
     "divided by zero": lambda m, s: m / 6 / s,
     "a small number": lambda m, s: m / 6 / s,
     "as torchao": lambda m, s: (m / 6 / s).clamp(min=2.0**-6),
+    "as compressed-tensors": lambda m, s: (m.bfloat16() / 6).float() * s,
     "ties round away": lambda m, s: m / 6 / s,
     "odd column": lambda m, s: m / 6 / s,
 }
@@ -120,6 +137,8 @@ def test_packed_values(words: str) -> None:
         scaled = groups / step.clamp(min=1e-30)
     elif words == "as torchao":
         scaled = groups * ((1 / s) / block)
+    elif words == "as compressed-tensors":
+        scaled = groups / (torch.where(block == 0, 0.125, block) / s) + 0.0
     codes = encode_e2m1(scaled)
     if words == "as torchao":
         codes = torch.where(scaled.isnan(), 4, codes)

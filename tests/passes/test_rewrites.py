@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from vattn.config.rope import RopeConfig
 from vattn.passes.graph_edits import Builder
 from vattn.passes.output_quant import rewrite as output_rewrite
+from vattn.passes.output_quant.replay import Replay
 from vattn.passes.region import Refusal, value
 from vattn.passes.rope_kv_cache import rewrite as rope_rewrite
 from vattn.passes.rope_kv_cache.probe import Rotation
@@ -131,6 +133,28 @@ def test_rows_are_read_elsewhere_unless_all_readers_go() -> None:
     assert not rope_rewrite._is_read_elsewhere(negated, frozenset({more}))
 
 
+def test_rows_that_stay_in_the_graph_are_read_instead_of_their_tables() -> None:
+    def program(cos: Tensor, sin: Tensor, at: Tensor) -> Tensor:
+        rows = cos[at]
+        return rows * sin[at] + rows.neg()
+
+    added = Added(program, TABLE, TABLE, POSITIONS)
+    names = {node.name: node for node in added.gm.graph.nodes}
+    cos, sin, product, negated = (names[name] for name in ("index", "index_1", "mul", "neg"))
+
+    def tables(dead: set[Node]) -> Any:
+        places = SimpleNamespace(cos=(cos, ""), sin=(sin, ""))
+        found: Any = SimpleNamespace(key=places, dead=frozenset(dead), attention=added.end)
+        builder = Builder(added.gm.graph)
+        with value(cos).fake_mode, added.gm.graph.inserting_before(added.end):
+            size = builder.call(torch.ops.aten.sym_size.int, added.inputs[2], 0)
+            return rope_rewrite._tables(builder, found, size)
+
+    assert tables({product, negated}) == tuple(added.inputs)
+    rows = tables({product})  # the cosines are read elsewhere
+    assert rows[2] is None and rows[0].args[0] is cos and rows[1].args[0] is sin
+
+
 TABLES: dict[str, tuple[Callable[[Tensor], Tensor], Shape, str, list[str]]] = {
     "rows": (lambda x: x * 1, (T, 8), "", ["as_strided"]),
     "of heads": (lambda x: x * 1, (T, 1, 8), "", ["as_strided"]),
@@ -188,6 +212,24 @@ def test_flat_weights_stay() -> None:
     assert rope_rewrite._flat(Builder(added.gm.graph), None) is None
     _, nodes = added.add(lambda builder, end, _: rope_rewrite._flat(builder, end))
     assert len(nodes) == 1 and torch.equal(added.run(torch.arange(6)), torch.arange(6))
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_reductions_are_replayed_as_first_elements(keep: bool) -> None:
+    added = Added(lambda x: (x * 1).amax((1, -1), keep), (T, 4, 8))
+    output, end = added.end.args[0], added.end
+    added.add(lambda builder, *_: Replay(builder.call, output, added.inputs[0], [end])(end))
+    x = torch.randn(COUNT, 4, 8)
+    assert torch.equal(added.run(x), x[:, :1, :1] if keep else x[:, 0, 0])
+
+
+def test_scales_that_are_spread_over_the_tokens_are_refused() -> None:
+    added = Added(lambda x, y: (x * 1).amax(0) + y, (T, 4), (T, 4))
+    (output,) = (node for node in added.gm.graph.nodes if node.name == "mul")
+    inside = [node for node in added.gm.graph.nodes if node > output]
+    with pytest.raises(Refusal, match="spreads scales over a varying size") as refused:
+        added.add(lambda builder, *_: Replay(builder.call, output, added.inputs[0], inside)(added.end))
+    assert refused.value.near
 
 
 STATIC: dict[str, tuple[Shape, float, int]] = {

@@ -26,9 +26,9 @@ def draw(graph: Graph, title: str) -> str:
         regions.update(quantising_nodes(call))
         writes_codes = any(part.startswith("output_format=") for part in _fused_in(call))
         for output in () if writes_codes else call.users:
-            region = find_region(output) if output.meta.get("val") is not None else None
-            if region is not None and region.quantised:
-                regions.update(region.ancestors(list(region.quantised)))
+            if output.meta.get("val") is not None:
+                region = find_region(output)
+                regions.update(region.ancestors(region.quantised))
     lines = [f'digraph "{title}" {{', '  node [shape=box, style=filled, fillcolor=white, fontname="monospace"];']
     for node in graph.nodes:
         colour = "white"

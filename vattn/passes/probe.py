@@ -286,7 +286,7 @@ def samples(
         yield from (sample(x, scales) for x in probe_outputs(region.output, dtype, steps, round_, counts))
     if not every():
         return
-    for round_ in range(len(exact)) if thorough else [min(1, len(exact) - 1)]:
+    for round_ in range(len(exact)) if thorough else [1]:
         yield from (sample(x, scales_of(round_)) for x in every_output(region.output, dtype, counts, few))
 
 
@@ -294,8 +294,10 @@ def exact_scales(nodes: Sequence[Node], inputs: Inputs) -> list[float]:
     """Return the static scales to run a region under: values that all its roots can hold."""
     if not inputs.roots:
         return [PROBE_SCALES[0], *constant_scales(nodes, inputs)[:3]]
-    rounded = [min(float(torch.tensor(scale, dtype=value(n).dtype)) for n in inputs.roots) for scale in PROBE_SCALES]
-    return [scale for scale in rounded if 0 < scale < math.inf]
+    scales: Iterable[float] = PROBE_SCALES
+    for root in inputs.roots:
+        scales = [float(torch.tensor(scale, dtype=value(root).dtype)) for scale in scales]
+    return [scale for scale in scales if 0 < scale < math.inf]
 
 
 def constant_scales(nodes: Sequence[Node], inputs: Inputs) -> list[float]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.fx import Node
 
 from vattn.passes.region import value
-from vattn.passes.region_tokens import TOKEN_COUNTS, possible_count
+from vattn.passes.region_tokens import FEW, MANY, possible_count
 from vattn.quantization.codecs import decode_e2m1
 from vattn.quantization.formats import MODEL_DTYPES
 
@@ -105,7 +105,7 @@ def probe_outputs(
     _, heads, width = value(output).shape
     rows = probe_values(int(heads) * int(width), *scales).to(MODEL_DTYPES[config_dtype]).roll(shift, 0)
     for count in counts:
-        step = _step(output, count, TOKEN_COUNTS[0])
+        step = _step(output, count, MANY)
         needed = -(-len(rows) // step) if count == counts[0] else 1
         for part in range(needed):
             yield cycled(rows, part * step, count).view(count, int(heads), int(width))
@@ -120,9 +120,9 @@ def every_output(output: Node, config_dtype: str, counts: Sequence[int], few: bo
     """
     tokens, heads, width = value(output).shape
     rows = every_row(int(heads) * int(width), config_dtype)
-    count = counts[0] - TOKEN_COUNTS[0] + (TOKEN_COUNTS[1] if few else len(rows))
+    count = counts[0] - MANY + (FEW if few else len(rows))
     count = possible_count(tokens, count)
-    step = _step(output, count, TOKEN_COUNTS[1] if few else len(rows))
+    step = _step(output, count, FEW if few else len(rows))
     for start in range(0, len(rows), step):
         yield cycled(rows, start, count).view(count, int(heads), int(width))
 

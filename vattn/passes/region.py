@@ -221,7 +221,7 @@ def find_region(output: Node) -> Region:
     again = {node for end in ends for node in _rounded_again(end)}
     after: set[Node] = set()
     nodes = []
-    for node in sorted((reached | again) - {output}):
+    for node in sorted({*reached, *again} - {output}):
         if node not in again and any(source in ends or source in after for source in node.all_input_nodes):
             after.add(node)
         else:
@@ -230,21 +230,24 @@ def find_region(output: Node) -> Region:
     return Region(output, tuple(nodes), tuple(quantised))
 
 
-def _reach(output: Node, whole: tuple[torch.dtype, ...] = ()) -> tuple[set[Node], set[Node]]:
-    """Return what can be run from an output, and where the walk ends: at the last part of what is written in parts.
+def _reach(output: Node, whole: tuple[torch.dtype, ...] = ()) -> tuple[dict[Node, None], set[Node]]:
+    """Return what can be run from an output, the nearest first, and where the walk ends.
+
+    Of what is written in parts it ends at the last.
 
     Args:
         whole: end at tensors of these dtypes that cover the output; if empty, at every FP8 one, for a part of the
             output may be quantised.
     """
-    reached, walk, ends = {output}, [output], set()
+    reached: dict[Node, None] = {output: None}
+    walk, ends = [output], set[Node]()
     for node in walk:
         if len(reached) > LARGEST_REGION:
             break
         for user in node.users:
             if user in reached or is_check(user) or not can_run(user):
                 continue
-            reached.add(user)
+            reached[user] = None
             is_end = _covers(user, output, whole) if whole else dtype_of(user) in FP8_DTYPES
             if is_end and not _lacks_parts(user):
                 ends.add(user)
@@ -266,7 +269,7 @@ def unknown_readers(output: Node) -> list[str]:
     """Return names of unknown ops that read an output, or what is computed from it, and may quantise it."""
     reached, _ = _reach(output, FP8_DTYPES)
     found: dict[str, None] = {}
-    for node in sorted((output, *reached), key=lambda node: node.name):
+    for node in reached:
         for user in node.users:
             op = user.args[0] if _is_functionalised(user) else user.target
             if isinstance(op, torch._ops.OpOverload):

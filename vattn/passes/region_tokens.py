@@ -20,7 +20,7 @@ from vattn.passes.region import Refusal, expression, value
 from vattn.passes.region_moves import reduced_dims
 from vattn.passes.region_run import constant
 
-TOKEN_COUNTS = (31, 5)
+TOKEN_COUNTS = MANY, FEW = 31, 5
 _LARGEST_RUN = 1 << 21
 _UNBOUNDED = 1 << 62
 
@@ -35,11 +35,11 @@ def token_counts(nodes: Sequence[Node], output: Node) -> tuple[int, ...]:
     if isinstance(tokens, int):
         return (tokens,)
     furthest = reach(nodes, output)
-    few = possible_count(tokens, min(TOKEN_COUNTS))
-    if furthest < min(TOKEN_COUNTS):
-        return possible_count(tokens, max(TOKEN_COUNTS)), few
+    few = possible_count(tokens, FEW)
+    if furthest < FEW:
+        return possible_count(tokens, MANY), few
     of_a_token = math.prod(int(size) for size in value(output).shape[1:])
-    if (furthest + max(TOKEN_COUNTS)) * of_a_token > _LARGEST_RUN:
+    if (furthest + MANY) * of_a_token > _LARGEST_RUN:
         raise beyond(furthest, output)
     counts = tuple(possible_count(tokens, furthest + count) for count in TOKEN_COUNTS)
     return counts if _fewest(tokens) > few else (*counts, few)
@@ -53,10 +53,9 @@ def possible_count(tokens: int | torch.SymInt, least: int) -> int:
 @lru_cache(maxsize=1024)
 def symbols_at(tokens: Any, least: int) -> dict[Any, int]:
     """Return values of the symbols in an expression, all different, for which it is `least` or little more."""
-    symbols = sorted(tokens.free_symbols, key=str)
 
     def at(size: int) -> dict[Any, int]:
-        return {symbol: size + index for index, symbol in enumerate(symbols)}
+        return {symbol: size + index for index, symbol in enumerate(tokens.free_symbols)}
 
     return at(_first(lambda size: tokens.subs(at(size)) >= least) or least)
 
@@ -91,9 +90,7 @@ def reach(nodes: Sequence[Node], like: Node) -> int:
             found += [_symbols_beyond(expression(along), abs(number)) for number in numbers]
         val = value(node)
         sizes = val.shape if isinstance(val, Tensor) else [val] if isinstance(val, torch.SymInt) else []
-        for size in sizes:
-            if isinstance(size, torch.SymInt):
-                found.append(_symbols_in_formula(expression(size)))
+        found += [_symbols_in_formula(expression(size)) for size in sizes if isinstance(size, torch.SymInt)]
     least, symbols = max(found), tokens.free_symbols
     # Several symbols get different values; the smallest of them must be large enough.
     return int(tokens.subs(dict.fromkeys(symbols, least + (len(symbols) > 1)))) if least else 0

@@ -181,10 +181,12 @@ class Classifier:
 
     def places(self, sample: Sample) -> moves.Positions:
         """Return the positions of the elements of each node in a sample's output; empty if nothing is reordered."""
+        if not self.reorders:
+            return {}
         count = sample.rows.shape[0]
-        if self.reorders and count not in self._places:
+        if count not in self._places:
             self._places[count] = moves.positions(self.nodes, self.region.output, sample.values)
-        return self._places.get(count, {})
+        return self._places[count]
 
     def _candidates(self, sample: Sample) -> Iterator[_Candidate]:
         constants = [] if self.inputs.roots else constant_scales(self.nodes, self.inputs)
@@ -274,15 +276,13 @@ class Classifier:
     def _layouts(self, node: Node, scales: Tensor, sample: Sample) -> frozenset[str]:
         """Return the layouts in which a node may hold computed scales, empty if it holds none."""
         got = sample.values[node]
+        if not isinstance(got, Tensor):
+            return frozenset()
         layouts = {"plain": scales, "transposed": scales.t()}
         if scales.dtype == torch.float8_e4m3fn:
-            # Padded to 128 rows: for few tokens these are more than the values.
             layouts["swizzled"] = quantization.swizzle_block_scales(scales)
-        most = max(sample.rows.numel() / 8, *(wanted.numel() for wanted in layouts.values()))
-        if not isinstance(got, Tensor) or got.numel() > most:
-            return frozenset()
         place = self.places(sample).get(node)
-        if isinstance(place, Tensor) and place.shape == got.shape:
+        if isinstance(place, Tensor) and place.shape == got.shape and got.numel() * 8 <= sample.rows.numel():
             columns = sample.rows.shape[1]
             group = columns // scales.shape[1]
             layouts["moved"] = scales[place // columns, place % columns // group]

@@ -29,7 +29,7 @@ from vattn.passes.prove import Check, Prover
 from vattn.passes.region import FP8_DTYPES, Refusal, dtype_of, is_size, value
 from vattn.passes.region_precision import LOW
 from vattn.passes.region_run import same_bits
-from vattn.passes.region_tokens import TOKEN_COUNTS, possible_count, token_counts
+from vattn.passes.region_tokens import possible_count, token_counts
 from vattn.quantization.codecs import encode_e2m1, pack_e2m1
 from vattn.quantization.formats import FP4_E2M1_MAX, MODEL_DTYPES
 
@@ -268,7 +268,7 @@ class ScaleProver(Prover):
         """Yield outputs `[T, N]` that hold all rows."""
         tokens = value(self.region.output).shape[0]
         count = token_counts((*self.inputs.derived, *self.inputs.sizes, *self.nodes), self.region.output)[0]
-        count = possible_count(tokens, count + max(0, len(rows) - TOKEN_COUNTS[0]))
+        count = possible_count(tokens, count + len(rows))
         for start in range(0, len(rows), count):
             yield cycled(rows, start, count)
 

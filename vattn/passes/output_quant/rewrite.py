@@ -44,7 +44,7 @@ def rewrite(attention: AttentionNode, found: Found) -> None:
     change_call(hop, kwargs)
     hop.meta["val"] = (*value(hop)[:1], *map(value, written))
     output.meta["val"] = value(written[attention.base])
-    for old, new in replacements:
+    for old, new in replacements.items():
         old.replace_all_uses_with(new)
     for check in filter(is_check, list(output.users)):
         hop.graph.erase_node(check)
@@ -127,47 +127,45 @@ def _constant(builder: Builder, number: float, device: torch.device) -> Node:
 
 def _replacements(
     builder: Builder, attention: AttentionNode, found: Found, written: Sequence[Node], tokens: Node | int
-) -> list[tuple[Node, Node]]:
+) -> dict[Node, Node]:
     """Return new nodes for the codes and the scales."""
     output = attention.output
     # The call still has its old value: views are made of the tensors that it will write, then of its results.
     codes = written[attention.base]
     if found.moved:
-        pairs = _moved_codes(builder, output, codes, found)
+        new = _moved_codes(builder, output, codes, found)
     else:
-        pairs = [(node, _viewed(builder, attention, codes, node)) for node in found.codes]
+        new = {node: _viewed(builder, attention, codes, node) for node in found.codes}
     sources = {written[attention.base]: output}
     if found.block_scales:
         results = builder.graph.call_function(operator.getitem, (attention.node, len(written)))
         sources[written[-1]] = builder.keep(results, value(written[-1]))
     for node, layout in found.block_scales:
-        base = written[-1]
         if layout == "moved":
-            pairs.append((node, _moved_scales(builder, attention, base, node, found.dead, tokens)))
-            continue
-        if layout == "transposed":
-            base = builder.call(aten.permute.default, base, [1, 0])
-        pairs.append((node, _viewed(builder, attention, base, node)))
+            made = _moved_scales(builder, attention, written[-1], node, found.dead, tokens)
+        elif layout == "transposed":
+            made = _viewed(builder, attention, builder.call(aten.permute.default, written[-1], [1, 0]), node)
+        else:
+            made = _viewed(builder, attention, written[-1], node)
+        new[node] = made
     for made in builder.nodes:
         if made.target is not operator.getitem:
-            for old, new in sources.items():
-                made.replace_input_with(old, new)
-    return [(old, sources.get(new, new)) for old, new in pairs]
+            for source, result in sources.items():
+                made.replace_input_with(source, result)
+    return {old: sources.get(made, made) for old, made in new.items()}
 
 
-def _moved_codes(builder: Builder, output: Node, codes: Node, found: Found) -> list[tuple[Node, Node]]:
+def _moved_codes(builder: Builder, output: Node, codes: Node, found: Found) -> dict[Node, Node]:
     """Return new nodes for slices or transposes of the codes."""
     container = value(codes).dtype
     bytes_alone = any(meaning(node) in ("reorder", "join") or op_name(node.target) == "repeat" for node in found.dead)
     start = builder.call(aten.view.dtype, codes, torch.uint8) if bytes_alone else codes
     replay = Replay(builder.call, output, start, found.dead)
-    pairs = []
+    new = {}
     for node in found.codes:
         made = replay(node)
-        pairs.append(
-            (node, _laid(builder, builder.call(aten.view.dtype, made, container) if bytes_alone else made, node))
-        )
-    return pairs
+        new[node] = _laid(builder, builder.call(aten.view.dtype, made, container) if bytes_alone else made, node)
+    return new
 
 
 def _moved_scales(

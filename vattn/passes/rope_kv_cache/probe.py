@@ -150,25 +150,23 @@ class _Trial:
         if furthest >= self.tokens:
             raise beyond(furthest, region.end)
         self.is_fp8 = value(region.end).dtype in FP8_DTYPES
-        self.tables: list[Node] = []
-        self.weights: list[Node] = []
-        self.scales: list[Node] = []
-        for leaf in region.leaves:
-            self._sort(leaf)
+        kinds = {leaf: self._kind(leaf) for leaf in region.leaves}
+        self.tables, self.weights, self.scales = (
+            [leaf for leaf, found in kinds.items() if found == kind] for kind in ("table", "weight", "scale")
+        )
 
-    def _sort(self, leaf: Node) -> None:
+    def _kind(self, leaf: Node) -> str:
         count, size = self._count(leaf), self.config.head_size
         varies = any(expression(n).free_symbols for n in value(leaf).shape)
         whole = not varies and not _is_per_token(leaf, self.region.end)
         if whole and count == size:
-            self.weights.append(leaf)
-        elif whole and count in (1, self.config.num_kv_heads):
-            self.scales.append(leaf)
-        elif self.tokens % self._rows(leaf) == 0 and self._columns(leaf) <= size:
-            self.tables.append(leaf)  # of the tokens, or of a sequence for all sequences of a batch
-        else:
-            shape = tuple(map(str, value(leaf).shape))
-            raise Refusal(f"it also depends on {leaf.name} of shape {shape}", self.region.end, near=True)
+            return "weight"
+        if whole and count in (1, self.config.num_kv_heads):
+            return "scale"
+        if self.tokens % self._rows(leaf) == 0 and self._columns(leaf) <= size:
+            return "table"  # of the tokens, or of a sequence for all sequences of a batch
+        shape = tuple(map(str, value(leaf).shape))
+        raise Refusal(f"it also depends on {leaf.name} of shape {shape}", self.region.end, near=True)
 
     def _rows(self, table: Node) -> int:
         return int(self.run.size(table_rows(table, value(self.region.end).shape[0])))
