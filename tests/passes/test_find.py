@@ -13,6 +13,7 @@ from vattn.passes.output_quant.replay import token_slices
 from vattn.passes.probe import Inputs, exact_scales
 from vattn.passes.proof import Conditions
 from vattn.passes.region import Refusal, unknown_readers, value
+from vattn.passes.region_moves import reduced_dims
 from vattn.passes.region_run import run_nodes
 from vattn.quantization.formats import OUTPUT_FORMATS
 
@@ -117,3 +118,9 @@ def test_the_first_condition_that_is_not_tried_is_named() -> None:
         with pytest.raises(Refusal, match=says) as refused:
             conditions.check()
         assert refused.value.near
+
+
+def test_dimensions_of_norms_follow_their_order() -> None:
+    graph = Written(lambda x: torch.linalg.vector_norm(x, 2, [1], True), (T, 4))
+    assert reduced_dims(graph.end, 2) == ([1], True)
+    assert reduced_dims(Written(lambda x: x.amax(-1), (T, 4)).end, 2) == ([-1], False)

@@ -15,7 +15,7 @@ from vattn.config.attention import AttentionConfig
 from vattn.config.encoding import NOTE_MARK
 from vattn.ops.fusion_notes import NodeReport, read_note, record
 from vattn.passes.pipeline import _graph_name
-from vattn.passes.report import clear_fusion_report, fusion_report
+from vattn.passes.report import FusionReport, clear_fusion_report, fusion_report
 
 CONFIG = AttentionConfig(4, 2, 32, 32, 0.2, "bfloat16", "bfloat16").encode()
 ODD_LINE = 'm.py:3: return f("x", \'y\', """z""") # 100 % {é} \\n ??/ &amp;\ttab\n'
@@ -80,3 +80,12 @@ def test_a_cpp_wrapper() -> None:
     with torch._inductor.config.patch(cpp_wrapper=True, force_disable_caches=True), step(model, [3, 4]):
         got = vattn.compile(model, options=vattn.options(strict=True))(*inputs_of(7))
         assert torch.equal(got.view(torch.uint8), model(*inputs_of(7)).view(torch.uint8))
+
+
+def test_plain_values_are_in_the_order_of_the_nodes() -> None:
+    nodes = tuple(NodeReport(graph, index, 2, "attention", "fused", "none") for graph in "gh" for index in (0, 1))
+    plain = FusionReport(nodes).as_dict()
+    assert [(graph, [one["index"] for one in found]) for graph, found in plain.items()] == [
+        ("g", [0, 1]),
+        ("h", [0, 1]),
+    ]
