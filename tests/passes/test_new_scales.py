@@ -179,6 +179,21 @@ def test_well_known_quantisers_to_int8_have_names() -> None:
     assert made["int8, but ties round away from zero; round them with torch.round"][0, 1] == 3
 
 
+def test_an_op_of_torch_that_rounds_to_int8_by_a_scale_of_the_users_own() -> None:
+    """It multiplies by the reciprocal, which few values show."""
+    import torch.ao.quantization.fx._decomposed
+
+    def function(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        scale = (largest(o.float()) / 127).clamp(min=1e-7)
+        zero = torch.zeros_like(scale, dtype=torch.int64)
+        return torch.ops.quantized_decomposed.quantize_per_token(o.float(), scale, zero, -128, 127, INT8), scale
+
+    gm = template().behind(function)
+    (node,) = fuse_graph(gm.graph)
+    assert (node.outcome, node.output_format) == ("fused", "int8_per_token"), node.reason
+    assert any("output_arithmetic=multiply" in str(n.kwargs.get("config")) for n in gm.graph.nodes)
+
+
 @pytest.fixture(autouse=True)
 def _fresh() -> None:
     verdicts.forget()

@@ -218,6 +218,9 @@ def _fits(output: Node, fmt: OutputFormat, node: Node, layout: str) -> bool:
     with value(output).fake_mode:
         made = new_block_scale(output, fmt)
         made = made.t() if layout == "transposed" else made
+        if made.itemsize != wanted.itemsize:
+            why = f"its scales are declared as {wanted.dtype} and are {made.dtype}: compute them without that op"
+            raise Refusal(why, node, near=True)
         if made.dtype != wanted.dtype:
             made = made.view(wanted.dtype)
         if not same_shape(made.shape, wanted.shape):

@@ -89,8 +89,7 @@ class Classifier:
                 raise Refusal(ROUNDED, next(n for n in self.nodes if n in doubtful), near=True)
         if not left:
             raise self._differs(seen)
-        found = next((c for c in left if c.block_scales), left[0])
-        self._prove(found, seen, widths[0])
+        found = self._proven(sorted(left, key=lambda c: not c.block_scales), seen, widths[0])
         for unrounded in widths[1:]:
             try:
                 self._prove(found, seen, unrounded)
@@ -104,6 +103,21 @@ class Classifier:
 
     def _is_static(self, candidate: _Candidate) -> bool:
         return candidate.way.fmt.static_scale and not self.packed
+
+    def _proven(self, left: list[_Candidate], seen: list[Sample], wide: frozenset[Node]) -> _Candidate:
+        """Return the first candidate, or of an op of a library, which no structure tells apart, the one that is proven.
+
+        Raises:
+            Refusal: it is not.
+        """
+        for found in left:
+            try:
+                self._prove(found, seen, wide)
+                return found
+            except Refusal:
+                if found is left[-1] or all(is_scaled for _, is_scaled in self.rounded):
+                    raise
+        raise AssertionError
 
     def _prove(self, found: _Candidate, seen: list[Sample], wide: frozenset[Node]) -> None:
         """Refuse a region that differs from the quantiser that was found, on inputs that were not run.

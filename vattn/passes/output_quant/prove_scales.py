@@ -83,6 +83,7 @@ class ScaleProver(Prover):
             self._check_scales(maxima, small)
         else:
             self._check_moved_scales()
+        if any(_is_library(node) for node in self.needed):
             self._check_op()
         unknown = [*self.inputs.roots, *self.inputs.derived, *maxima, *small]
         nodes = self.region.ancestors(self.ends)
@@ -113,7 +114,7 @@ class ScaleProver(Prover):
                 raise Refusal("the scales that an op computes are changed", node, near=True)
 
     def _check_op(self) -> None:
-        """Run an op that computes scales on maxima of every mantissa, since what it does with them cannot be read."""
+        """Run an op on maxima of every mantissa, since what it does with them cannot be read."""
         rows = every_mantissa(self.columns, self.group).to(MODEL_DTYPES[self.dtype])
         for scales in {(scale,) * len(self.inputs.roots) for scale in TIED_SCALES}:
             for x in self._batches(rows):
@@ -298,7 +299,8 @@ class ScaleProver(Prover):
         Raises:
             Refusal: they are.
         """
-        after = proof.dependants(self.needed, self.ends) - {*self.ends}
+        ops = [node for node in self.needed if _is_library(node) and dtype_of(node) is torch.int8]
+        after = proof.dependants(self.needed, ops or self.ends) - {*ops, *self.ends}
         for node in [node for node in self.needed if node in after]:
             plain = meaning(node) in PLACING | {"cast"} or node.target is torch.ops.aten.round.default
             limits = meaning(node) == "limit" or op_name(node.target) in ("minimum", "maximum")
