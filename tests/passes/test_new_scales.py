@@ -117,6 +117,7 @@ MISSED: dict[str, tuple[Callable[..., Any], str]] = {
         tokens(scaled=lambda u: torch.trunc(u + torch.copysign(torch.tensor(0.5), u))), "ties round away"
     ),
     "groups": (lambda o, s: int8_tokens(o, s, size=64), "groups of 64 columns in int8"),
+    "groups of the full range": (lambda o, s: int8_tokens(o, s, 127.5, size=64), "int8 by maximum / 127.5"),
     "a given scale": (int8_static, "int8 with a given scale"),
     "an exponent changed": (
         mx(lambda m: (torch.where(m == 1.2421875, 2.0, m).view(torch.int32) >> 23) - 8), "first differs at __rshift__"
@@ -172,7 +173,7 @@ def test_well_known_quantisers_to_int8_have_names() -> None:
     ways = {**dynamic_ways(64, INT8), **static_ways(INT8)}
     own = to_int8(rows / (rows.abs().amax(-1, keepdim=True) / 127))
     made = {reason: way(rows, 0.01, None) for reason, way in ways.items()}
-    assert len(ways) == 6 and not any(torch.equal(codes, own) for codes in made.values())
+    assert len(ways) == 8 and not any(torch.equal(codes, own) for codes in made.values())
     assert made["int8 with a given scale is no supported format; use one scale per token, or FP8"].dtype == INT8
     assert torch.equal(made["int8, but values are truncated; round them with torch.round before the cast"][0, :2],
                        torch.tensor([127, 2], dtype=INT8))  # fmt: skip

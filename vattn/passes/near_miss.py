@@ -13,7 +13,7 @@ from vattn.passes.probe import NO_CLAMP, Sample
 from vattn.passes.region import FP8_DTYPES, value
 from vattn.passes.region_run import SATURATES, same_bits, unsaturated_cast
 from vattn.quantization import codecs as quantization
-from vattn.quantization.formats import FP4_E2M1_MAX, FP8_E4M3_MAX, INT8_MAX, MX_GROUP_SIZE, NVFP4_GROUP_SIZE
+from vattn.quantization.formats import FP4_E2M1_MAX, FP8_E4M3_MAX, INT8_MAX, INT8_RANGE, MX_GROUP_SIZE, NVFP4_GROUP_SIZE
 
 Way = Callable[[Tensor, float, "float | None"], Tensor]
 """Codes of rows `[T, N]` under a static scale, or with a least value of computed scales."""
@@ -155,12 +155,14 @@ def _added(size: int) -> Way:
     return quantise
 
 
-def _integers(size: int | None, to_int8: Callable[[Tensor], Tensor] = quantization.to_int8) -> Way:
+def _integers(
+    size: int | None, to_int8: Callable[[Tensor], Tensor] = quantization.to_int8, limit: float = INT8_MAX
+) -> Way:
     """Return the int8 quantiser of groups of `size` values, of all if `None`."""
 
     def quantise(rows: Tensor, _: float, floor: float | None) -> Tensor:
         groups = rows.float().view(-1, size or rows.numel())
-        scale = groups.abs().amax(-1, keepdim=True) / INT8_MAX
+        scale = groups.abs().amax(-1, keepdim=True) / limit
         return to_int8(groups / scale.clamp(min=floor or 0.0)).view(rows.shape)
 
     return quantise
@@ -181,7 +183,9 @@ def _int8_ways(columns: int) -> dict[str, Way]:
     }
     for size in (16, 32, 64, 128, 256, 512):
         if size != columns and columns % size == 0:
-            ways[f"groups of {size} columns in int8 are no supported format; use one scale per token"] = _integers(size)
+            for limit, of in ((INT8_MAX, ""), (INT8_RANGE / 2, " by maximum / 127.5")):
+                why = f"groups of {size} columns in int8{of} are no supported format; use one scale per token"
+                ways[why] = _integers(size, limit=limit)
     return ways
 
 
