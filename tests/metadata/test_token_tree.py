@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import vattn
 from tests.metadata.tree_cases import SIX, TWENTY, random_trees, rows_to
 from tests.support import with_cache
-from vattn.errors import CacheNotBoundError, ConfigError, DeviceError, ShapeError
+from vattn.errors import ArgumentError, CacheNotBoundError, ConfigError, DeviceError, ShapeError
 from vattn.metadata.token_tree import TokenTree, _prepare_tree_attn_bias
 
 
@@ -150,7 +150,7 @@ def test_nothing_valid_moves_nothing() -> None:
         (torch.tensor([1]).int(), torch.tensor([1]).int(), ShapeError),
         (torch.tensor([[1]]), torch.tensor([[1]]), ShapeError),
         (torch.tensor([1], device="meta"), torch.tensor([1]), DeviceError),
-        ([1], torch.tensor([1]), ShapeError),
+        ([1], torch.tensor([1]), ArgumentError),
     ],
 )
 def test_wrong_slots_are_refused(source: torch.Tensor, target: torch.Tensor, error: type[Exception]) -> None:

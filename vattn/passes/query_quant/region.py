@@ -137,6 +137,10 @@ def classify_query(region: Region, inputs: Inputs, config: AttentionConfig) -> s
     Raises:
         Refusal: neither does, or this cannot be shown.
     """
+    count = value(inputs.scales[0]).numel()
+    if count not in (1, config.num_kv_heads):
+        reason = f"its scale has {count} values; the op takes one, or one per KV head"
+        raise Refusal(reason, inputs.scales[0], near=True)
     certain, doubtful = roundings(region.nodes)
     refusals = []
     for arithmetic in _ARITHMETICS:
