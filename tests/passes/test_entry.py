@@ -216,14 +216,18 @@ def test_disable_leaves_alone_what_others_put_into_the_slot() -> None:
         assert getattr(config, SLOT) == vattn.options()[SLOT]
 
 
-@pytest.mark.parametrize(("entry", "form"), [("enable", escaping), ("backend", unquantised), ("options", escaping)])
+@pytest.mark.parametrize(
+    ("entry", "form"),
+    [("enable", escaping), ("backend", unquantised), ("backend, no cache", unquantised), ("options", escaping)],
+)
 def test_strict_raises_our_error(entry: str, form: Any) -> None:
     model = Attend(form)
     if entry == "enable":
         vattn.enable(strict=True)
         target = torch.compile(model)
-    elif entry == "backend":
-        target = torch.compile(model, backend=vattn.backend, options={"vattn.strict": True})
+    elif entry.startswith("backend"):
+        options = {"vattn.strict": True, "fx_graph_cache": entry == "backend"}
+        target = torch.compile(model, backend=vattn.backend, options=options)
     else:
         target = torch.compile(model, options=vattn.options(strict=True))
     with pytest.raises(FusionError, match="attention 1/1") as refused, step(model, [3, 4]):

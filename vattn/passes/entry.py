@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from vattn.config.typed import typed
-from vattn.errors import ConfigError, UnknownOptionError
+from vattn.errors import ConfigError, FusionError, UnknownOptionError
 from vattn.ops.fusion_notes import set_strict
 from vattn.quantization.formats import OUTPUT_FORMATS
 
@@ -196,9 +196,11 @@ def backend(
     Raises:
         ConfigError: an unknown mode or format.
         UnknownOptionError: an unknown option.
+        FusionError: `"vattn.strict"`, and the graph has no attention node, or one that is not fused.
     """
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.exc import InductorError
 
     given = dict(options or {})
     ours = {name: given.pop(f"vattn.{name}") for name in _OPTIONS if f"vattn.{name}" in given}
@@ -206,4 +208,9 @@ def backend(
     given = {name.replace("-", "_"): value for name, value in given.items()}
     merged = {**_mode_options(mode), **given}
     merged[SLOT] = _new_pass(merged.get(SLOT, getattr(config, SLOT)), **ours)
-    return compile_fx(graph, inputs, config_patches=merged)  # type: ignore[arg-type]
+    try:
+        return compile_fx(graph, inputs, config_patches=merged)  # type: ignore[arg-type]
+    except InductorError as error:  # Without its cache of graphs, Inductor wraps every error.
+        if isinstance(error.inner_exception, FusionError):
+            raise error.inner_exception from None
+        raise
