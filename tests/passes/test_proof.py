@@ -260,3 +260,24 @@ def test_scaled_values_are_the_same_where_codes_cannot_differ() -> None:
     for pairs, same in ((SAME, True), (OTHER, False)):
         for got, wanted in pairs:
             assert proof.same_scaled(torch.tensor([got]), torch.tensor([wanted])) is same, (got, wanted)
+
+
+@pytest.mark.parametrize(
+    ("got", "wanted", "same"),
+    [
+        (3.0, 3.0, True),
+        (200.0, 127.0, True),
+        (-127.4, -127.0, True),
+        (-200.0, -127.5, True),
+        (torch.nan, torch.nan, True),
+    ]
+    + [
+        (3.0, 4.0, False),
+        (-127.0, 127.0, False),
+        (-127.5, -127.0, False),
+        (126.0, 127.0, False),
+        (torch.nan, 127.0, False),
+    ],
+)
+def test_integers_are_the_same_where_codes_cannot_differ(got: float, wanted: float, same: bool) -> None:
+    assert proof.same_rounded(torch.tensor([got]), torch.tensor([wanted])) is same

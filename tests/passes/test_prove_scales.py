@@ -68,6 +68,21 @@ def nvfp4(pack: Callable[[Tensor, Tensor], Tensor]) -> Program:
     return function
 
 
+def nvfp4_of(block: Callable[[Tensor, Tensor], Tensor], inverse: bool = False) -> Program:
+    def function(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        x = o.float().view(-1, 16, 16)
+        scales = rounded(block(x.abs().amax(-1), s))
+        step = scales.float() * s
+        step = torch.where(step == 0, torch.inf, step).unsqueeze(-1)
+        return pack_e2m1(encode_e2m1((x * step.reciprocal() if inverse else x / step).flatten(1))), scales
+
+    return function
+
+
+def doubled_at(number: float, x: Tensor) -> Tensor:
+    return torch.where(x > number, x, torch.where(x < number, x, x * 2))
+
+
 def of_an_op(change: Callable[[Tensor], Tensor]) -> Program:
     def function(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         codes, scales = torch.ops.vattn.quant_fp8_group(o.float(), 64, False, False)
@@ -121,6 +136,18 @@ REFUSED: dict[str, tuple[Program, str]] = {
         nvfp4(lambda codes, o: (codes + (o.abs() < 0).to(torch.uint8))[:, ::2] | codes[:, 1::2] << 4),
         "what is packed does not depend on scaled values alone",
     ),
+    "block scales doubled at one number": (
+        nvfp4_of(lambda m, s: doubled_at(0.3, m / 6.0 / s)),
+        "NVFP4, but block scales are not rounded from maximum / 6 / scale, bit for bit",
+    ),
+    "values that only roundings to bf16 keep": (
+        tokens(of=lambda o: (o.float() * 1.0001).bfloat16()),
+        "values are rounded to bf16 or fp16 between its operations",
+    ),
+    "two tensors of codes": (
+        lambda o, s: (*tokens()(o, s), tokens(scaled=lambda u: u * 2)(o, s)[0]),
+        "the output is quantised in more than one way",
+    ),
 }
 
 
@@ -129,17 +156,6 @@ def test_quantisers_that_are_not_proven_are_refused(name: str) -> None:
     program, says = REFUSED[name]
     node = judged(program)
     assert node.outcome == NEAR_MISS and node.reason.startswith(says), node.reason
-
-
-def nvfp4_of(block: Callable[[Tensor, Tensor], Tensor], inverse: bool = False) -> Program:
-    def function(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
-        x = o.float().view(-1, 16, 16)
-        scales = rounded(block(x.abs().amax(-1), s))
-        step = scales.float() * s
-        step = torch.where(step == 0, torch.inf, step).unsqueeze(-1)
-        return pack_e2m1(encode_e2m1((x * step.reciprocal() if inverse else x / step).flatten(1))), scales
-
-    return function
 
 
 OPS: dict[str, Program] = {

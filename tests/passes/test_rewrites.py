@@ -223,6 +223,28 @@ def test_reductions_are_replayed_as_first_elements(keep: bool) -> None:
     assert torch.equal(added.run(x), x[:, :1, :1] if keep else x[:, 0, 0])
 
 
+def test_moves_ahead_of_an_op_are_replayed_on_codes_and_on_a_column_of_each_group() -> None:
+    added = Added(lambda x: torch.ops.vattn.quant_fp8_group((x * 1)[1:], 64, False, False), (T, 256))
+    (output,) = (node for node in added.gm.graph.nodes if node.name == "mul")
+    inside = [node for node in added.gm.graph.nodes if node > output and node.op == "call_function"]
+    codes, scales = added.end  # type: ignore[misc]
+    x = torch.randn(COUNT, 256)
+    added.end = scales
+    _, nodes = added.add(
+        lambda builder, *_: tuple(Replay(builder.call, output, added.inputs[0], inside)(end) for end in (codes, scales))
+    )
+    got = added.run(x)
+    assert len(nodes) == 3  # codes are moved, scales are moved and chosen
+    assert torch.equal(got[0], x[1:]) and torch.equal(got[1], x[1:, ::64])
+
+
+def test_what_reads_no_codes_is_not_replayed() -> None:
+    added = Added(lambda x, y: y + 1, (T, 4), (T, 4))
+    with pytest.raises(Refusal, match=r"^add cannot be repeated on codes") as refused:
+        added.add(lambda builder, *_: Replay(builder.call, added.inputs[0], added.inputs[0], [])(added.end))
+    assert refused.value.near
+
+
 def test_scales_that_are_spread_over_the_tokens_are_refused() -> None:
     added = Added(lambda x, y: (x * 1).amax(0) + y, (T, 4), (T, 4))
     (output,) = (node for node in added.gm.graph.nodes if node.name == "mul")
