@@ -52,6 +52,7 @@ torch._inductor.config.eager_numerics.division_rounding
 torch._inductor.config.emulate_precision_casts
 torch._inductor.config.get_config_copy
 torch._inductor.custom_graph_pass.CustomGraphPass
+torch._inductor.exc.InductorError
 torch._inductor.list_mode_options
 torch._inductor.pattern_matcher.stable_topological_sort
 torch._inductor.virtualized.V.aot_compilation
