@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import library_forms
@@ -121,8 +122,10 @@ def test_on_cuda_quotients_are_approximate(seen: Seen) -> None:
 
 
 def test_on_cuda_a_constant_divisor_is_a_factor(seen: Seen) -> None:
-    _, made = matched(seen, by_a_number)
+    probed, made = matched(seen, by_a_number)
     assert made.arithmetic == "approximate_multiply" and made.scale == 1.0 / 0.0137
+    packed = division.as_generated(replace(probed, output_format="nvfp4"), seen[by_a_number][1], CUDA)
+    assert packed.arithmetic == "approximate_divide" and packed.scale == probed.scale
     probed, made = matched(seen, per_token)
     assert probed.min_scale == float(torch.tensor(1e-12) / 448.0)
     assert made.arithmetic == "approximate_divide"
@@ -146,6 +149,8 @@ def test_on_cuda_quotients_in_fp64_are_exact(seen: Seen) -> None:
         assert made == probed and made.arithmetic == "divide"
     with pytest.raises(division.Refusal, match="some of its divisions are in float64"):
         matched(seen, half_in_fp64)
+    with pytest.raises(division.Refusal, match="a number divides in float64"):
+        division.as_generated(replace(matched(seen, in_fp64)[0], scale=0.5), seen[in_fp64][1], CUDA)
 
 
 @pytest.mark.skipif(bool(TORCHAO), reason=TORCHAO)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from small_graphs import T, Written
@@ -13,7 +15,7 @@ from vattn.passes.output_quant.replay import token_slices
 from vattn.passes.probe import Inputs, exact_scales
 from vattn.passes.proof import Conditions
 from vattn.passes.region import Refusal, unknown_readers, value
-from vattn.passes.region_moves import reduced_dims
+from vattn.passes.region_moves import positions, reduced_dims
 from vattn.passes.region_run import run_nodes
 from vattn.quantization.formats import OUTPUT_FORMATS
 
@@ -98,6 +100,9 @@ def test_unknown_readers_are_named_from_the_output_on() -> None:
         graph = Written(lambda x: ops.a((y := x * 1).exp()) + ops.b(y), (T, 4))
     (output,) = (node for node in graph.gm.graph.nodes if node.name == "mul")
     assert unknown_readers(output) == ["vattn_odd::b", "vattn_odd::a"]
+    with graph.gm.graph.inserting_after(output):
+        graph.gm.graph.call_function(torch.ops.higher_order.invoke_subgraph, (None, "part", output))
+    assert "invoke_subgraph" in unknown_readers(output)
 
 
 def test_the_first_condition_that_is_not_tried_is_named() -> None:
@@ -124,3 +129,30 @@ def test_dimensions_of_norms_follow_their_order() -> None:
     graph = Written(lambda x: torch.linalg.vector_norm(x, 2, [1], True), (T, 4))
     assert reduced_dims(graph.end, 2) == ([1], True)
     assert reduced_dims(Written(lambda x: x.amax(-1), (T, 4)).end, 2) == ([-1], False)
+
+
+ROWS = torch.arange(5 * 256).view(5, 256)
+PLACES: dict[str, tuple[Callable[..., object], torch.Tensor | None, torch.Tensor | None]] = {
+    "static": (lambda x: torch.ops.vattn.quant_fp8_static(x, torch.ones(1)), ROWS, None),
+    "groups": (lambda x: torch.ops.vattn.quant_fp8_group(x, 64, False, False), ROWS, ROWS[:, ::64]),
+    "NVFP4": (lambda x: torch.ops.vattn.quant_nvfp4(x, torch.ones(1), False), ROWS[:, ::2], ROWS[:, ::16]),
+    "NVFP4, swizzled": (lambda x: torch.ops.vattn.quant_nvfp4(x, torch.ones(1), True), ROWS[:, ::2], None),
+    "of unknown places": (
+        lambda x: torch.ops.vattn.quant_fp8_static(torch.nn.functional.pad(x, (0, 8)), x[0, :1]),
+        None,
+        None,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PLACES)
+def test_places_of_what_an_op_writes(name: str) -> None:
+    program, codes, scales = PLACES[name]
+    graph = Written(program, (T, 256))
+    nodes = [node for node in graph.gm.graph.nodes if node.op == "call_function"]
+    values: dict[Node, object] = {graph.inputs[0]: torch.randn(5, 256)}
+    run_nodes(nodes, values)
+    (quantiser,) = (node for node in nodes if str(node.target).startswith("vattn."))
+    made = positions(nodes, graph.inputs[0], values).get(quantiser)
+    for got, wanted in zip(made if isinstance(made, tuple) else (made, None), (codes, scales), strict=True):
+        assert got is None if wanted is None else torch.equal(got, wanted)

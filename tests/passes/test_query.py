@@ -344,6 +344,7 @@ def test_the_report_says_where_a_small_kernel_rounds_first() -> None:
     )
     assert in_load(config.replace(kv_cache_dtype="bfloat16", kv_scale="none"), hopper) == IN_LOAD
     assert in_load(config.replace(backend="TORCH_SDPA", query_load="divide"), DeviceInfo.of("cpu")) == IN_LOAD
+    assert in_load(config, DeviceInfo("cuda", (5, 0), "GPU")) == IN_LOAD  # which no backend can run
 
 
 def test_a_query_in_the_models_dtype_is_not_mentioned() -> None:

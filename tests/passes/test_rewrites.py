@@ -214,6 +214,24 @@ def test_flat_weights_stay() -> None:
     assert len(nodes) == 1 and torch.equal(added.run(torch.arange(6)), torch.arange(6))
 
 
+REPLAYED: dict[str, tuple[Callable[[Tensor, Tensor], Any], Callable[[Tensor], Tensor]]] = {
+    "a part": (lambda x, y: x.split([1, 3], 1)[1], lambda x: x[:, 1:]),
+    "values of a reduction": (lambda x, y: x.max(1, keepdim=True)[0], lambda x: x[:, :1]),
+    "spread": (lambda x, y: x.amax(1, keepdim=True) + y, lambda x: x[:, :1].expand(-1, 4)),
+}
+
+
+@pytest.mark.parametrize("name", REPLAYED)
+def test_moves_are_replayed(name: str) -> None:
+    program, moved = REPLAYED[name]
+    added = Added(lambda x, y: program(x * 1, y), (T, 4), (4,))
+    (output,) = (node for node in added.gm.graph.nodes if node.name == "mul")
+    inside = [node for node in added.gm.graph.nodes if node > output]
+    added.add(lambda builder, *_: Replay(builder.call, output, added.inputs[0], inside)(added.end))
+    x = torch.randn(COUNT, 4)
+    assert torch.equal(added.run(x, torch.zeros(4)), moved(x))
+
+
 @pytest.mark.parametrize("keep", [False, True])
 def test_reductions_are_replayed_as_first_elements(keep: bool) -> None:
     added = Added(lambda x: (x * 1).amax((1, -1), keep), (T, 4, 8))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -122,15 +123,15 @@ def in_load(config: AttentionConfig, device: torch.device | DeviceInfo) -> str:
 def find_query(attention: AttentionNode) -> FoundQuery | None:
     """Return how an attention call can do its query's quantisation; `None`: there is none that it should do.
 
+    Args:
+        attention: a call of which `describe_query` says that the quantisation is a kernel of its own.
+
     Raises:
         Refusal: the quantisation is a separate kernel and the call cannot do it.
     """
-    query, config = attention.node.kwargs["query"], attention.config
-    if not isinstance(query, Node) or not config.takes_fp8_query or not can_run(before_moves(query)):
-        return None
+    query: Any = attention.node.kwargs["query"]
+    config = attention.config
     chain = _chain(query, config)
-    if not chain.has_own_kernel:
-        return None
     made = [source for source in chain.sources if _is_extern(before_moves(source))]
     refusals = []
     for source in chain.sources if chain.by_op else made:
