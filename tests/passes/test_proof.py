@@ -275,6 +275,7 @@ def test_scaled_values_are_the_same_where_codes_cannot_differ() -> None:
         (3.0, 4.0, False),
         (-127.0, 127.0, False),
         (-127.5, -127.0, False),
+        (-127.5, 126.0, False),
         (126.0, 127.0, False),
         (torch.nan, 127.0, False),
     ],
