@@ -151,9 +151,10 @@ def find_query(attention: AttentionNode) -> FoundQuery | None:
 def quantising_nodes(call: Node) -> set[Node]:
     """Return the nodes between the last kernel before an attention call's FP8 query and the call, for Graphviz."""
     query = call.kwargs.get("query")
-    if not isinstance(query, Node) or "config" not in call.kwargs:
+    text = str(call.kwargs.get("config", ""))
+    if not isinstance(query, Node) or not text.startswith(AttentionConfig.head):
         return set()
-    config = AttentionConfig.parse(str(call.kwargs["config"]))
+    config = AttentionConfig.parse(text)
     if not config.takes_fp8_query or not can_run(before_moves(query)):
         return set()
     chain = _chain(query, config)
