@@ -149,6 +149,11 @@ def test_refused(tmp_path: Path) -> None:
     grouped = enable(make_model("gemma2"), prove=False)
     grouped.allocate(num_blocks=64, hybrid=True, max_seq_len=64)
     assert "hybrid=True" in refused(grouped)
+    # XFORMERS takes no trees; it runs on a GPU alone, so a layer here says so in its place.
+    without = enable(make_model("llama"), num_blocks=16, prove=False)
+    layer: Any = next(each for each in without.modules() if hasattr(each, "why_no_trees"))
+    layer._refused[("causal", True, False)] = "backend XFORMERS cannot run this attention: tree_bias"
+    assert "XFORMERS cannot run this attention: tree_bias" in refused(without)
 
     class Few(Branches):
         def plan(self, request: Request, most: int) -> list[int]:

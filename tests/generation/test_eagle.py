@@ -221,12 +221,21 @@ def test_a_failed_step_starts_over(head: Head, folder: Path, plain: list[list[in
 def test_layers_that_eagle_3_reads() -> None:
     class Config:
         eagle_config: Any = None
+        eagle_aux_hidden_state_layer_ids: Any = None
 
     assert _read_layers(Config(), 32) == [2, 16, 29]
     Config.eagle_config = {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}
     assert _read_layers(Config(), 5) == READ
     with pytest.raises(errors.ConfigError, match="a target with 4 layers"):
         _read_layers(Config(), 4)
+    # At the top of a config the list names inputs.
+    Config.eagle_aux_hidden_state_layer_ids = READ
+    assert _read_layers(Config(), 5) == READ
+    Config.eagle_aux_hidden_state_layer_ids = [0, 1, 3]
+    with pytest.raises(errors.ConfigError, match="the same layers in both"):
+        _read_layers(Config(), 5)
+    Config.eagle_config = None
+    assert _read_layers(Config(), 5) == [0, 1, 3]
 
 
 def test_refused(head: Head, folder: Path, tmp_path: Path) -> None:
@@ -248,6 +257,20 @@ def test_refused(head: Head, folder: Path, tmp_path: Path) -> None:
     assert "without layers.0.mlp.up_proj.weight" in refused(at=changed("a", without=f"{layer}mlp.up_proj.weight"))
     assert "with layers.1.x" in refused(at=changed("b", {"layers.1.x": torch.ones(1)}))
     assert "for 98 token ids" in refused(at=changed("c", vocab_size=98))
+    assert "with 50 in embed_tokens" in refused(at=changed("g", {"embed_tokens.weight": torch.ones(50, 64)}))
+    assert "up_proj.weight of shape [80, 63] in place of [80, 64]" in refused(
+        at=changed("h", {f"{layer}mlp.up_proj.weight": torch.ones(80, 63)})
+    )
+    assert "hidden_act='gelu'" in refused(at=changed("i", hidden_act="gelu"))
+    assert "config.json, which cannot be read: " in refused(at=changed("j", rope_scaling={"rope_type": "linear"}))
+    name = "model.safetensors" if head.eagle3 else "pytorch_model.bin"
+    (changed("k") / name).write_bytes(b"cut")
+    assert f"{name}, which cannot be read" in refused(at=tmp_path / "k")
+    for wrong in (None, 5):
+        with pytest.raises(errors.ConfigError, match="a folder with"):
+            vattn.EagleDraft(wrong)  # type: ignore[arg-type]
+    with pytest.raises(errors.UnknownOptionError, match="write num_drafts=3"):
+        vattn.EagleDraft(folder, num_speculative_tokens=3)  # type: ignore[call-arg]
     assert "RoPE of type 'dynamic'" in refused(at=changed("d", rope_scaling={"rope_type": "dynamic", "factor": 2.0}))
     assert "norm_before_residual" in refused(at=changed("e", norm_before_residual=True))
     assert "hidden_size=32" in refused(enable(make_model("llama", num_hidden_layers=5, hidden_size=32), num_blocks=16))

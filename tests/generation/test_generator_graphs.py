@@ -98,6 +98,22 @@ def test_a_graph_of_another_adapter_is_not_replayed() -> None:
     check_empty(generator)
 
 
+def test_a_change_between_two_decodes_is_refused() -> None:
+    """Also where the next step follows the last one without a plan: a replay reads weights that may be freed."""
+    model = make_model("llama")
+    generator = make_generator(enable(model, num_blocks=64), graph_sizes=[2])
+    stand_in(generator)
+    request = generator.add(PROMPTS[0], vattn.Sampling(40, stop_token_ids=()))
+    while len(request.output) < 5:
+        generator.step()
+    model.lm_head.weight = torch.nn.Parameter(torch.randn_like(model.lm_head.weight))
+    with pytest.raises(GraphContractError, match="changed since its capture"):
+        generator.step()
+    assert len(request.output) == 5 and request.state == "waiting"
+    generator.cancel(request)
+    check_empty(generator)
+
+
 def expected_of_samplings(long_expected: list[list[int]]) -> list[list[int]]:
     return [tokens[: sampling.max_new_tokens] for tokens, sampling in zip(long_expected, SAMPLINGS, strict=True)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -77,6 +78,10 @@ def test_positions_and_keys_are_the_models_own(model_type: str, changes: dict[st
         padded = {"input_ids": [[5, 7, 1]], "attention_mask": [[1, 1, 0]]}
         one, other = generator.generate([[5, 7], padded], sampling)
         assert one.output == other.output and one.error is None
+        likely = vattn.Sampling(4, stop_token_ids=(), logit_bias={1: 1e4})
+        done = generator.generate([[5, 7]], likely)[0]
+        assert "the padding token 1, chosen after 0 tokens" in str(done.error) and done.output == []
+        assert generator.generate([[5, 7]], replace(likely, stop_token_ids=(1,)))[0].reason == "stop token"
     runner = Runner(packed)
     first, second = runner.step([(long[:20], 0), (short[:3], 0)]), runner.step([(long[20:], 20), (short[3:], 3)])
     for request, want in enumerate(expected):

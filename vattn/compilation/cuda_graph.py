@@ -368,6 +368,11 @@ class CUDAGraphRunner:
             self.check_model()
         return self.builder.build(query_lens, seq_lens, block_tables, capture_key=key, **options)
 
+    @property
+    def captured(self) -> bool:
+        """Whether a step is replayed, not run by the function as on the CPU."""
+        return any(entry.graph is not None for entry in self._entries.values())
+
     def check_model(self) -> None:
         """Refuse a model that has changed since its capture by more than the values of its weights.
 

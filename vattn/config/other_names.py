@@ -109,7 +109,7 @@ DRAFTS = {
     "num_assistant_tokens": "num_drafts={value}",
     "prompt_lookup_num_tokens": "num_drafts={value}",
 }
-"""Of `vattn.DraftModel`."""
+"""Of `vattn.DraftModel` and `vattn.EagleDraft`."""
 
 PROMPT_LOOKUP = {
     **DRAFTS,

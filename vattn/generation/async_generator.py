@@ -99,10 +99,11 @@ class AsyncGenerator:
         Raises:
             ConfigError: no list of requests; none has ended then.
         """
-        if not isinstance(requests, Iterable) or not all(isinstance(request, Request) for request in requests):
+        held = list(requests) if isinstance(requests, Iterable) else [requests]
+        if not isinstance(requests, Iterable) or not all(isinstance(request, Request) for request in held):
             raise ConfigError(f"cancel({requests!r:.60})", "a list of requests", "cancel([request])")
         with self._changed:
-            for request in requests:
+            for request in held:
                 for choice in request.choices:
                     self._unfinished.pop(choice, None)
                 self.generator.cancel(request)

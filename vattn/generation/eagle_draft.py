@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from vattn.cache.allocation import allocate_kv_cache
 from vattn.compilation.regions import repeated_layers
+from vattn.config.keywords import known_keywords
+from vattn.config.other_names import DRAFTS
 from vattn.errors import ConfigError
 from vattn.generation.draft_model import check_num_drafts
 from vattn.generation.draft_source import DraftSource, ServedModel
@@ -22,6 +24,7 @@ from vattn.generation.request import Request
 from vattn.metadata.token_tree import TokenTree, TreeChoices
 
 
+@known_keywords(DRAFTS)
 @dataclass(frozen=True)
 class EagleDraft(DraftSource):
     """Drafts by a head of EAGLE or EAGLE-3: one layer that continues the hidden states of its target.
@@ -67,7 +70,7 @@ class EagleDraft(DraftSource):
         object.__setattr__(self, "num_drafts", nodes if self.num_drafts is None else self.num_drafts)
         object.__setattr__(self, "tree", None if tree is None or tree.is_chain else tree)
         check_num_drafts(self.num_drafts)
-        read_config(Path(self.folder))
+        read_config(self.folder)
 
     def watch(self, served: ServedModel, forward: Any, num_tokens: int) -> Any:
         """Return what runs the target and keeps its hidden states, for steps of up to `num_tokens` tokens.
@@ -174,10 +177,21 @@ class WatchedModel(nn.Module):
 
 
 def _read_layers(config: Any, count: int) -> list[int]:
-    """Return the layers of the target of which EAGLE-3 reads the inputs: those of its config, or the paper's three."""
-    named = (getattr(config, "eagle_config", None) or {}).get("eagle_aux_hidden_state_layer_ids")
-    # The config names layers by their outputs.
-    found = [2, count // 2, count - 3] if named is None else [index + 1 for index in named]
+    """Return the layers of the target of which EAGLE-3 reads the inputs: named in its config, or the paper's three."""
+    name = "eagle_aux_hidden_state_layer_ids"
+    outputs, inputs = (getattr(config, "eagle_config", None) or {}).get(name), getattr(config, name, None)
+    for given in (outputs, inputs):
+        if given is not None and not (isinstance(given, list) and all(type(index) is int for index in given)):
+            raise ConfigError(f"a head with {name}={given!r:.60}", "a list of layers", "take another head")
+    # In `eagle_config` layers are named by their outputs, at the top of the config by their inputs.
+    kinds = [[index + 1 for index in outputs or ()], [*(inputs or ())]]
+    if all(kinds) and kinds[0] != kinds[1]:
+        raise ConfigError(
+            f"an EAGLE-3 head with {name}={inputs} and {outputs} in eagle_config",
+            "the same layers in both; eagle_config has one less for each, since it names their outputs",
+            "take one out of the head's config.json",
+        )
+    found = kinds[0] or kinds[1] or [2, count // 2, count - 3]
     if len(found) != 3 or not all(0 <= index < count for index in found):
         raise ConfigError(
             f"an EAGLE-3 head that reads before layers {found} of a target with {count} layers",
@@ -198,10 +212,13 @@ def _check_head(head: EagleHead, config: Any, vocab_size: int, hidden_size: int)
             "take the head of this target",
         )
     offsets = torch.zeros(drafts, dtype=torch.int64) if head.d2t is None else head.d2t.cpu()
-    fits = offsets.shape[0] == drafts and int((offsets + torch.arange(offsets.shape[0])).max()) < vocab_size
-    if config.vocab_size != vocab_size or not fits:
+    ids = offsets + torch.arange(offsets.shape[0])
+    fits = offsets.shape[0] == drafts and int(ids.min()) >= 0 and int(ids.max()) < vocab_size
+    tokens: Any = head.embed_tokens
+    if config.vocab_size != vocab_size or not fits or tokens.weight.shape[0] < vocab_size:
         raise ConfigError(
-            f"a head for {config.vocab_size} token ids, of which it drafts {drafts}, for a target with {vocab_size}",
+            f"a head for {config.vocab_size} token ids, with {tokens.weight.shape[0]} in embed_tokens, of which it "
+            f"drafts {drafts}, for a target with {vocab_size}",
             "the target's vocabulary, and d2t for a smaller one",
             "take the head of this target",
         )

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,25 +42,29 @@ class Weights:
         """Return a weight, `None` if the checkpoint has none of this name."""
         return self._left.pop(name, None)
 
-    def need(self, name: str) -> Tensor:
-        """Return a weight; refuse a checkpoint without it."""
+    def need(self, name: str, *shape: int | None) -> Tensor:
+        """Return a weight; refuse a checkpoint without it, or with one of another shape, `None` for any size."""
         found = self.take(name)
         if found is None:
             raise self._refuse(f"without {name}")
+        if found.ndim != len(shape) or any(
+            want not in (None, size) for want, size in zip(shape, found.shape, strict=True)
+        ):
+            raise self._refuse(f"with {name} of shape {[*found.shape]} in place of {[*shape]}".replace("None", "any"))
         return found
 
-    def linear(self, name: str) -> nn.Linear:
+    def linear(self, name: str, rows: int | None = None, columns: int | None = None) -> nn.Linear:
         """Return a linear layer."""
-        weight, bias = self.need(f"{name}.weight"), self.take(f"{name}.bias")
+        weight, bias = self.need(f"{name}.weight", rows, columns), self.take(f"{name}.bias")
         layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
         layer.weight = nn.Parameter(weight, requires_grad=False)
         if bias is not None:
             layer.bias = nn.Parameter(bias, requires_grad=False)
         return layer
 
-    def norm(self, name: str, eps: float) -> nn.RMSNorm:
+    def norm(self, name: str, eps: float, size: int) -> nn.RMSNorm:
         """Return an RMS norm."""
-        weight = self.need(f"{name}.weight")
+        weight = self.need(f"{name}.weight", size)
         layer = nn.RMSNorm(weight.shape[0], eps, device="meta")
         layer.weight = nn.Parameter(weight, requires_grad=False)
         return layer
@@ -81,54 +88,73 @@ def _read(folder: Path) -> dict[str, Tensor]:
             from safetensors.torch import load_file
         except ImportError as error:
             raise MissingPackageError("model.safetensors", "safetensors", "pip install safetensors") from error
-        return load_file(folder / "model.safetensors")
+        return _readable(load_file, folder / "model.safetensors")
     if (folder / "pytorch_model.bin").is_file():
-        found: dict[str, Tensor] = torch.load(folder / "pytorch_model.bin", map_location="cpu", weights_only=True)
-        return found
+        load = partial(torch.load, map_location="cpu", weights_only=True)
+        return _readable(load, folder / "pytorch_model.bin")
     raise ConfigError(
         f"{folder} without weights", "a folder with model.safetensors or pytorch_model.bin", "pass the folder of a head"
     )
 
 
-def read_config(folder: Path) -> Any:
+def _readable(read: Callable[[Path], Any], path: Path) -> Any:
+    """Return what a file holds; refuse one that cannot be read."""
+    try:
+        return read(path)
+    except Exception as error:
+        raise ConfigError(
+            f"{path}, which cannot be read: {type(error).__name__}: {error}", "a head's file", "download it again"
+        ) from error
+
+
+def read_config(folder: Any) -> Any:
     """Return the configuration of a head as transformers' `LlamaConfig`.
 
     Raises:
-        ConfigError: no folder of a checkpoint, or a head whose RoPE or residual is another one.
+        ConfigError: no folder of a checkpoint, or a head with another RoPE, activation or residual.
         MissingPackageError: no transformers.
     """
-    path = folder / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"EagleDraft({str(folder)!r:.60})", "a folder with config.json", "download the head first")
+    path = Path(folder) / "config.json" if isinstance(folder, (str, os.PathLike)) else None
+    if path is None or not path.is_file():
+        got = folder if path is None else str(folder)
+        raise ConfigError(f"EagleDraft({got!r:.60})", "a folder with config.json", "download the head first")
     try:
         from transformers import LlamaConfig
     except ImportError as error:
         raise MissingPackageError("EagleDraft", "transformers", "pip install transformers") from error
-    config = LlamaConfig.from_dict(json.loads(path.read_text()))
+    config = _readable(lambda path: LlamaConfig.from_dict(json.loads(path.read_text())), path)
     rope = config.rope_parameters.get("rope_type", "default")
-    if rope in ("dynamic", "longrope") or getattr(config, "norm_before_residual", False):
-        what = "norm_before_residual" if rope not in ("dynamic", "longrope") else f"RoPE of type {rope!r}"
-        raise ConfigError(f"a head with {what} in {folder}", "heads as EAGLE publishes them", "take another head")
+    wrong = {
+        f"RoPE of type {rope!r}": rope not in ("default", "linear", "llama3", "yarn"),
+        f"hidden_act={config.hidden_act!r}": config.hidden_act != "silu",
+        "norm_before_residual": getattr(config, "norm_before_residual", False),
+    }
+    for what, is_so in wrong.items():
+        if is_so:
+            raise ConfigError(f"a head with {what} in {folder}", "heads as EAGLE publishes them", "take another head")
     return config
 
 
 class EagleLayer(nn.Module):
     """A Llama layer without a norm of its input (EAGLE), or one that attends from embeddings too (EAGLE-3)."""
 
-    def __init__(self, weights: Weights, config: Any, block_size: int, device: torch.device) -> None:
+    def __init__(self, weights: Weights, config: Any, hidden_size: int, block_size: int, device: torch.device) -> None:
         super().__init__()
         name, eps, size = "layers.0.", config.rms_norm_eps, config.head_dim
+        queries, keys = config.num_attention_heads * size, config.num_key_value_heads * size
+        width = hidden_size * (2 if weights.is_eagle3 else 1)
         if weights.is_eagle3:
-            self.input_layernorm = weights.norm(name + "input_layernorm", eps)
-            self.hidden_norm = weights.norm(name + "hidden_norm", eps)
+            self.input_layernorm = weights.norm(name + "input_layernorm", eps, hidden_size)
+            self.hidden_norm = weights.norm(name + "hidden_norm", eps, hidden_size)
         self.is_eagle3 = weights.is_eagle3
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
-            weights.linear(f"{name}self_attn.{each}_proj") for each in "qkvo"
-        )
-        self.post_attention_layernorm = weights.norm(name + "post_attention_layernorm", eps)
-        self.gate_proj, self.up_proj, self.down_proj = (
-            weights.linear(f"{name}mlp.{each}_proj") for each in ("gate", "up", "down")
-        )
+        self.q_proj = weights.linear(name + "self_attn.q_proj", queries, width)
+        self.k_proj, self.v_proj = (weights.linear(f"{name}self_attn.{each}_proj", keys, width) for each in "kv")
+        self.o_proj = weights.linear(name + "self_attn.o_proj", hidden_size, queries)
+        self.post_attention_layernorm = weights.norm(name + "post_attention_layernorm", eps, hidden_size)
+        self.gate_proj = weights.linear(name + "mlp.gate_proj", None, hidden_size)
+        inner = self.gate_proj.out_features
+        self.up_proj = weights.linear(name + "mlp.up_proj", inner, hidden_size)
+        self.down_proj = weights.linear(name + "mlp.down_proj", hidden_size, inner)
         self.attn = Attention(
             config.num_attention_heads,
             size,
@@ -189,14 +215,22 @@ class EagleHead(nn.Module):
         like = {"device": embedding.weight.device, "dtype": embedding.weight.dtype}
         self.is_eagle3 = weights.is_eagle3
         self.fc = weights.linear("fc")
-        self.layers = nn.ModuleList([EagleLayer(weights, config, block_size, like["device"])])
-        self.norm = weights.norm("norm", config.rms_norm_eps) if weights.is_eagle3 else nn.Identity()
-        self.lm_head: nn.Module = weights.linear("lm_head") if "lm_head.weight" in weights else nn.Identity()
-        own, d2t, _ = (weights.take(name) for name in ("embed_tokens.weight", "d2t", "t2d"))
+        hidden, eps = self.fc.out_features, config.rms_norm_eps
+        self.layers = nn.ModuleList([EagleLayer(weights, config, hidden, block_size, like["device"])])
+        self.norm = weights.norm("norm", eps, hidden) if weights.is_eagle3 else nn.Identity()
+        has_head, has_tokens = ("lm_head.weight" in weights, "embed_tokens.weight" in weights)
+        self.lm_head: nn.Module = weights.linear("lm_head", None, hidden) if has_head else nn.Identity()
+        own = weights.need("embed_tokens.weight", None, hidden) if has_tokens else None
+        d2t, _ = (weights.take(name) for name in ("d2t", "t2d"))
         weights.end()
         self.to(**like)
         # Its frequencies stay fp32.
-        self.rotary = LlamaRotaryEmbedding(config).to(like["device"])
+        try:
+            self.rotary = LlamaRotaryEmbedding(config).to(like["device"])
+        except Exception as error:
+            raise ConfigError(
+                f"a head with rope_parameters={config.rope_parameters}", "RoPE that transformers makes", "complete them"
+            ) from error
         if isinstance(self.lm_head, nn.Identity):
             self.lm_head = target[1]
         own = embedding.weight if own is None else own.to(**like)

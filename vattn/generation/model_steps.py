@@ -160,7 +160,7 @@ class ModelSteps:
                 **_encoder_side(step),
             )
             outcome = self._forward(ids[: len(step.ids)], metadata, rows, graphs, begin)
-            if later:
+            if later and graphs.captured:
                 graphs.check_model()
             return outcome
         metadata = self.builder.build(
@@ -180,9 +180,14 @@ class ModelSteps:
         """Run the step after another one of the same requests, from its metadata."""
         metadata, ids = self.builder.advance(before.metadata, new_blocks), before.tokens
         count = ids.shape[0]
-        if count == 1 and before.runner is None:
+        graphs = before.runner
+        if count == 1 and graphs is None:
             ids = ids.repeat(2)
-        return self._forward(ids, metadata, self._row_numbers[: max(2, count)], before.runner, begin)
+        outcome = self._forward(ids, metadata, self._row_numbers[: max(2, count)], graphs, begin)
+        if graphs is not None and graphs.captured:
+            # While the device runs. A refused step is dropped, with the step before.
+            graphs.check_model()
+        return outcome
 
     def _forward(
         self,

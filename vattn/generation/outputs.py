@@ -38,7 +38,7 @@ def take_tokens(
         if request.first_token is None:
             request.first_token = time.monotonic()
             watched = request.sampling.stopping_criteria or request.logprobs is not None
-            request.plain = request.stream is None and not watched
+            request.plain = request.stream is None and request.uncounted is None and not watched
         try:
             reason = _append(request, token)
             text += _show(request, bool(reason))
@@ -66,6 +66,13 @@ def _append(request: Request, token: int) -> str:
     request.pending = False
     if token in request.stop_token_ids:
         return "stop token"
+    if token == request.uncounted:
+        raise RequestError(
+            f"the padding token {token}, chosen after {len(request.output)} tokens of a model that counts no position "
+            "for it",
+            "outputs without padding",
+            f"Sampling(logit_bias={{{token}: -1e9}}), or stop_token_ids with {token}",
+        )
     request.output.append(token)
     if _criteria_met(request):
         return "stopping criterion"

@@ -34,6 +34,7 @@ class Request:
         sampling: how its tokens are chosen.
         cache_salt: it shares blocks with requests of the same salt alone.
         adapter: the adapter that its tokens use; `None` for none.
+        uncounted: a token after which its model would count positions in another way; `None` for none.
         inputs: what its prompt is besides ids, until it ends: embeddings, images; `None` for nothing.
         output: ids generated so far.
         text: their text, if the generator has a tokenizer; it ends before a stop string.
@@ -70,9 +71,10 @@ class Request:
         index: int = 0,
         adapter: Adapter | None = None,
         inputs: PromptInputs | None = None,
+        uncounted: int | None = None,
     ) -> None:
         self.prompt, self.sampling, self.cache_salt = list(prompt), sampling, cache_salt
-        self.stop_token_ids, self.bad_words = stop_token_ids, bad_words
+        self.stop_token_ids, self.bad_words, self.uncounted = stop_token_ids, bad_words, uncounted
         self.limit = len(self.prompt) + sampling.max_new_tokens
         self.output: list[int] = []
         self.text = ""

@@ -258,7 +258,8 @@ def check_tree(model: Any, cache: KVCacheAllocation, group: Any) -> None:
     Raises:
         ConfigError: it is one.
     """
-    configs = [layer.config for layer in model.modules() if hasattr(layer, "bind_kv_cache")]
+    layers = [layer for layer in model.modules() if hasattr(layer, "bind_kv_cache")]
+    configs = [layer.config for layer in layers]
     wrong = {
         "a model with group=": group is not None,
         "a cache with hybrid=True": bool(cache.groups),
@@ -273,6 +274,14 @@ def check_tree(model: Any, cache: KVCacheAllocation, group: Any) -> None:
     for name, is_so in wrong.items():
         if is_so:
             raise ConfigError(f"a tree of drafts for {name}", "drafts without branches", "leave tree out")
+    for layer in layers:
+        reason = layer.why_no_trees()
+        if reason is not None:
+            raise ConfigError(
+                f"a tree of drafts for layer {layer.prefix!r}: {reason}",
+                "a backend that takes trees",
+                "leave tree out, or enable(model, attn_backend='TRITON_ATTN')",
+            )
 
 
 def make_builder(

@@ -131,8 +131,9 @@ class SubmissionReader:
         # Nothing fails once a request uses an adapter, which could not be removed then.
         with nullcontext() if self._adapters is None else self._adapters.lock:
             adapter = None if submission.adapter is None else self._adapter(submission.adapter)
+            uncounted = None if longest_encoder(self._model) else getattr(self._model, "padding_token", None)
             choices = tuple(
-                Request(ids, sampling, ends, submission.cache_salt, words, index, adapter, inputs)
+                Request(ids, sampling, ends, submission.cache_salt, words, index, adapter, inputs, uncounted)
                 for index in range(sampling.candidates)
             )
         for request, matcher in zip(choices, matchers, strict=True):
@@ -244,8 +245,9 @@ class SubmissionReader:
 def _num_rows(name: str, value: Any) -> int:
     """Return how many prompts an input of a processor is for; 1 for those that do not say."""
     if name.endswith("input_ids"):
-        return len(listed_rows(name, value))
-    return len(value) if name in ("input_features", "input_values") else 1
+        return 1 if value is None else len(listed_rows(name, value))
+    shape = getattr(value, "shape", None)
+    return shape[0] if shape and name in ("input_features", "input_values") else 1
 
 
 def _each(name: str, given: Any, count: int) -> list[Any]:

@@ -249,6 +249,10 @@ class BoundCache(CacheScales):
         """Return why the layer takes no steps with multimodal ranges; `None` if it does."""
         return self._refused.get(("causal", False, True))
 
+    def why_no_trees(self) -> str | None:
+        """Return why the layer takes no steps with trees of drafts; `None` if it does."""
+        return self._refused.get(("causal", True, False))
+
     @typed_on_error
     def bind_kv_cache(
         self,
