@@ -135,6 +135,9 @@ def test_closed_and_wrong(packed: PackedModel) -> None:
         with pytest.raises(errors.ConfigError, match=r"cancel\(\[request\]\)"):
             generator.cancel(wrong)  # type: ignore[arg-type]
     assert request.state != "cancelled"
+    other = generator.submit(vattn.Submission(PROMPTS[1], vattn.Sampling(80, stop_token_ids=())), lambda part: None)
+    generator.cancel(iter([other]))  # type: ignore[arg-type]
+    assert other.state == "cancelled"
     generator.close()
     generator.close()
     vattn.AsyncGenerator(generator.generator).close()

@@ -183,8 +183,9 @@ def test_sampled_tokens_are_those_without_drafts(folder: Path) -> None:
 def test_more_requests_than_a_step_holds(head: Head, folder: Path, plain: list[list[int]]) -> None:
     """A request that a step left out has no drafts in the next one."""
     generator, noted = make(folder, token_budget=3)
-    done = generator.generate([PROMPTS[1], PROMPTS[3]], LONG)
-    assert [request.output for request in done] == [plain[1], plain[3]]
+    # Of the first prompts two drafts are as likely up to rounding.
+    done = generator.generate(PROMPTS[2:4], LONG)
+    assert [request.output for request in done] == plain[2:4]
     check_drafts(head, noted)
 
 

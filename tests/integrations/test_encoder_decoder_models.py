@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import vattn
-from vattn.errors import ConfigError, RequestError, UnsupportedRequestError
+from vattn.errors import ArgumentError, ConfigError, RequestError, UnsupportedRequestError
 
 pytest.importorskip("transformers")
 
@@ -162,6 +162,10 @@ def test_languages_are_found_and_wrong_ones_refused() -> None:
         whisper_task(model, "en")
     with pytest.raises(ConfigError, match="no no_timestamps_token_id"):
         whisper_task(make())
+    with pytest.raises(ConfigError, match="Linear, with no no_timestamps_token_id"):
+        whisper_task(torch.nn.Linear(2, 2))
+    with pytest.raises(ArgumentError, match="timestamps='no'"):
+        whisper_task(model, timestamps="no")  # type: ignore[arg-type]
 
 
 def test_refusals() -> None:

@@ -175,6 +175,11 @@ def test_prompts_of_text() -> None:
         check(request, expected)
     alone = {"input_ids": [5, 6, 2], "decoder_input_ids": [2, 7]}
     assert [request.prompt for request in generator.generate(alone, SAMPLING)] == [[2, 7]]
+    none = {"input_ids": [5, 6, 2], "decoder_input_ids": None}
+    assert [request.prompt for request in generator.generate(none, SAMPLING)] == [[2, 7]]
+    for sound in (None, 5, torch.tensor(3.0)):
+        error = generator.generate({"input_features": sound}, SAMPLING)[0].error
+        assert "without input_ids" in str(error)
     with pytest.raises(ConfigError, match="a batch of prompts that are more than token ids"):
         generator.generate({"input_ids": [[5], [6]], "decoder_input_ids": [[2], [2]]}, SAMPLING)
     rows = model.get_input_embeddings()(torch.tensor([5, 6]))

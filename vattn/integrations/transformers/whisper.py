@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from vattn.config.typed import typed
 from vattn.errors import ConfigError
 from vattn.integrations.transformers.available import transformers
 
@@ -22,6 +23,7 @@ class WhisperTask:
     logits_processors: tuple[Any, ...]
 
 
+@typed
 def whisper_task(
     model: Any, language: str | None = None, task: str = "transcribe", *, timestamps: bool = False
 ) -> WhisperTask:
@@ -38,10 +40,14 @@ def whisper_task(
         ConfigError: a generation config without the tokens, or a language or task that it does not know.
     """
     inner = getattr(model, "wrapped", model)
-    config = inner.generation_config
-    if getattr(config, "no_timestamps_token_id", None) is None:
+    config = getattr(inner, "generation_config", None)
+    needed = ["no_timestamps_token_id"]
+    if getattr(config, "is_multilingual", True):
+        needed += ["lang_to_id", "task_to_id"]
+    missing = [name for name in needed if getattr(config, name, None) is None]
+    if config is None or missing:
         raise ConfigError(
-            f"whisper_task() of {type(inner).__name__}, with no no_timestamps_token_id in its generation config",
+            f"whisper_task() of {type(inner).__name__}, with no {missing[0]} in its generation config",
             "a Whisper model with the generation config of its checkpoint",
             "load it with from_pretrained, or pass decoder_input_ids of your own",
         )
