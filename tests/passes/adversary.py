@@ -18,6 +18,7 @@ from fx_programs import COLUMNS, HEADS, WIDTH, Template, copied, run
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from vattn.ops.fusion_notes import NodeReport
 from vattn.passes.output_quant.match import Classifier
 from vattn.passes.pipeline import fuse_graph
 
@@ -428,6 +429,8 @@ class Adversary:
         bases: the quantisers that are changed.
     """
 
+    changes = CHANGES
+
     def __init__(
         self, bases: dict[str, Callable[[Tensor, Tensor], Any]] = BASES, dtype: torch.dtype = torch.bfloat16
     ) -> None:
@@ -435,13 +438,19 @@ class Adversary:
         self.bases = {name: self.template.behind(program) for name, program in bases.items()}
         self._block: tuple[int, Any] = -1, None
 
+    def run(self, gm: GraphModule, output: Tensor, scale: Tensor, keep: bool = False) -> tuple[Any, dict[Node, Any]]:
+        return run(gm, output, scale, keep)
+
+    def fuses(self, report: NodeReport) -> bool:
+        return report.outcome == "fused"
+
     def _base(self, block: int) -> Any:
         """Return a quantiser's name, the output and scale to judge by, and what its nodes hold then."""
         if self._block[0] != block:
             rng = random.Random(-1 - block)
             base, output = rng.choice(list(self.bases)), outputs(block % 3, self.dtype)
             scale = torch.tensor([2.0 ** rng.uniform(-9, 3)])
-            plain, held = run(self.bases[base], output, scale, keep=True)
+            plain, held = self.run(self.bases[base], output, scale, keep=True)
             self._block = block, (base, output, scale, plain, {node.name: made for node, made in held.items()})
         return self._block[1]
 
@@ -449,14 +458,14 @@ class Adversary:
         """Judge the program of a seed; `None`: the change cannot be made there. A hundred share their quantiser."""
         base, output, scale, plain, held = self._base(seed // 100)
         rng = random.Random(seed)
-        change = rng.choice(list(CHANGES))
+        change = rng.choice(list(self.changes))
         gm = copied(self.bases[base])
         sites = [node for node in gm.graph.nodes if can_change(node, held.get(node.name))]
         node = rng.choice(sites)
         readers = list(node.users)
         with gm.graph.inserting_before(node.next):
             try:
-                changed = CHANGES[change](Site(node, held[node.name], rng))
+                changed = self.changes[change](Site(node, held[node.name], rng))
             except (RuntimeError, TypeError, IndexError, ValueError, ZeroDivisionError):
                 return None
         if changed.meta["val"].shape != node.meta["val"].shape or changed.meta["val"].dtype != node.meta["val"].dtype:
@@ -467,10 +476,10 @@ class Adversary:
         fused = copied(gm)
         with mock.patch.object(Classifier, "_why", return_value="not computed"):  # it takes as long as the rest
             (report,) = fuse_graph(fused.graph)
-        if report.outcome != "fused":
+        if not self.fuses(report):
             return Verdict(name, False, False, False)
-        wanted, _ = run(gm, output, scale)
-        got, _ = run(GraphModule(fused, fused.graph), output, scale)
+        wanted, _ = self.run(gm, output, scale)
+        got, _ = self.run(GraphModule(fused, fused.graph), output, scale)
         return Verdict(name, True, not all(map(same_bytes, got, wanted)), all(map(same_bytes, plain, wanted)))
 
 

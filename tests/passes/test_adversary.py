@@ -11,6 +11,7 @@ import pytest
 import torch
 from adversary import Adversary, rounded
 from fx_programs import copied, run
+from query_adversary import QueryAdversary
 from torch import Tensor
 from torch.fx import GraphModule
 
@@ -45,6 +46,16 @@ def test_many_changes(judge: Adversary, part: int) -> None:
     """Twenty thousand programs in twenty parts, of all quantisers."""
     start = (SEED * PARTS + part) * PROGRAMS
     wrong, fused = judged(judge, range(start, start + PROGRAMS))
+    print(f"{PROGRAMS} programs, {fused} fused, {len(wrong)} wrong")
+    assert not wrong and fused
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("part", range(2))
+def test_many_changes_to_queries(part: int) -> None:
+    """Two thousand programs of queries."""
+    start = (SEED * 2 + part) * PROGRAMS
+    wrong, fused = judged(QueryAdversary(), range(start, start + PROGRAMS))
     print(f"{PROGRAMS} programs, {fused} fused, {len(wrong)} wrong")
     assert not wrong and fused
 

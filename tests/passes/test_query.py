@@ -14,7 +14,7 @@ from forms import static
 from harness import COLUMNS, HEADS, WIDTH, Attend, Capture, captured, code_of, in_regions, step
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from queries import PER_HEAD, PER_TENSOR, REFUSED, Written, heads, inputs, rounded
+from queries import PER_HEAD, PER_TENSOR, REFUSED, Written, by_group, heads, inputs, rounded
 from torch import Tensor, nn
 
 import vattn
@@ -109,6 +109,12 @@ def test_what_no_query_load_means_is_refused_with_the_line(name: str) -> None:
     assert "query_load" not in calls_of(capture)
 
 
+def test_the_scale_of_another_head_in_a_row_of_a_fixed_number() -> None:
+    """The proof's runs have values in that row that are zeros or infinities under every scale."""
+    node, _ = compare(Written(another_head_in_a_row, SCALES), inputs(300), dynamic=False)
+    assert node.query_outcome == "near miss" and "query divided by the op's q_scale" in node.query
+
+
 def divided(q: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
     return PER_TENSOR["divide"](q, s)
 
@@ -155,12 +161,21 @@ KEPT: dict[str, tuple[Callable[[], Written], str]] = {
 }
 
 
+def another_head_in_a_row(q: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    row = torch.arange(q.shape[0]) == 127
+    return rounded(by_group(q).float() / s[(torch.arange(2) + row[:, None]) % 2][:, :, None, None]), s
+
+
 KEPT_WAYS: dict[str, tuple[dict[str, Any], str]] = {
     "codes read elsewhere": ({"way": divided, "returned": lambda codes: codes.float()}, "reads it quantised too"),
     "codes returned": ({"way": divided, "returned": lambda codes: codes.view(torch.uint8)}, "reads it quantised too"),
     "a scale per query head": (
         {"way": per_query_head, "scales": (0.01, 0.02, 0.03, 0.04)},
         "not those of the query divided by the op's q_scale and clamped to +-448",
+    ),
+    "the scale of another head in a row": (
+        {"way": another_head_in_a_row, "scales": (0.01, 0.02)},
+        "iota numbers the tokens, which a query load treats alike",
     ),
     "a query that lies column by column": (
         {"way": lambda q, s: (rounded(q.float() / s).contiguous(), s), "make": by_columns},

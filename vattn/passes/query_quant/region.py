@@ -18,7 +18,7 @@ from torch.fx import Node
 from vattn.config.attention import AttentionConfig
 from vattn.passes import probe, proof
 from vattn.passes.near_miss import first_difference
-from vattn.passes.ops import reduces
+from vattn.passes.ops import meaning, op_name, reduces
 from vattn.passes.probe import Inputs, Sample, exact_scales
 from vattn.passes.proof import Origin
 from vattn.passes.prove import Prover
@@ -37,6 +37,7 @@ from vattn.passes.region import (
 )
 from vattn.passes.region_precision import ROUNDED, roundings
 from vattn.passes.region_run import SATURATES, constant, same_bits, unsaturated_cast
+from vattn.passes.region_tokens import check_order
 from vattn.quantization.codecs import to_e4m3
 from vattn.quantization.formats import dtype_name
 
@@ -90,9 +91,25 @@ def find_query_region(source: Node, codes: Node, scale: Node) -> tuple[Region, I
         if not is_float or not isinstance(val.numel(), int) or val.numel() > _MOST_SCALES:
             raise Refusal(f"its scale comes from {root.name}, which is no tensor of a few numbers", codes, near=True)
     probe.check_sizes(inner, sizes)
+    _check_tokens(inner)
     of_query = proof.dependants(inner, [source])
     nodes, derived = (tuple(node for node in inner if (node in of_query) == within) for within in (True, False))
     return Region(source, nodes, (codes,)), Inputs(tuple(sizes), constants, tuple(roots), derived, (scale,))
+
+
+def _check_tokens(nodes: Sequence[Node]) -> None:
+    """Refuse nodes that number or order the tokens: conditions on these may first be met by more tokens than are run.
+
+    Raises:
+        Refusal: there is such a node.
+    """
+    check_order(nodes)
+    for node in nodes:
+        varies = any(isinstance(size, torch.SymInt) for size in getattr(value(node), "shape", ()))
+        if varies and meaning(node) != "fill" and all(map(is_size, node.all_input_nodes)):
+            raise Refusal(
+                f"{op_name(node.target)} numbers the tokens, which a query load treats alike", node, near=True
+            )
 
 
 def _ancestors(ends: Iterable[Node], stops: set[Node]) -> set[Node]:
@@ -205,6 +222,8 @@ class QueryProver(Prover):
         sample = self.run(x)
         self._check(sample)  # first, for its reason says more
         self.static(sample, self._check)
+        if self.inputs.roots:
+            self._check_scale_of_each_place(x)
         self.conditions.check()
 
     def run(self, x: Tensor, scales: Sequence[Any] | None = None) -> Sample:
@@ -228,12 +247,28 @@ class QueryProver(Prover):
             raise Refusal("its codes lie in another order than the query", self.quantised, near=True)
         return origin
 
+    def _check_scale_of_each_place(self, x: Tensor) -> None:
+        """Run values near their scales: many others, zeros and infinities among them, have one code under all scales.
+
+        Raises:
+            Refusal: some place has the scale of another head.
+        """
+        limits = torch.finfo(x.dtype)
+        for scales in self.rounds:
+            scale = self._scale(self.run(x, scales)).clamp(limits.tiny, limits.max).to(x.dtype)
+            near = scale.expand(len(x), -1, self.config.head_size).reshape(x.shape)
+            self._check(self.run(near, scales))
+
+    def _scale(self, sample: Sample) -> Tensor:
+        """Return the scales of the heads `[H, 1]`."""
+        scale = sample.values[self.inputs.scales[0]].float().reshape(-1).expand(self.config.num_kv_heads)
+        return scale.repeat_interleave(self.config.group_size)[:, None]
+
     def _check(self, sample: Sample) -> None:
         """Refuse a run with other codes, or other values before they are rounded."""
         self.conditions.see(sample.values)
         query = sample.rows.view(-1, self.config.num_heads, self.config.head_size).float()
-        scale = sample.values[self.inputs.scales[0]].float().reshape(-1).expand(self.config.num_kv_heads)
-        scale = scale.repeat_interleave(self.config.group_size)[:, None]
+        scale = self._scale(sample)
         scaled = query * scale.reciprocal() if self.arithmetic == "multiply" else query / scale
         same = same_bits(sample.values[self.quantised], to_e4m3(scaled))
         for (node, is_scaled), place in zip(self.rounded, self.places, strict=True):
