@@ -177,6 +177,24 @@ def test_fullgraph_compiles_one_graph(family: str, masked: bool) -> None:
     torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_compiled_prompts_and_steps_over_a_dynamic_cache(family: str) -> None:
+    """Inductor moves the first keys of a cache, which it copies from nothing; sizes may all be symbols."""
+    model = make_model(family)
+    for rows, length, dynamic in ((1, 5, False), (2, 70, None), (2, 33, True)):
+        ids = batch([0] * rows, length)["input_ids"]
+        model.set_attn_implementation("eager")
+        expected = model(ids).logits
+        model.set_attn_implementation("vattn")
+        torch._dynamo.reset()
+        step = torch.compile(model, fullgraph=True, dynamic=dynamic)
+        prompt = step(ids[:, :-1])
+        last = step(ids[:, -1:], past_key_values=prompt.past_key_values)
+        found = torch.cat([prompt.logits, last.logits], 1)
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
 def test_packed_sequences_are_refused() -> None:
     model = make_model("llama")
     model.set_attn_implementation("vattn")

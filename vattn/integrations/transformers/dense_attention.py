@@ -70,20 +70,43 @@ def attend_dense(
     """
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     refuse_options(module, causal, dropout, options, query)
+    if not isinstance(attention_mask, Tensor) or attention_mask.dtype != torch.int32 or attention_mask.dim() != 4:
+        raise _refused(_describe_mask(attention_mask, query.shape[0], key.shape[2]))
+    sinks = _as_sinks(s_aux, query)
+    given = (query, key, value, attention_mask, scaling, sliding_window, softcap, sinks)
+    # Compiled code lays keys out as it likes: only an op sees where they lie.
+    return (_attend_compiled(*given) if torch.compiler.is_compiling() else _attend(*given)), None
+
+
+def _attend(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    shared: bool = True,
+) -> Tensor:
+    """Attend as `attend_dense` does.
+
+    Args:
+        shared: whether a later layer that gets the same mask object gets the same numbers in it.
+    """
     batch_size, _, query_len, _ = query.shape
-    mask = attention_mask
-    is_step = isinstance(mask, Tensor) and mask.dtype == torch.int32 and mask.dim() == 4
-    if is_step and is_decode(mask):
-        is_step = (mask.shape[0], query_len, mask.shape[3]) == (batch_size, 1, key.shape[2])
-        if is_step and _is_direct(query, key, value, mask):
-            _check_window(mask.shape[2] == 2, sliding_window)
+    step = None
+    if not is_decode(mask):
+        step = _unpacked(mask, batch_size, key.shape[2], shared)
+    elif (mask.shape[0], query_len, mask.shape[3]) == (batch_size, 1, key.shape[2]):
+        _check_window(mask.shape[2] == 2, sliding_window)
+        if _is_direct(query, key, value, mask):
             scale = query.shape[3] ** -0.5 if scaling is None else scaling
-            sinks = _as_sinks(s_aux, query)
-            return _kernels().decode(query, key, value, mask, scale, sliding_window, softcap, sinks), None
-        mask = _packed(mask, sliding_window) if is_step else mask
-    step = _unpacked(mask, batch_size, key.shape[2]) if is_step else None
+            out: Tensor = _kernels().decode(query, key, value, mask, scale, sliding_window, softcap, sinks)
+            return out
+        step = _unpacked(_packed(mask, sliding_window, shared), batch_size, key.shape[2], shared)
     if step is None:
-        raise _refused(_describe_mask(attention_mask, batch_size, key.shape[2]))
+        raise _refused(_describe_mask(mask, batch_size, key.shape[2]))
     _check_window(step.windowed, sliding_window)
     if query_len > 1 and step.block_size == BLOCK:
         key, value = with_room(key), with_room(value)
@@ -99,10 +122,30 @@ def attend_dense(
     # A row alone sees the keys that its step lists.
     window = sliding_window if query_len > 1 else None
     queries = query.transpose(1, 2).flatten(0, 1)
-    out = attend_blocks(
-        queries, key_blocks, value_blocks, step.query_start_loc, step.seq_lens, table, scaling, window, softcap, s_aux
+    heads = attend_blocks(
+        queries, key_blocks, value_blocks, step.query_start_loc, step.seq_lens, table, scaling, window, softcap, sinks
     )
-    return out.view(batch_size, query_len, -1, value.shape[3]), None
+    return heads.view(batch_size, query_len, -1, value.shape[3])
+
+
+@torch.library.custom_op(
+    "vattn::attend_dense",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor mask, float? scaling, int? sliding_window, float? softcap, "
+    "Tensor? sinks) -> Tensor",
+)
+def _attend_compiled(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None, sliding_window: int | None,
+    softcap: float | None, sinks: Tensor | None,
+) -> Tensor:  # fmt: skip
+    # Memory of a mask that is not needed any more may become another one, as the same object.
+    return _attend(query, key, value, mask, scaling, sliding_window, softcap, sinks, shared=False)
+
+
+@_attend_compiled.register_fake
+def _attend_shape(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, *options: Any) -> Tensor:
+    batch_size, heads, query_len, _ = query.shape
+    return query.new_empty(batch_size, query_len, heads, value.shape[3])
 
 
 def _check_window(windowed: bool, sliding_window: int | None) -> None:
@@ -155,10 +198,8 @@ def _kernels() -> Any:
 
 
 def _is_direct(query: Tensor, key: Tensor, value: Tensor, first: Tensor) -> bool:
-    """Return whether the kernel of single rows over dense keys runs a call, without an op."""
-    if torch.compiler.is_compiling() or not query.is_cuda or not has_triton():
-        return False
-    return bool(_kernels().accepts(query, key, value, first))
+    """Return whether the kernel of single rows over dense keys runs a call."""
+    return bool(query.is_cuda and has_triton() and _kernels().accepts(query, key, value, first))
 
 
 @torch.compiler.assume_constant_result
@@ -224,10 +265,9 @@ def refuse_options(module: nn.Module, causal: bool, dropout: float, options: dic
             raise _refused(f"{name} as an argument of attention")
 
 
-def _packed(first: Tensor, window: int | None) -> Tensor:
-    """Return `pack_decode`; outside of compiled code once for all layers."""
-    _check_window(first.shape[2] == 2, window)
-    if torch.compiler.is_compiling():
+def _packed(first: Tensor, window: int | None, shared: bool) -> Tensor:
+    """Return `pack_decode`, once for all layers that share a mask."""
+    if not shared:
         return pack_decode(first, window)
     known: dict[int | None, Tensor] = first.__dict__.setdefault("_vattn_packed", {})
     if window not in known:
@@ -235,9 +275,9 @@ def _packed(first: Tensor, window: int | None) -> Tensor:
     return known[window]
 
 
-def _unpacked(packed: Tensor, batch_size: int, num_keys: int) -> DenseStep | None:
-    """Return `unpack_step`; outside of compiled code all layers share its views."""
-    if torch.compiler.is_compiling():
+def _unpacked(packed: Tensor, batch_size: int, num_keys: int, shared: bool) -> DenseStep | None:
+    """Return `unpack_step`, once for all layers that share a mask."""
+    if not shared:
         return unpack_step(packed, batch_size, num_keys)
     known = packed.__dict__.setdefault("_vattn_steps", {})
     if (batch_size, num_keys) not in known:
