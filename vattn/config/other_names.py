@@ -107,6 +107,7 @@ DRAFTS = {
     "num_speculative_tokens": "num_drafts={value}",
     "speculative_num_draft_tokens": "num_drafts={value}",
     "num_assistant_tokens": "num_drafts={value}",
+    "num_tokens": "num_drafts={value}",
     "prompt_lookup_num_tokens": "num_drafts={value}",
 }
 """Of `vattn.DraftModel` and `vattn.EagleDraft`."""

@@ -197,7 +197,9 @@ class EncoderDecoderModel(PackedModel):
             raise RequestError(
                 f"token id {wrong[0]} in a prompt" if wrong else f"a prompt of {len(ids)} tokens",
                 f"ids from 0 to {size - 1}" if wrong else f"1 to {self.max_encoder_len}",
-                "encode it with the model's tokenizer",
+                "encode it with the model's tokenizer"
+                if wrong
+                else "cut it, or call the tokenizer with truncation=True",
             )
         return torch.tensor([[*ids]], device=model.device)
 
