@@ -68,7 +68,10 @@ def equal(rank: int, world: int) -> None:
     model = make_stage("qwen2")
     loaded = model.forward
     packed = enable(model, num_blocks=40)
-    assert len(packed.kv_cache.kv_caches) == LAYERS // world + (rank == world - 1) * (LAYERS % world)
+    # Which ranks have one layer more differs between releases of transformers.
+    counts: list[Any] = [None] * world
+    dist.all_gather_object(counts, len(packed.kv_cache.kv_caches))
+    assert sum(counts) == LAYERS and min(counts) >= LAYERS // world
     compare(step_logits(packed), step_logits(whole("qwen2")), 1e-6)
     for microbatch, speculation in ((512, None), (4, None), (4, vattn.PromptLookup(shortest=1))):
         pipeline.MICROBATCH = microbatch
