@@ -52,6 +52,25 @@ def run_to_end(generator: vattn.Generator) -> None:
     check_empty(generator)
 
 
+def run_with_cancels(generator: vattn.Generator, expected: list[list[int]], turns: int) -> list[Any]:
+    """Run `PROMPTS` some times, each time beside a request that is cancelled; return the last requests.
+
+    Args:
+        expected: the tokens of each prompt.
+    """
+    sampling = vattn.Sampling(max_new_tokens=len(expected[0]), stop_token_ids=())
+    for turn in range(turns):
+        cancelled = generator.add(PROMPTS[turn] + [4], sampling)
+        requests = [generator.add(prompt, sampling) for prompt in PROMPTS]
+        for _ in range(4 + turn):
+            generator.step()
+        generator.cancel(cancelled)
+        while generator.busy:
+            generator.step()
+        assert [request.output for request in requests] == expected
+    return requests
+
+
 class Characters:
     """A tokenizer of one letter per token."""
 

@@ -13,7 +13,14 @@ from vattn import errors
 
 pytest.importorskip("transformers")
 
-from tests.generation.generator_support import PROMPTS, Faulty, check_empty, make_generator, one_by_one
+from tests.generation.generator_support import (
+    PROMPTS,
+    Faulty,
+    check_empty,
+    make_generator,
+    one_by_one,
+    run_with_cancels,
+)
 from tests.generation.test_generator_graphs import Replay, stand_in
 from tests.integrations.hf_families import make_model
 from vattn.integrations.transformers import PackedModel, enable
@@ -81,15 +88,7 @@ def test_both_caches_agree(long_expected: list[list[int]], captured: Any) -> Non
         target, token_budget=21, speculation=vattn.DraftModel(equal(), 3), graph_sizes=captured.sizes
     )
     captured(generator)
-    for turn in range(3):
-        cancelled = generator.add(PROMPTS[turn] + [4], LONG)
-        requests = [generator.add(prompt, LONG) for prompt in PROMPTS]
-        for _ in range(4 + turn):
-            generator.step()
-        generator.cancel(cancelled)
-        while generator.busy:
-            generator.step()
-        assert [request.output for request in requests] == long_expected
+    requests = run_with_cancels(generator, long_expected, turns=3)
     now = generator.statistics()
     assert now.preemptions > 0 and sum(request.reused for request in requests) > 0
     assert now.accepted_tokens == now.drafted_tokens > 300

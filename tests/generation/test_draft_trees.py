@@ -149,7 +149,7 @@ def test_refused(tmp_path: Path) -> None:
     grouped = enable(make_model("gemma2"), prove=False)
     grouped.allocate(num_blocks=64, hybrid=True, max_seq_len=64)
     assert "hybrid=True" in refused(grouped)
-    # XFORMERS takes no trees; it runs on a GPU alone, so a layer here says so in its place.
+    # XFORMERS takes no trees and runs only on a GPU, so a layer here gives its reason.
     without = enable(make_model("llama"), num_blocks=16, prove=False)
     layer: Any = next(each for each in without.modules() if hasattr(each, "why_no_trees"))
     layer._refused[("causal", True, False)] = "backend XFORMERS cannot run this attention: tree_bias"

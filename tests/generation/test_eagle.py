@@ -15,7 +15,15 @@ from vattn import errors
 pytest.importorskip("transformers")
 
 from tests.generation.eagle_checkpoints import READ, Head
-from tests.generation.generator_support import PROMPTS, Faulty, check_empty, make_generator, one_by_one, run_to_end
+from tests.generation.generator_support import (
+    PROMPTS,
+    Faulty,
+    check_empty,
+    make_generator,
+    one_by_one,
+    run_to_end,
+    run_with_cancels,
+)
 from tests.generation.test_generator_graphs import Replay, stand_in
 from tests.integrations.hf_families import make_model
 from vattn.generation.eagle_draft import _read_layers
@@ -88,7 +96,7 @@ def spy(generator: vattn.Generator) -> Noted:
 
 
 def check_drafts(head: Head, noted: Noted) -> None:
-    """Assert that drafts are those of the papers."""
+    """Assert that the drafts follow the papers."""
     assert noted
     states: dict[Any, torch.Tensor] = {}
     for request, ids, drafts in noted:
@@ -138,15 +146,7 @@ def test_captured_steps_have_plain_tokens_and_the_drafts_of_the_paper(
 def test_the_heads_cache_follows(head: Head, folder: Path, plain: list[list[int]]) -> None:
     """Chunks, prefixes, preemptions, cancels and requests that end leave what the next drafts read."""
     generator, noted = make(folder, token_budget=21, num_blocks=11)
-    for turn in range(2):
-        cancelled = generator.add(PROMPTS[turn] + [4], LONG)
-        requests = [generator.add(prompt, LONG) for prompt in PROMPTS]
-        for _ in range(4 + turn):
-            generator.step()
-        generator.cancel(cancelled)
-        while generator.busy:
-            generator.step()
-        assert [request.output for request in requests] == plain
+    run_with_cancels(generator, plain, turns=2)
     now = generator.statistics()
     assert now.preemptions > 0 and now.reused_tokens > 0
     check_drafts(head, noted)

@@ -68,7 +68,7 @@ class Reads(TorchDispatchMode):
 def test_decodes_read_no_values_on_the_host(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A device would be waited for, which a capture refuses."""
     packed = enable_encoder_decoder(make(kind), num_blocks=12)
-    # Ids on the CPU alone are checked.
+    # Only ids on the CPU are checked.
     monkeypatch.setattr("vattn.integrations.transformers.checks._readable", lambda given: False)
     builder = vattn.AttentionMetadataBuilder(2, 8, 32, layers=packed, max_encoder_len=32)
     step = builder.build([1, 1], [1, 2], [[1], [2]], encoder_lens=[0, 0], cross_block_tables=[[], []])

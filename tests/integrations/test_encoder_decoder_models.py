@@ -105,7 +105,7 @@ LANGUAGES, TASKS = {"<|de|>": 63, "<|en|>": 62}, {"transcribe": 64, "translate":
 
 
 def make_with_timestamps() -> Any:
-    """Return a model whose last 30 tokens are times."""
+    """Return a model with times as its last 30 tokens."""
     model = make()
     model.generation_config = transformers.GenerationConfig(
         decoder_start_token_id=61, eos_token_id=60, pad_token_id=60, bos_token_id=60, lang_to_id=LANGUAGES,
@@ -158,7 +158,7 @@ def test_languages_are_found_and_wrong_ones_refused() -> None:
         whisper_task(model, "en", "sing")
     model.generation_config.is_multilingual = False
     assert whisper_task(model).decoder_input_ids == [61, 66]
-    with pytest.raises(ConfigError, match="of English alone"):
+    with pytest.raises(ConfigError, match="English-only"):
         whisper_task(model, "en")
     with pytest.raises(ConfigError, match="no no_timestamps_token_id"):
         whisper_task(make())
@@ -190,7 +190,7 @@ def test_refusals() -> None:
     assert generator.generate(good, SAMPLING)[0].state == "finished"
     with pytest.raises(ConfigError, match="a batch of prompts that are more than token ids"):
         generator.generate({**good, "input_features": torch.randn(2, 8, 74)})
-    with pytest.raises(ConfigError, match=r"mixed_graph_sizes=\[16\].*graphs of decodes alone"):
+    with pytest.raises(ConfigError, match=r"mixed_graph_sizes=\[16\].*graphs of decodes only"):
         vattn.Generator(generator.model, mixed_graph_sizes=[16])
     with pytest.raises(ConfigError, match=r"enable_encoder_decoder\(\) of a model that is on vattn"):
         enable_encoder_decoder(model)

@@ -86,7 +86,7 @@ def scales_of(packed: Any) -> list[float]:
      ("block", "group", "fp8_group128")],
 )  # fmt: skip
 def test_compressed_tensors(weights: str, inputs: str, fmt: str, tmp_path: Path) -> None:
-    """Codes are those of the file; the logits are those of compressed-tensors over rounded keys and values."""
+    """Codes are those of the file; the logits equal compressed-tensors' over rounded keys and values."""
     write_compressed_tensors(tmp_path, make_llama(), weights, inputs)
     model = load(tmp_path)
     theirs = eager_logits(model, PROMPTS[1], cache=RoundedCache())

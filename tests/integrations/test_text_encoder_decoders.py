@@ -129,7 +129,7 @@ def test_tokens_of_transformers(kind: str) -> None:
 
 
 def test_generated_padding_has_no_position() -> None:
-    """M2M100 gives padding no position; the tokens after it are counted as those of transformers' cache are."""
+    """M2M100 gives padding no position; later tokens are counted as transformers' cache counts them."""
 
     def pad(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if ids.shape[1] in (3, 4):
@@ -164,7 +164,7 @@ def test_to_the_end_of_the_table() -> None:
 
 
 def test_prompts_of_text() -> None:
-    """Padding goes, the forced token follows the start token, and what a prompt cannot be is an error of its own."""
+    """Padding goes, the forced token follows the start token, and each invalid prompt has its own error."""
     model = make("mbart")
     expected = own(model, [5, 6, 2])
     generator = vattn.Generator(enable_encoder_decoder(model, num_blocks=12), max_num_reqs=2)

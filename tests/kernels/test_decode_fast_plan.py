@@ -314,7 +314,7 @@ def test_heads_are_multiplied_as_64_128_or_256_columns() -> None:
 
 
 def test_tensor_maps_that_are_kept_have_a_bound() -> None:
-    """An engine whose caches change size would keep one for each size that it ever had."""
+    """An engine that resizes its caches would keep a map for each size."""
     tuning, most = decode_fast.Tuning(heads=1, stages=2), decode_fast.MOST_MAPS
     memory = torch.empty(2 * most, 16, 1, 64, dtype=torch.bfloat16)
     for blocks in range(1, 2 * most):

@@ -109,7 +109,7 @@ def given_reciprocal(q: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def in_columns(third: Callable[[Tensor, Tensor], Tensor]) -> Way:
-    """Return a way that joins codes of columns, and scales the third one of each head in a way of its own."""
+    """Return a way that joins codes of columns, and scales the third column of each head differently."""
 
     def way(q: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         first, second, rest = heads(q).float().split((2, 1, WIDTH - 3), -1)

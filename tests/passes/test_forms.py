@@ -37,7 +37,7 @@ FORMS: dict[str, Form] = {
 NEWER = torch.torch_version.TorchVersion(torch.__version__) >= "2.13"
 if not NEWER:
     del FORMS["token, largest: quantile"]  # Dynamo cannot trace it
-    del FORMS["program: into torch._scaled_mm, row by row"]  # runs on a GPU alone
+    del FORMS["program: into torch._scaled_mm, row by row"]  # runs only on a GPU
 BUNDLE = 12
 BUNDLES = [tuple(FORMS)[start : start + BUNDLE] for start in range(0, len(FORMS), BUNDLE)]
 CHANGED = (

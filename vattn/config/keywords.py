@@ -19,7 +19,7 @@ _MOST = 6
 def known_keywords(meant: Mapping[str, str]) -> Callable[[T], T]:
     """Return a decorator of functions and classes that refuses keywords which they do not have.
 
-    One with `**options` refuses those in `meant` alone.
+    One with `**options` refuses only those in `meant`.
 
     Args:
         meant: names in other libraries, or of another class, and what to write here, see `other_names`. A name may be

@@ -99,8 +99,8 @@ class AsyncGenerator:
         Raises:
             ConfigError: no list of requests; none has ended then.
         """
-        held = list(requests) if isinstance(requests, Iterable) else [requests]
-        if not isinstance(requests, Iterable) or not all(isinstance(request, Request) for request in held):
+        held = list(requests) if isinstance(requests, Iterable) else None
+        if held is None or not all(isinstance(request, Request) for request in held):
             raise ConfigError(f"cancel({requests!r:.60})", "a list of requests", "cancel([request])")
         with self._changed:
             for request in held:

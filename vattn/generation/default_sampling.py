@@ -59,7 +59,7 @@ def default_sampling(model: Any, tokenizer: Any = None) -> Sampling:
         warnings.warn(
             f"The generation config of the model asks for {', '.join(left)}. A generator takes no such options. Pass "
             "Sampling(logits_processors=...) for what transformers' processors do.",
-            stacklevel=4,  # the caller of Generator, whose keywords a wrapper checks
+            stacklevel=4,  # the caller of Generator: a wrapper checks its keywords
         )
     try:
         return Sampling(**given)

@@ -221,8 +221,7 @@ class DraftSteps(DraftSource):
             first = min(request.drafted_until, start)
             counts.append(end - first)
             ids += request.tokens(first, end)
-        tables = self._blocks.rows(batch.requests, max(batch.ends))
-        step = StepInputs(counts, known, ids, tables=tables if self._group is None else tables[self._group])
+        step = StepInputs(counts, known, ids, tables=self._tables_of(batch))
         runner, found = self._runner(counts), None
         if batch.drafts or runner is not None:
             found = self._draft(step, [*map(len, drafts)], runner, begin)
@@ -233,6 +232,14 @@ class DraftSteps(DraftSource):
         for request, end, each in zip(batch.requests, known, drafts, strict=True):
             request.drafted_until = end + max(0, len(each) - 1)
         return found
+
+    def _tables_of(self, batch: Batch) -> Tensor:
+        """Return the block table of each request of the target's step."""
+        tables = self._blocks.rows(batch.requests, max(batch.ends))
+        if self._group is not None:
+            tables = tables[self._group]
+        assert isinstance(tables, Tensor)
+        return tables
 
     def _runner(self, counts: Sequence[int]) -> CUDAGraphRunner | None:
         """Return the graphs that hold a step of decodes."""

@@ -139,17 +139,12 @@ class WatchedModel(nn.Module):
         # No parts of this module: graphs of the target hold neither the head's layer nor anything a second time.
         self._head, self._parts = (head,), (parts,)
         like = head.fc.weight
-        self._states = torch.zeros(num_tokens, head.fc.out_features, dtype=like.dtype, device=like.device)
+        self.states = torch.zeros(num_tokens, head.fc.out_features, dtype=like.dtype, device=like.device)
 
     @property
     def head(self) -> EagleHead:
         """The head that reads the states."""
         return self._head[0]
-
-    @property
-    def states(self) -> Tensor:
-        """See the class."""
-        return self._states
 
     def forward(self, *inputs: Any) -> Tensor:
         """Return the target's logits."""
@@ -161,7 +156,7 @@ class WatchedModel(nn.Module):
             for hook in hooks:
                 hook.remove()
         states = self.head.read(torch.cat(found, -1)[0])
-        self._states[: states.shape[0]].copy_(states)
+        self.states[: states.shape[0]].copy_(states)
         return logits
 
     def _hooks(self, keep: Callable[[Tensor], None]) -> Any:

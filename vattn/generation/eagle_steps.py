@@ -82,10 +82,7 @@ class EagleSteps(DraftSteps):
     def launch(self, batch: Batch, begin: torch.cuda.Event | None) -> Ran | None:
         """Compute what the target's last step had, and then the drafts of this step."""
         self.check_cache()
-        tables = self._blocks.rows(batch.requests, max(batch.ends))
-        if self._group is not None:
-            tables = tables[self._group]
-        assert isinstance(tables, Tensor)
+        tables = self._tables_of(batch)
         drafts = {request: len(each) for request, each in zip(batch.requests, batch.drafts, strict=False) if each}
         found = self._follow(drafts, batch, tables, begin) if self._computed else None
         row, self._tables, self._computed = 0, tables, {}

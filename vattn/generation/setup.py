@@ -127,7 +127,7 @@ def check_states(
         )
     wrong = {
         "speculation": (speculation, "no drafts, since states cannot go back to the token before a wrong one"),
-        "mixed_graph_sizes": (mixed_graph_sizes, "graphs of decodes alone, by graph_sizes"),
+        "mixed_graph_sizes": (mixed_graph_sizes, "graph_sizes, for graphs of decodes only"),
         "compile='model'": (compile == "model", "compile='layers' or 'none': modules with states are not compiled"),
     }
     for name, (given, allowed) in wrong.items():
@@ -253,7 +253,7 @@ def reuses_prefixes(requested: bool | None, cache: KVCacheAllocation, state_snap
 
 
 def check_tree(model: Any, cache: KVCacheAllocation, group: Any) -> None:
-    """Refuse trees of drafts for a model whose tokens would not be those without drafts.
+    """Refuse trees of drafts for a model that would give other tokens than without drafts.
 
     Raises:
         ConfigError: it is one.
@@ -314,7 +314,7 @@ def mixed_without_encoder(model: Any, sizes: Any) -> Any:
     if sizes:
         raise ConfigError(
             f"mixed_graph_sizes={sizes!r:.60} for an encoder-decoder model",
-            "graphs of decodes alone, by graph_sizes",
+            "graph_sizes, for graphs of decodes only",
             "leave mixed_graph_sizes out",
         )
     return ()

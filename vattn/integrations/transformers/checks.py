@@ -30,7 +30,7 @@ def check_model(model: Any, call: str = "enable", kind: str = "AutoModelForCausa
     Args:
         model: as it was given.
         call: the function that it was given to.
-        kind: the class of transformers that loads its models; `"AutoModelForCausalLM"` for causal ones alone.
+        kind: the class of transformers that loads its models; `"AutoModelForCausalLM"` to take causal models only.
     """
     check_default_device()
     if isinstance(model, (str, os.PathLike)):

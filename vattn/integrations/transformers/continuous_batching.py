@@ -11,7 +11,7 @@ from torch import Tensor
 
 from vattn.errors import ConfigError
 from vattn.integrations.transformers.available import ALL_ATTENTION_FUNCTIONS, cache_argument, transformers
-from vattn.integrations.transformers.dense_attention import attend_blocks, refuse_options
+from vattn.integrations.transformers.dense_attention import as_sinks, attend_blocks, refuse_options
 from vattn.integrations.transformers.dense_caches import BLOCK, as_blocks, with_room
 
 BATCHED = "paged|vattn" if "paged|sdpa" in ALL_ATTENTION_FUNCTIONS.valid_keys() else "vattn_flash"
@@ -141,7 +141,7 @@ def attend_batch(
     key_blocks, value_blocks = as_blocks(found.key, BLOCK)[0], as_blocks(found.value, BLOCK)[0]
     out = attend_blocks(
         queries, key_blocks, value_blocks, options["cu_seq_lens_q"], lengths, token, scaling, sliding_window, softcap,
-        s_aux,
+        as_sinks(s_aux, query),
     )  # fmt: skip
     return out[None], None
 

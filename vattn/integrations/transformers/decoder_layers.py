@@ -23,14 +23,12 @@ from vattn.integrations.transformers.available import (
 )
 from vattn.integrations.transformers.checks import model_dtype
 from vattn.integrations.transformers.decoder_positions import PositionTable, find_positions
-from vattn.integrations.transformers.observe import uncompiled
+from vattn.integrations.transformers.observe import PROBE, probe_functions, uncompiled
 from vattn.layers import CrossAttention
 from vattn.metadata import forward_context as context
 
 DECODER = "vattn_decoder"
 """Name of the attention of a decoder's modules in transformers' registry."""
-
-PROBE = "vattn_decoder_probe"
 
 STATES, TOKENS = 7, 12
 """Encoder states and tokens of the runs that show how a decoder attends."""
@@ -194,22 +192,19 @@ def _noting(model: Any, seen: DecoderCalls) -> Iterator[Callable[[Sequence[int]]
                 f"{type(decoder).__name__} fails on packed tokens: {type(error).__name__}: {error}"
             ) from error
 
-    ALL_ATTENTION_FUNCTIONS.register(PROBE, note)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE, mask)
-    undo = set_decoder_attention(model, PROBE)
-    try:
-        yield run
-    finally:
-        for each in undo:
-            each()
-        ALL_ATTENTION_FUNCTIONS._global_mapping.pop(PROBE, None)
-        ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(PROBE, None)
+    with probe_functions(note, mask):
+        undo = set_decoder_attention(model, PROBE)
+        try:
+            yield run
+        finally:
+            for each in undo:
+                each()
 
 
 def set_decoder_attention(model: Any, name: str) -> list[Callable[[], None]]:
     """Switch the decoder of a model to the functions of a name, and return what takes it back.
 
-    The encoder has a configuration of its own.
+    The encoder has its own configuration.
     """
     found = [model.config, *(module.__dict__.get("config") for module in model.get_decoder().modules())]
     configs: dict[int, Any] = {id(config): config for config in found if config is not None}

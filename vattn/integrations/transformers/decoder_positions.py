@@ -19,7 +19,7 @@ class PositionTable:
         module: of the decoder.
         name: of its parameter or buffer `[rows, H]`.
         first: the row of position 0.
-        leading: dimensions of what it returns before those of tokens.
+        leading: dimensions of what it returns before the dimension of tokens.
         padding: the token that gets the row before `first`, wherever it is; `None` for none.
 
     Attributes:

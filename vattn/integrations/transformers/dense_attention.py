@@ -72,7 +72,7 @@ def attend_dense(
     refuse_options(module, causal, dropout, options, query)
     if not isinstance(attention_mask, Tensor) or attention_mask.dtype != torch.int32 or attention_mask.dim() != 4:
         raise _refused(_describe_mask(attention_mask, query.shape[0], key.shape[2]))
-    sinks = _as_sinks(s_aux, query)
+    sinks = as_sinks(s_aux, query)
     given = (query, key, value, attention_mask, scaling, sliding_window, softcap, sinks)
     # Compiled code lays keys out as it likes: only an op sees where they lie.
     return (_attend_compiled(*given) if torch.compiler.is_compiling() else _attend(*given)), None
@@ -170,15 +170,14 @@ def attend_blocks(
     scaling: float | None,
     window: int | None,
     softcap: float | None,
-    s_aux: Tensor | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Run `vattn::attention` for queries `[T, heads, head_size]`; return `[T, heads, head_size_v]`."""
     config = _constant_config(
         queries.shape[1], key_blocks.shape[2], queries.shape[2], value_blocks.shape[3], scaling, queries.dtype,
-        key_blocks.shape[1], window, softcap, s_aux is not None,
+        key_blocks.shape[1], window, softcap, sinks is not None,
     )  # fmt: skip
     out = queries.new_empty(queries.shape[0], queries.shape[1], value_blocks.shape[3])
-    sinks = _as_sinks(s_aux, queries)
     torch.ops.vattn.attention(
         queries, key_blocks, value_blocks, query_start_loc, seq_lens, block_table, out, None, None, None, None, None,
         None, None, sinks, None, None, None, None, None, [], None, config,
@@ -186,7 +185,8 @@ def attend_blocks(
     return out
 
 
-def _as_sinks(s_aux: Tensor | None, query: Tensor) -> Tensor | None:
+def as_sinks(s_aux: Tensor | None, query: Tensor) -> Tensor | None:
+    """Return the sinks of a model as the ops take them."""
     return None if s_aux is None else s_aux.detach().to(query.device, query.dtype)
 
 

@@ -257,7 +257,7 @@ def enable_encoder_decoder(
         num_blocks, memory: allocate the paged cache too; see `vattn.allocate_kv_cache`.
 
     Returns:
-        What `vattn.Generator` takes. Its prompts are those of the encoder: texts, token ids, or what a tokenizer or a
+        What `vattn.Generator` takes. Its prompts go to the encoder: texts, token ids, or what a tokenizer or a
         processor returned, with `decoder_input_ids`.
 
     Raises:

@@ -21,7 +21,11 @@ from torch import Tensor, nn
 
 from vattn.errors import ConfigError, UnsupportedRequestError, VattnError
 from vattn.integrations.transformers.attention_notes import SAME, AttentionCall, Notes, unsupported
-from vattn.integrations.transformers.available import cache_argument
+from vattn.integrations.transformers.available import (
+    ALL_ATTENTION_FUNCTIONS,
+    ALL_MASK_ATTENTION_FUNCTIONS,
+    cache_argument,
+)
 from vattn.integrations.transformers.pipeline import num_own_layers
 from vattn.integrations.transformers.replaced_forwards import (
     alibi_slopes,
@@ -211,14 +215,22 @@ def uncompiled() -> Iterator[None]:
 
 
 @contextmanager
-def _taking_notes(model: Any, pools: bool) -> Iterator[Notes]:
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
-    notes, before = Notes(bool(replaced_modules(model)), pools), model.config._attn_implementation
+def probe_functions(attention: Callable[..., Any], mask: Callable[..., Any]) -> Iterator[None]:
+    """Inside the block transformers knows two functions by the name `PROBE`; one thread at a time."""
     with _one_at_a_time:
-        ALL_ATTENTION_FUNCTIONS.register(PROBE, notes.attention)
-        ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE, notes.mask)
+        ALL_ATTENTION_FUNCTIONS.register(PROBE, attention)
+        ALL_MASK_ATTENTION_FUNCTIONS.register(PROBE, mask)
+        try:
+            yield
+        finally:
+            ALL_ATTENTION_FUNCTIONS._global_mapping.pop(PROBE, None)
+            ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(PROBE, None)
+
+
+@contextmanager
+def _taking_notes(model: Any, pools: bool) -> Iterator[Notes]:
+    notes, before = Notes(bool(replaced_modules(model)), pools), model.config._attn_implementation
+    with probe_functions(notes.attention, notes.mask):
         try:
             replace_forwards(model, notes.attention)
             set_attention(model, PROBE)
@@ -226,8 +238,6 @@ def _taking_notes(model: Any, pools: bool) -> Iterator[Notes]:
         finally:
             restore_forwards(model)
             set_attention(model, before)
-            ALL_ATTENTION_FUNCTIONS._global_mapping.pop(PROBE, None)
-            ALL_MASK_ATTENTION_FUNCTIONS._global_mapping.pop(PROBE, None)
 
 
 def set_attention(model: Any, name: str) -> None:

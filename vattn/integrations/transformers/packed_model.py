@@ -227,7 +227,7 @@ class PackedModel(nn.Module):
                 _check_lengths(self.rope_length)
 
     def embedding_owner(self) -> Any:
-        """Return the module whose input embeddings tokens of steps go through."""
+        """Return the module that embeds the tokens of steps."""
         return self.model
 
     def read_media(self, encoded: Mapping[str, Any]) -> tuple[list[int], PromptInputs]:

@@ -16,7 +16,7 @@ class WhisperTask:
 
     Attributes:
         decoder_input_ids: of the prompt, beside the recording's `input_features`.
-        logits_processors: of the prompt's `vattn.Sampling`; they are for these `decoder_input_ids` alone.
+        logits_processors: of the prompt's `vattn.Sampling`; they fit only these `decoder_input_ids`.
     """
 
     decoder_input_ids: list[int]
@@ -31,7 +31,7 @@ def whisper_task(
 
     Args:
         model: what `enable_encoder_decoder` returned, or the model itself; its generation config knows the tokens.
-        language: the code of the recording's language, such as `"en"`; `None` for a model of English alone.
+        language: the code of the recording's language, such as `"en"`; `None` for an English-only model.
         task: `"transcribe"`, or `"translate"` to English.
         timestamps: whether tokens of times surround each segment, by Whisper's rules: in pairs, never going back, the
             first up to `max_initial_timestamp_index`, and whenever they are together likelier than any other token.
@@ -57,7 +57,7 @@ def whisper_task(
         ids.append(_token("task", task, task, config.task_to_id))
     elif language is not None or task != "transcribe":
         raise ConfigError(
-            f"language={language!r}, task={task!r} for a Whisper model of English alone",
+            f"language={language!r}, task={task!r} for an English-only Whisper model",
             "language=None and task='transcribe'",
             "leave both out",
         )

@@ -149,7 +149,7 @@ def check_readers(region: Region, call: Node) -> None:
 
 
 def classify_query(region: Region, inputs: Inputs, config: AttentionConfig) -> str:
-    """Return which arithmetic, `"divide"` or `"multiply"`, gives a region's codes, proven as those of outputs are.
+    """Return which arithmetic, `"divide"` or `"multiply"`, gives a region's codes, proven as for outputs.
 
     Raises:
         Refusal: neither does, or this cannot be shown.
@@ -187,7 +187,7 @@ def _value_per_token(region: Region, config: AttentionConfig) -> Node | None:
 
 
 class QueryProver(Prover):
-    """Proves that codes are those of a query that the op scales and rounds as it loads it.
+    """Proves that codes equal what the op makes of the query, which it scales and rounds as it loads it.
 
     Args:
         arithmetic: of the op.
