@@ -13,7 +13,8 @@ import types
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from operator import is_, itemgetter, methodcaller
+from itertools import chain
+from operator import attrgetter, is_, itemgetter
 from typing import Any, cast
 
 import torch
@@ -50,7 +51,8 @@ _LIBRARIES = {"torch", "vattn", "transformers", "accelerate", "peft"}
 _OPAQUE = {"torch", "vattn", "numpy", *sys.stdlib_module_names} - {"types", "argparse"}
 """Objects of their classes are not looked into."""
 
-_VALUES_OF = methodcaller("values")
+_PLAIN = {Tensor, nn.Parameter}
+_VERSION_OF, _TRAINING_OF = attrgetter("_version"), attrgetter("training")
 _PROCESS = os.urandom(16).hex()
 
 _CHUNK = 2**25
@@ -84,7 +86,7 @@ class ModelIdentity:
     def look(self) -> int:
         """Count a change since the last look, and return `changes`. Does not wait for the device."""
         tensors = self._unmoved()
-        if tensors is None or [*map(_version, tensors)] != self._versions:
+        if tensors is None or self._versions_of(tensors) != self._versions:
             self.changes += 1
             self.moves += tensors is None
             self.changed = self._where()
@@ -114,34 +116,51 @@ class ModelIdentity:
         reads = [(path, read) for path, value, _ in found if (read := _read(value)) is not None]
         self._paths = [path for path, _ in (*copied, *reads)]
         self._containers, self._reads = [value for _, value in copied], [read for _, read in reads]
+        # Views of dicts, which show what the dicts hold later too.
+        self._views = [view for _, value, _ in found for view in _views(value)]
         self._holders = [holder for _, value, children in found for holder in _holders(value, children)]
         copies = [container.copy() for container in self._containers]
         self._before, self._before_kinds = [*copies, *self._values()], self._kinds()
+        self._lengths, self._before_sizes = [*map(len, self._attributes)], self._sizes()
         tensors = self._tensors()
         self._refs = [*map(weakref.ref, tensors)]
-        self._addresses, self._versions = [*map(_address, tensors)], [*map(_version, tensors)]
+        self._plain = all(map(_is_plain, tensors))
+        self._addresses, self._versions = self._addresses_of(tensors), self._versions_of(tensors)
 
     def _values(self) -> list[Any]:
         return [read(owner) for read, owner in self._reads]
 
     def _kinds(self) -> list[Any]:
-        flags = [module.training for module in self._modules]
-        first, second = _COMPILED
-        sizes = [len(each) - (first in each) - (second in each) for each in self._attributes]
         forwards = [each.forward for each in self._classes]
-        return [*flags, *sizes, *forwards, *map(type, self._modules), *map(len, self._tensor_dicts)]
+        modules = self._modules
+        return [*map(_TRAINING_OF, modules), *forwards, *map(type, modules), *map(len, self._tensor_dicts)]
+
+    def _sizes(self) -> list[int]:
+        """Return how many attributes each module has, but for those of compiling it."""
+        first, second = _COMPILED
+        return [len(each) - (first in each) - (second in each) for each in self._attributes]
 
     def _tensors(self) -> list[Tensor]:
-        return [tensor for read, owner in self._holders for tensor in read(owner) if tensor is not None]
+        held = chain.from_iterable(read(owner) for read, owner in self._holders)
+        return [tensor for tensor in chain(chain.from_iterable(self._views), held) if tensor is not None]
+
+    def _addresses_of(self, tensors: list[Tensor]) -> list[int]:
+        # A function of Python for each tensor takes longer than all else.
+        return [*map(Tensor.data_ptr if self._plain else _address, tensors)]
+
+    def _versions_of(self, tensors: list[Tensor]) -> list[int]:
+        return [*map(_VERSION_OF if self._plain else _version, tensors)]
 
     def _unmoved(self) -> list[Tensor] | None:
         """Return all tensors if nothing but their values may have changed."""
         try:
             if [*self._containers, *self._values()] != self._before or self._kinds() != self._before_kinds:
                 return None
+            if [*map(len, self._attributes)] != self._lengths and self._sizes() != self._before_sizes:
+                return None
             tensors = self._tensors()
             same = len(tensors) == len(self._refs) and all(map(is_, tensors, [ref() for ref in self._refs]))
-            return tensors if same and [*map(_address, tensors)] == self._addresses else None
+            return tensors if same and self._addresses_of(tensors) == self._addresses else None
         except Exception:
             # What cannot be compared, or is not there any more.
             return None
@@ -235,11 +254,21 @@ def _holders(value: Any, children: list[tuple[str, Any]]) -> list[tuple[Callable
     if not isinstance(value, nn.Module):
         return [(_child_tensors, value)] if any(isinstance(child, Tensor) for _, child in children) else []
     buffers, own = _buffers(value), [name for name in _own_names(value) if isinstance(vars(value)[name], Tensor)]
-    found: list[tuple[Callable[[Any], Any], Any]] = [(_VALUES_OF, value._parameters)] if value._parameters else []
-    if buffers:
-        whole = len(buffers) == len(value._buffers)
-        found.append((_VALUES_OF if whole else itemgetter(buffers[0], *buffers), value._buffers))
-    return [*found, (itemgetter(own[0], *own), vars(value))] if own else found
+    some = buffers and len(buffers) < len(value._buffers)
+    parts = ((buffers if some else (), value._buffers), (own, vars(value)))
+    return [(itemgetter(names[0], *names), owner) for names, owner in parts if names]
+
+
+def _views(value: Any) -> list[Any]:
+    """Return views of the dicts of tensors of a module, of which all count."""
+    if not isinstance(value, nn.Module):
+        return []
+    whole = len(_buffers(value)) == len(value._buffers)
+    return [each.values() for each in (value._parameters, value._buffers if whole else {}) if each]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return type(tensor) in _PLAIN and tensor.layout is torch.strided and not tensor.is_inference()
 
 
 def _itself(value: Any) -> Any:

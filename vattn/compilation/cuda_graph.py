@@ -381,9 +381,12 @@ class CUDAGraphRunner:
         """
         if self._identity is None:
             return
-        for renew in self._renewals:
-            renew()
-        self._identity.look()
+        before = self._identity.changes
+        if self._identity.look() > before:
+            # They may move tensors.
+            for renew in self._renewals:
+                renew()
+            self._identity.look()
         if self._identity.moves:
             raise GraphContractError(
                 f"a model that has changed since its capture, in {self._identity.changed}",
