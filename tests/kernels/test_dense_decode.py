@@ -106,14 +106,21 @@ def test_a_launch_passes_what_the_first_one_did(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(dense_decode, "dense_decode_kernel", Kernel())
     monkeypatch.setattr(dense_decode, "JITFunction", Kernel)
     monkeypatch.setattr(dense_decode, "_stream", lambda device: 0)
+    monkeypatch.setattr(dense_decode, "_is_ready", lambda *tensors: True)
+    monkeypatch.setattr(dense_decode, "_fits", lambda *tensors: True)
     monkeypatch.setattr(dense_decode, "_launchers", {})
+    monkeypatch.setattr(dense_decode, "_calls", {})
     query, key, value = (torch.zeros(2, heads, length, 32) for heads, length in ((4, 1), (2, 40), (2, 40)))
     first = torch.zeros(2, dtype=torch.int32)
-    for _ in range(2):
-        dense_decode.decode(query, key, value, first, 0.3, 9, 20.0, torch.zeros(4))
+    for _ in range(3):
+        dense_decode.try_decode(query, key, value, first, 0.3, 9, 20.0, torch.zeros(4))
     for name in ("output", "sinks"):
-        assert isinstance(calls[1].pop(name), int) and isinstance(calls[0].pop(name), int)
-    assert calls[0] == calls[1] and len(calls[0]) == len(names) - 2
+        assert all(isinstance(call.pop(name), int) for call in calls)
+    assert calls[0] == calls[1] == calls[2] and len(calls[0]) == len(names) - 2
+    # Another layout, scale or cap, and a tensor elsewhere, are not taken for the last one.
+    for other in ((query, key[:, :, :39], value[:, :, :39], first, 0.3, 9, 20.0), (query, key, value, first, 0.2, 9, None)):
+        dense_decode.try_decode(*other, torch.zeros(4))
+    assert calls[3]["num_keys"] == 39 and calls[4]["scale"] == 0.2 * dense_decode.LOG2E.value
 
 
 @pytest.mark.gpu

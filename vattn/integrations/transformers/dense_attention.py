@@ -100,9 +100,9 @@ def _attend(
         step = _unpacked(mask, batch_size, key.shape[2], shared)
     elif (mask.shape[0], query_len, mask.shape[3]) == (batch_size, 1, key.shape[2]):
         _check_window(mask.shape[2] == 2, sliding_window)
-        if _is_direct(query, key, value, mask):
-            scale = query.shape[3] ** -0.5 if scaling is None else scaling
-            out: Tensor = _kernels().decode(query, key, value, mask, scale, sliding_window, softcap, sinks)
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        out = _try_decode(query, key, value, mask, scale, sliding_window, softcap, sinks)
+        if out is not None:
             return out
         step = _unpacked(_packed(mask, sliding_window, shared), batch_size, key.shape[2], shared)
     if step is None:
@@ -197,9 +197,12 @@ def _kernels() -> Any:
     return dense_decode
 
 
-def _is_direct(query: Tensor, key: Tensor, value: Tensor, first: Tensor) -> bool:
-    """Return whether the kernel of single rows over dense keys runs a call."""
-    return bool(query.is_cuda and has_triton() and _kernels().accepts(query, key, value, first))
+def _try_decode(query: Tensor, *rest: Any) -> Tensor | None:
+    """Run the kernel of single rows over dense keys, if it takes a call."""
+    if not (query.is_cuda and has_triton()):
+        return None
+    out: Tensor | None = _kernels().try_decode(query, *rest)
+    return out
 
 
 @torch.compiler.assume_constant_result

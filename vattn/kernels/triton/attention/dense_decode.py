@@ -7,7 +7,7 @@ its counter back, so that partial results need no second launch and counters no 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -116,8 +116,29 @@ def dense_decode_kernel(
         tl.store(target, result.to(output.dtype.element_ty), mask=exists[:, None] & (column_v < WIDTH_V)[None, :])
 
 
-_launchers: dict[tuple[Any, ...], tuple[Any, list[Any]]] = {}
-"""By all that the kernel is compiled for, and the grid: what launches it with pointers as integers, and constants."""
+class _Call(NamedTuple):
+    """A call of `decode`, for those after it that differ in nothing but addresses.
+
+    Attributes:
+        layout: what `_layout` returned.
+        run: launches the kernel with addresses in place of tensors.
+        shape: of the result.
+        room: partial results and counters.
+        rest: arguments after the tensors.
+    """
+
+    layout: tuple[Any, ...]
+    run: Any
+    shape: tuple[int, ...]
+    room: tuple[Tensor, Tensor]
+    rest: tuple[Any, ...]
+
+
+_launchers: dict[tuple[Any, ...], Any] = {}
+"""What launches the kernel with addresses in place of tensors, by all that it is compiled for and the grid."""
+
+_calls: dict[int | None, _Call] = {}
+"""The last call of each window: layers of a step mostly differ in addresses alone."""
 
 _scratch: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 """Partial results and counters of a stream, which runs one launch after the other."""
@@ -125,11 +146,21 @@ _scratch: dict[tuple[Any, ...], tuple[Tensor, Tensor]] = {}
 
 def accepts(query: Tensor, key: Tensor, value: Tensor, first: Tensor) -> bool:
     """Return whether `decode` takes a call: 16-bit tensors on the current GPU, and strides that 16 divides."""
-    device, heads, width, width_v = query.get_device(), query.shape[1], query.shape[3], value.shape[3]
+    return _is_ready(query, key, value, first) and _fits(query, key, value)
+
+
+def _is_ready(query: Tensor, key: Tensor, value: Tensor, first: Tensor) -> bool:
+    """Return whether a call may be launched now, whatever the layout of its tensors is."""
+    device = query.get_device()
     if not (type(query) is type(key) is type(value) is Tensor) or device < 0 or device != _device():
         return False
     if first.get_device() != device or torch._C._len_torch_dispatch_stack() or _is_capturing():
         return False
+    return not (query.data_ptr() | key.data_ptr() | value.data_ptr()) & 15
+
+
+def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    heads, width, width_v = query.shape[1], query.shape[3], value.shape[3]
     if not (query.dtype is key.dtype is value.dtype and query.dtype in _DTYPES):
         return False
     if width > MOST_WIDTH or width_v > MOST_WIDTH or heads > MOST_GROUP * key.shape[1] or not key.shape[2]:
@@ -137,8 +168,7 @@ def accepts(query: Tensor, key: Tensor, value: Tensor, first: Tensor) -> bool:
     (q0, q1, _, q3), (k0, k1, k2, k3), (v0, v1, v2, v3) = query.stride(), key.stride(), value.stride()
     if not (q3 == k3 == v3 == 1) or max(q0, q1, k0, k1, k2, v0, v1, v2) >= 1 << 31:
         return False
-    bits = query.data_ptr() | key.data_ptr() | value.data_ptr() | width | width_v
-    return not (bits | q0 | q1 | k0 | k1 | k2 | v0 | v1 | v2) & 15
+    return not (width | width_v | q0 | q1 | k0 | k1 | k2 | v0 | v1 | v2) & 15
 
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16})
@@ -146,6 +176,44 @@ _DTYPES = frozenset({torch.float16, torch.bfloat16})
 _stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _device: Any = getattr(torch._C, "_cuda_getDevice", None)
 _is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
+
+
+def try_decode(
+    query: Tensor, key: Tensor, value: Tensor, first: Tensor, scale: float, window: int | None, soft_cap: float | None,
+    sinks: Tensor | None,
+) -> Tensor | None:  # fmt: skip
+    """Return what `decode` returns, `None` for a call that it does not take."""
+    if not _is_ready(query, key, value, first):
+        return None
+    call = _calls.get(window)
+    if call is None or call.layout != _layout(query, key, value, first, scale, soft_cap, sinks):
+        return decode(query, key, value, first, scale, window, soft_cap, sinks) if _fits(query, key, value) else None
+    output = query.new_empty(call.shape)
+    _launch(call, query, key, value, first, sinks, output)
+    return output
+
+
+def _layout(
+    query: Tensor, key: Tensor, value: Tensor, first: Tensor, scale: float, soft_cap: float | None, sinks: Tensor | None
+) -> tuple[Any, ...]:
+    """Return all that a call hangs on but its window and addresses."""
+    device = query.get_device()
+    return (
+        query.shape, key.shape, value.shape, query.stride(), key.stride(), value.stride(), first.shape[0],
+        first.stride(0), query.dtype, key.dtype, value.dtype, scale, soft_cap,
+        None if sinks is None else sinks.data_ptr() & 15, device, _stream(device) if device >= 0 else 0,
+    )  # fmt: skip
+
+
+def _launch(
+    call: _Call, query: Tensor, key: Tensor, value: Tensor, first: Tensor, sinks: Tensor | None, output: Tensor
+) -> None:
+    partial, counters = call.room
+    call.run(
+        query.data_ptr(), key.data_ptr(), value.data_ptr(), first.data_ptr(),
+        None if sinks is None else sinks.data_ptr(), output.data_ptr(), partial.data_ptr(), counters.data_ptr(),
+        *call.rest, stream=call.layout[-1],
+    )  # fmt: skip
 
 
 def decode(
@@ -173,10 +241,10 @@ def decode(
     cap = soft_cap or None
     factor = scale * LOG2E.value if cap is None else 2 * scale * LOG2E.value / cap
     output = query.new_empty((batch, 1, heads, width_v))
-    group, device = heads // num_kv_heads, query.get_device()
+    group = heads // num_kv_heads
     rows, columns = max(16, next_power_of_two(group)), max(16, next_power_of_two(width_v))
     splits, share = _cut(num_keys - oldest, batch * num_kv_heads, query.device)
-    partial, counters = _room(query, batch * num_kv_heads * splits * rows * (columns + 2), batch * num_kv_heads)
+    room = _room(query, batch * num_kv_heads * splits * rows * (columns + 2), batch * num_kv_heads)
     (query_row, query_head, *_), (key_row, key_head, key_token, _) = query.stride(), key.stride()
     value_row, value_head, value_token, _ = value.stride()
     first_row = first.stride(0) if first.shape[0] > 1 else 0
@@ -184,25 +252,23 @@ def decode(
         num_keys, oldest, share, splits, factor, 1.0 if cap is None else cap * LOG2E.value, query_row, query_head,
         key_row, key_head, key_token, value_row, value_head, value_token, first_row,
     )  # fmt: skip
-    grid, sink = (num_kv_heads, batch, splits), None if sinks is None else sinks.data_ptr()
-    kind = query.dtype, group, width, width_v, cap is None, sink if sink is None else sink & 15, first_row, device, grid
-    known = _launchers.get(kind)
-    if known is not None:
-        run, constants = known
-        run(
-            query.data_ptr(), key.data_ptr(), value.data_ptr(), first.data_ptr(), sink, output.data_ptr(),
-            partial.data_ptr(), counters.data_ptr(), *numbers, *constants, stream=_stream(device),
-        )  # fmt: skip
-        return output
     options = {
         "GROUP": group, "NUM_KV_HEADS": num_kv_heads, "WIDTH": width, "WIDTH_V": width_v, "SOFT_CAP": cap is not None,
         "ROWS": rows, "COLUMNS": max(16, next_power_of_two(width)), "COLUMNS_V": columns,
         "TILE": TILE if max(width, width_v) <= 128 else TILE // 2, "SPLITS": MOST_SPLITS,
     }  # fmt: skip
-    tensors = query, key, value, first, sinks, output, partial, counters
+    grid, layout = (num_kv_heads, batch, splits), _layout(query, key, value, first, scale, soft_cap, sinks)
+    # Layouts end with what the sinks' address is a multiple of, the device and the stream.
+    kind = query.dtype, group, width, width_v, cap is None, first_row, *layout[-3:-1], grid
+    run = _launchers.get(kind)
+    if run is not None:
+        call = _calls[window] = _Call(layout, run, tuple(output.shape), room, (*numbers, *options.values()))
+        _launch(call, query, key, value, first, sinks, output)
+        return output
+    tensors = query, key, value, first, sinks, output, *room
     compiled = dense_decode_kernel[grid](*tensors, *numbers, **options, num_warps=4, num_stages=3)
     if isinstance(dense_decode_kernel, JITFunction) and hasattr(compiled, "__getitem__"):
-        _launchers[kind] = compiled[grid], list(options.values())
+        _launchers[kind] = compiled[grid]
     return output
 
 
