@@ -127,6 +127,7 @@ def test_the_generation_config_is_the_default() -> None:
     model.generation_config = GenerationConfig(
         do_sample=True, temperature=0.6, top_p=0.9, top_k=20, max_new_tokens=7, min_new_tokens=3, eos_token_id=[2, 4],
         repetition_penalty=1.1, suppress_tokens=[5], sequence_bias=[[[6], 1.5]], bad_words_ids=[[7, 8]],
+        forced_eos_token_id=[4],
     )  # fmt: skip
     generator = make_generator(packed)
     want = vattn.Sampling(
@@ -138,6 +139,7 @@ def test_the_generation_config_is_the_default() -> None:
         min_tokens=3,
         logit_bias={5: -float("inf"), 6: 1.5},
         bad_words=((7, 8),),
+        forced_eos_token_id=4,
     )
     assert generator.default_sampling == want and generator.stop_token_ids == {2, 4}
     assert generator.generate([PROMPTS[1]])[0].output == generator.generate([PROMPTS[1]], want)[0].output

@@ -165,6 +165,7 @@ def test_bad_words_biases_and_early_ends_are_those_of_transformers(
         ({"bad_words": words}, {"bad_words_ids": words}),
         ({"logit_bias": bias}, {"sequence_bias": {(token,): value for token, value in bias.items()}}),
         ({"stop_token_ids": [end], "min_tokens": 8}, {"eos_token_id": end, "min_new_tokens": 8}),
+        ({"forced_eos_token_id": 50}, {"forced_eos_token_id": 50}),
         (
             {"logit_bias": bias, "bad_words": words, "repetition_penalty": 1.3},
             {
@@ -175,10 +176,12 @@ def test_bad_words_biases_and_early_ends_are_those_of_transformers(
         ),
     ]
     samplings = [vattn.Sampling(12, **{"stop_token_ids": ()} | ours) for ours, _ in kinds]
-    done = make_generator(packed).generate(PROMPTS[:4], samplings)
+    done = make_generator(packed).generate(PROMPTS[:5], samplings)
     for request, prompt, (_, theirs) in zip(done, PROMPTS, kinds, strict=False):
         want = generated(prompt, 12, **{"eos_token_id": None} | theirs)
-        assert request.output == (want[:-1] if want[-1] == theirs.get("eos_token_id") else want)
+        ends = [theirs.get("eos_token_id"), theirs.get("forced_eos_token_id")]
+        assert request.output == (want[:-1] if want[-1] in ends else want)
+    assert (done[3].reason, done[3].stop_reason, len(done[3].output)) == ("stop token", 50, 11)
     assert done[0].output != long_expected[0][:12] and done[1].output != long_expected[1][:12]
 
 

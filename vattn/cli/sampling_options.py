@@ -35,6 +35,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     add("--frequency-penalty", type=float)
     add("--stop", action="append", dest="stop_strings", metavar="TEXT", help="end a text where this appears")
     add("--stop-token-ids", type=int, nargs="*", metavar="ID", help="default the model's own; none to go on past them")
+    add("--forced-eos-token-id", type=int, metavar="ID", help="end a text that reaches its limit as at this token")
     add("--bad-word", action="append", dest="bad_words", metavar="TEXT", help="never generate this")
     add("--logit-bias", action="append", type=_bias, metavar="ID=VALUE", help="add to a token's logit; -inf forbids it")
     add("--allowed-token-ids", type=int, nargs="+", metavar="ID")

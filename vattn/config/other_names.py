@@ -22,6 +22,10 @@ SAMPLING = {
 }
 """Of `vattn.Sampling`."""
 
+_PROMPTS = ("input_ids", "inputs", "prompt_token_ids", "text_inputs")
+PROMPT, PROMPTS = (dict.fromkeys(_PROMPTS, f"{right}={{value}}") for right in ("prompt", "prompts"))
+"""Of functions that take a prompt, and several."""
+
 GENERATOR = {
     "batch_size": "max_num_reqs={value}",
     "max_batch_size": "max_num_reqs={value}",
@@ -39,6 +43,24 @@ GENERATOR = {
     "gpu_memory_utilization": 'enable(model, memory="8GiB")',
 }
 """Of `vattn.Generator`."""
+
+LAYER = {
+    "head_dim": "head_size={value}",
+    "head_dim_v": "head_size_v={value}",
+    "v_head_dim": "head_size_v={value}",
+    "num_attention_heads": "num_heads={value}",
+    "num_key_value_heads": "num_kv_heads={value}",
+    "softmax_scale": "scale={value}",
+    "scaling": "scale={value}",
+    "softcap": "logits_soft_cap={value}",
+    "sliding_window": "per_layer_sliding_window={value}",
+    "window_size": "per_layer_sliding_window={value}",
+    "kv_cache_dtype": "cache_config=vattn.CacheConfig(cache_dtype={value})",
+    "block_size": "cache_config=vattn.CacheConfig(block_size={value})",
+    "layer_name": "prefix={value}",
+    "backend": "attn_backend={value}",
+}
+"""Of attention layers."""
 
 ENABLE = {
     "dtype": "from_pretrained(dtype={value}) before enable",
@@ -102,6 +124,9 @@ ENABLE_ADAPTERS = {
     "lora_paths": "enable_adapters(model).load(name, folder)",
 }
 """Of `vattn.integrations.transformers.enable_adapters`."""
+
+WHISPER_TASK = {"return_timestamps": "timestamps={value}", "lang": "language={value}"}
+"""Of `vattn.integrations.transformers.whisper.whisper_task`."""
 
 DRAFTS = {
     "num_speculative_tokens": "num_drafts={value}",

@@ -12,7 +12,7 @@ from vattn.errors import ConfigError, RequestError
 from vattn.generation.generator import Generator
 from vattn.generation.prompts import Prompt
 from vattn.generation.request import Progress, Request
-from vattn.generation.sampling import Sampling, takes_sampling
+from vattn.generation.sampling import Sampling, takes_prompt
 from vattn.generation.submission import Submission
 from vattn.kv_transfer.connector import Salt
 
@@ -118,7 +118,7 @@ class AsyncGenerator:
             self.generator.in_thread = None
         self.cancel(list(self._unfinished))
 
-    @takes_sampling
+    @takes_prompt
     def stream(
         self,
         prompt: Prompt,
@@ -159,7 +159,7 @@ class AsyncGenerator:
             gone.set()
             self.cancel(held)
 
-    @takes_sampling
+    @takes_prompt
     async def generate(
         self,
         prompt: Prompt,

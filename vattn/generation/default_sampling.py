@@ -15,13 +15,14 @@ _ALWAYS = {
     "repetition_penalty": "repetition_penalty",
     "bad_words_ids": "bad_words",
     "stop_strings": "stop_strings",
+    "forced_eos_token_id": "forced_eos_token_id",
 }
 _WHERE_SAMPLED = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
 _NOT_TAKEN: dict[str, tuple[Any, ...]] = {
     "num_beams": (1,), "num_beam_groups": (1,), "penalty_alpha": (0,), "no_repeat_ngram_size": (0,),
     "encoder_no_repeat_ngram_size": (0,), "typical_p": (1,), "epsilon_cutoff": (0,), "eta_cutoff": (0,), "top_h": (),
     "encoder_repetition_penalty": (1,), "guidance_scale": (1,), "exponential_decay_length_penalty": (),
-    "forced_bos_token_id": (), "forced_eos_token_id": (), "begin_suppress_tokens": (), "watermarking_config": (),
+    "forced_bos_token_id": (), "begin_suppress_tokens": (), "watermarking_config": (),
     "constraints": (), "force_words_ids": (), "dola_layers": (), "num_return_sequences": (1,), "min_length": (0,),
 }  # fmt: skip
 """Options that change the tokens and are not taken, each with the values that change nothing."""
@@ -51,6 +52,10 @@ def default_sampling(model: Any, tokenizer: Any = None) -> Sampling:
     taken = getattr(model, "taken_options", ())
     left = [n for n, off in _NOT_TAKEN.items() if n not in taken and getattr(config, n, None) not in (None, *off)]
     left += ["sequence_bias of several tokens"] if longer else []
+    forced = given.get("forced_eos_token_id")
+    if isinstance(forced, (list, tuple)):
+        (given["forced_eos_token_id"],) = forced if len(forced) == 1 else (None,)
+        left += ["several forced_eos_token_id"] if len(forced) > 1 else []
     if isinstance(given.get("stop_strings"), str):
         given["stop_strings"] = (given["stop_strings"],)
     if tokenizer is None and given.pop("stop_strings", None):

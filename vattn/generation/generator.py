@@ -25,7 +25,7 @@ from vattn.generation.prepare import prepare
 from vattn.generation.prompts import Prompt
 from vattn.generation.ranks import RankSteps
 from vattn.generation.request import Progress, Request
-from vattn.generation.sampling import FIELDS, Sampling, takes_sampling
+from vattn.generation.sampling import FIELDS, Sampling, takes_prompt, takes_prompts, takes_sampling
 from vattn.generation.scheduler import Scheduler
 from vattn.generation.setup import (
     check_counts,
@@ -171,7 +171,7 @@ class Generator(StepLoop):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise ConfigError("a copy of a generator", "one generator for a cache", "make a new one with Generator(model)")
 
-    @takes_sampling
+    @takes_prompt
     def add(
         self,
         prompt: Prompt,
@@ -216,7 +216,7 @@ class Generator(StepLoop):
         self._runner.steps.check()
         self._mode.check()
 
-    @takes_sampling
+    @takes_prompts
     def stream(
         self,
         prompts: Iterable[Prompt],
@@ -239,7 +239,7 @@ class Generator(StepLoop):
         )
         return self._run_to_end(submissions, [])
 
-    @takes_sampling
+    @takes_prompts
     def generate(
         self,
         prompts: Iterable[Prompt],

@@ -28,7 +28,7 @@ def take_tokens(
         logprobs: of the tokens, if the request asks for them.
     """
     taken: list[int] = []
-    text = ""
+    text, forced = "", request.sampling.forced_eos_token_id
     for token, good in zip(tokens, usable, strict=True):
         if error is None and not good:
             error = _not_finite(request)
@@ -39,8 +39,11 @@ def take_tokens(
             request.first_token = time.monotonic()
             watched = request.sampling.stopping_criteria or request.logprobs is not None
             request.plain = request.stream is None and request.uncounted is None and not watched
+        ends = False
+        if forced is not None and len(request.prompt) + len(request.output) + 1 >= request.limit:
+            token, ends = forced, True
         try:
-            reason = _append(request, token)
+            reason = _append(request, token, ends)
             text += _show(request, bool(reason))
         except VattnError as failed:
             request.end(FAILED, "error", failed)
@@ -59,12 +62,16 @@ def take_tokens(
     return Progress(request, text, tuple(taken))
 
 
-def _append(request: Request, token: int) -> str:
-    """Append a token to a request's output, unless it ends it; return why the request ends, "" if it does not."""
+def _append(request: Request, token: int, stops: bool) -> str:
+    """Append a token to a request's output, unless it ends it; return why the request ends, "" if it does not.
+
+    Args:
+        stops: whether it ends the request, whatever the request's stop tokens are.
+    """
     # A pending token is counted already.
     request.uncached += not request.pending
     request.pending = False
-    if token in request.stop_token_ids:
+    if stops or token in request.stop_token_ids:
         return "stop token"
     if token == request.uncounted:
         raise RequestError(

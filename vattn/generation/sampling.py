@@ -10,7 +10,7 @@ from typing import Any
 
 from vattn.config.arguments import integer
 from vattn.config.keywords import known_keywords
-from vattn.config.other_names import SAMPLING, of_sampling
+from vattn.config.other_names import PROMPT, PROMPTS, SAMPLING, of_sampling
 from vattn.errors import ConfigError
 from vattn.generation.grammar import Grammar
 
@@ -44,6 +44,8 @@ class Sampling:
         stop_strings: end the text where one of these appears; it is removed. Needs a tokenizer.
         stop_token_ids: end at one of these tokens, which is kept out of the output; `None`: the model's own EOS
             tokens, `()`: none.
+        forced_eos_token_id: stands for the last token that the limit allows: an output that reaches it ends as at this
+            stop token, which is kept out of it; `None`: such an output ends with the token that was chosen.
         seed: from 0 to 2**64 - 1. A draw depends on it, the token's position and the model's probabilities alone, so
             the other requests of a batch change nothing.
         logits_processors, stopping_criteria: further objects of transformers: `LogitsProcessor`s are called with
@@ -83,6 +85,7 @@ class Sampling:
     best_of: int | None = None
     grammar: Grammar | None = None
     skip_special_tokens: bool | None = None
+    forced_eos_token_id: int | None = None
 
     def __post_init__(self) -> None:
         for name, (right, allowed) in _RANGES.items():
@@ -161,6 +164,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "prompt_logprobs": (lambda value: value is None or _whole(value), "None, or an int from 0 up"),
     "grammar": (lambda value: value is None or isinstance(value, Grammar), "a vattn.Grammar, or None"),
     "skip_special_tokens": (lambda value: value is None or isinstance(value, bool), "True, False or None"),
+    "forced_eos_token_id": (lambda value: value is None or _whole(value), "None, or a token id from 0 up"),
     "n": (lambda value: _whole(value, 1), "an int, at least 1"),
     "best_of": (lambda value: value is None or _whole(value, 1), "None, or an int from n up"),
     "seed": (lambda value: _whole(value, 0, 2**64 - 1), "an int from 0 to 2**64 - 1"),
@@ -227,5 +231,7 @@ def _refused(name: str, value: Any, allowed: str) -> ConfigError:
 
 FIELDS = [each.name for each in fields(Sampling)]
 
-takes_sampling = known_keywords(of_sampling(FIELDS))
-"""Of functions with an argument `sampling`."""
+takes_sampling, takes_prompt, takes_prompts = (
+    known_keywords({**of_sampling(FIELDS), **others}) for others in ({}, PROMPT, PROMPTS)
+)
+"""Of functions with an argument `sampling`, and perhaps a prompt, or several."""

@@ -15,6 +15,8 @@ from vattn.cache.specs import (
     TQFullAttentionSpec,
 )
 from vattn.config.attention import AttentionType, CacheConfig, check_window
+from vattn.config.keywords import known_keywords
+from vattn.config.other_names import LAYER
 from vattn.config.typed import typed_on_error
 from vattn.distributed.group import ContextParallel
 from vattn.layers.base.arguments import alibi_kind, check_configs, check_type
@@ -23,6 +25,7 @@ from vattn.layers.base.scales import QuantConfig
 from vattn.quantization.formats import KV_FORMATS
 
 
+@known_keywords(LAYER)
 class Attention(CachedAttention):
     """Attend new tokens to everything their requests have seen, through a paged KV cache.
 

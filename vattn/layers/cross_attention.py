@@ -10,6 +10,8 @@ from torch import Tensor
 from vattn.cache.specs import CrossAttentionSpec, KVCacheSpec
 from vattn.config.attention import AttentionConfig, AttentionType, CacheConfig
 from vattn.config.device import DeviceInfo
+from vattn.config.keywords import known_keywords
+from vattn.config.other_names import LAYER
 from vattn.config.typed import typed_on_error
 from vattn.errors import ConfigError, MetadataError, ShapeError
 from vattn.layers.base.arguments import check_configs, check_type
@@ -20,6 +22,7 @@ from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.ops.index_dtypes import as_int32, as_int64
 
 
+@known_keywords(LAYER)
 class CrossAttention(CachedAttention):
     """Attend decoder tokens to all encoder states of their request.
 

@@ -104,8 +104,9 @@ class AttentionMetadataBuilder(BuilderBase):
                 read faster. Rows may be longer than needed. Requests may share blocks that they read; one that the
                 step writes into is one entry of one request, or filled by the request that stores a prefix after
                 which others begin. Entries before the windows of all `layers` do not count; without `layers`, put 0
-                for blocks that were freed there. `None`: a step of layers without a cache (`EncoderOnlyAttention`);
-                its table has no columns, and layers with a cache refuse it.
+                for blocks that were freed there: `BlockPool` hands out no block 0, which is a block as any other here.
+                `None`: a step of layers without a cache (`EncoderOnlyAttention`); its table has no columns, and layers
+                with a cache refuse it.
             slot_mapping: one slot per token; default from the tables: token i of a request goes to position
                 `seq_len - query_len + i`.
             positions: one position per token for the model, such as by depth in a tree of drafts; default those of the

@@ -270,8 +270,7 @@ def enable_encoder_decoder(
         >>> from vattn.integrations.transformers.encoder_decoder import enable_encoder_decoder
         >>> config = transformers.BartConfig(
         ...     vocab_size=64, d_model=32, encoder_layers=1, decoder_layers=2, encoder_ffn_dim=32, decoder_ffn_dim=32,
-        ...     encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=40,
-        ...     forced_eos_token_id=None)
+        ...     encoder_attention_heads=2, decoder_attention_heads=2, max_position_embeddings=40)
         >>> model = transformers.BartForConditionalGeneration(config).eval()
         >>> generator = vattn.Generator(enable_encoder_decoder(model, num_blocks=16), max_num_reqs=4)
         >>> sampling = vattn.Sampling(max_new_tokens=4, stop_token_ids=())

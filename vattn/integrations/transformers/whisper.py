@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from vattn.config.keywords import known_keywords
+from vattn.config.other_names import WHISPER_TASK
 from vattn.config.typed import typed
 from vattn.errors import ConfigError
 from vattn.integrations.transformers.available import transformers
@@ -23,6 +25,7 @@ class WhisperTask:
     logits_processors: tuple[Any, ...]
 
 
+@known_keywords(WHISPER_TASK)
 @typed
 def whisper_task(
     model: Any, language: str | None = None, task: str = "transcribe", *, timestamps: bool = False

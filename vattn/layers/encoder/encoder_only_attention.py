@@ -9,6 +9,8 @@ from torch import Tensor
 
 from vattn.cache.allocation import skip_names
 from vattn.config.attention import AttentionType, CacheConfig, check_window
+from vattn.config.keywords import known_keywords
+from vattn.config.other_names import LAYER
 from vattn.config.typed import typed_on_error
 from vattn.errors import MetadataError, ScaleError, UnsupportedRequestError
 from vattn.layers.base.arguments import alibi_kind, check_configs, check_type, layer_scales, own_cache_dtype, scale_kind
@@ -22,6 +24,7 @@ from vattn.ops.index_dtypes import as_int32
 from vattn.quantization.formats import KV_FORMATS, dtype_name, resolve_kv_cache_dtype
 
 
+@known_keywords(LAYER)
 class EncoderOnlyAttention(VarlenAttention):
     """Attend the tokens of each request to all tokens of the same request, both ways.
 

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 
 from vattn.config.attention import AttentionConfig, AttentionType
+from vattn.config.keywords import known_keywords
+from vattn.config.other_names import LAYER
 from vattn.config.typed import typed_on_error
 from vattn.errors import DtypeError, MetadataError, ShapeError
 from vattn.layers.base.scales import make_scale
@@ -21,6 +23,7 @@ from vattn.quantization.formats import OUTPUT_FORMATS, dtype_name
 _FP8 = "fp8_e4m3"
 
 
+@known_keywords(LAYER)
 class MMEncoderAttention(VarlenAttention):
     """Attend the tokens of each image (or frame, or clip) to all tokens of the same image.
 
