@@ -1,6 +1,7 @@
 """Compare `attn_implementation="vattn"` with transformers' own in `generate` and `generate_batch`, in one process.
 
     python -m benchmarks.models.transformers_generate [--json PATH] [--layers 4] [--hidden-size 4096] [--tiny]
+        [--cells dynamic static generate_batch] [--flash-attention-3 LIBRARY]
 
 One model with the layers of Llama 3 8B (a few of them, and a small vocabulary; with another hidden size the same heads)
 generates greedily with each attention
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from benchmarks.harness import add_row, machine, parser_of
-from vattn.integrations.transformers import continuous_batching
+from benchmarks.models.flash_attention_3 import offer
 
 NAMES = ("sdpa", "vattn", "flash_attention_3")
 SHAPE = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
@@ -60,6 +61,8 @@ def generate(model: Any, prompts: torch.Tensor, mask: torch.Tensor, cache: str, 
 def generate_batch(model: Any, prompts: torch.Tensor, new_tokens: int, name: str) -> torch.Tensor:
     """Return the tokens `[B, new_tokens]` of continuous batching; vattn's way and transformers' own."""
     from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    from vattn.integrations.transformers import continuous_batching
 
     # Room for all requests, and a step that takes all prompts of the default size.
     options: dict[str, Any] = {"num_blocks": 256, "max_batch_tokens": 16384}
@@ -112,9 +115,15 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=36, help="new tokens of a long call")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=140, help="begin no cell after so long")
+    parser.add_argument("--cells", nargs="*", default=["dynamic", "static", "padded", "generate_batch"])
+    parser.add_argument("--flash-attention-3", help="a library, where its package is not installed")
     parser.add_argument("--tiny", action="store_true", help="a model for a CPU")
     args = parser.parse_args()
+    if args.flash_attention_3:
+        offer(args.flash_attention_3)
     import transformers
+
+    import vattn.integrations.transformers  # noqa: F401  registers the name
 
     device, begin, few = "cuda" if torch.cuda.is_available() else "cpu", time.perf_counter(), 4
     result = machine(device)
@@ -123,12 +132,13 @@ def main() -> None:
     prompts = torch.randint(2, 1024, (32, args.context), generator=torch.Generator().manual_seed(0)).to(device)
     padded = torch.ones_like(prompts)
     padded[1::2, : args.context // 3] = 0
-    cells = [("generate", cache, batch, False) for cache in ("dynamic", "static") for batch in (1, 32)]
-    cells += [
-        ("generate", "static", 32, True),
-        ("generate", "dynamic", 32, True),
-        ("generate_batch", "paged", 32, False),
-    ]
+    kinds: dict[str, list[tuple[str, str, int, bool]]] = {
+        "dynamic": [("generate", "dynamic", 1, False), ("generate", "dynamic", 32, False)],
+        "static": [("generate", "static", 1, False), ("generate", "static", 32, False)],
+        "padded": [("generate", "static", 32, True), ("generate", "dynamic", 32, True)],
+        "generate_batch": [("generate_batch", "paged", 32, False)],
+    }
+    cells = [cell for kind in args.cells for cell in kinds[kind]]
     shape = None
     for what, cache, batch, has_padding in cells:
         expected = None
