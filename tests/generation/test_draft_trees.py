@@ -45,7 +45,9 @@ class Branches(DraftSource):
         if row < 0:
             return []
         path = self.tree.branch(row)
-        self.right += len(path) - 1
+        # The tree may go on after the request's last token, which is no draft.
+        self.right += min(len(path), len(known)) - 1
+        known += [0] * self.tree.depth
         right = [known[depth - 1] for depth in self.tree.depths[1:]]
         return [token if node in path else (token + node) % 97 for node, token in enumerate(right, 1)]
 

@@ -9,11 +9,20 @@ import torch
 
 import vattn
 from vattn import errors
+from vattn.generation import DraftSource
 from vattn.generation.lookup_index import LookupIndex
 
 pytest.importorskip("transformers")
 
-from tests.generation.generator_support import PROMPTS, Characters, Faulty, check_empty, make_generator, one_by_one
+from tests.generation.generator_support import (
+    PROMPTS,
+    Characters,
+    Faulty,
+    check_empty,
+    make_generator,
+    one_by_one,
+    run_to_end,
+)
 from tests.integrations.hf_families import make_model
 from vattn.integrations.transformers import PackedModel, enable
 
@@ -106,6 +115,30 @@ def test_no_drafts_without_room() -> None:
     done = generator.generate([[5, 5, 5, 5]], vattn.Sampling(20, stop_token_ids=()))
     assert generator.statistics().drafted_tokens == 0
     assert done[0].output == one_by_one(make_model("llama"), [5, 5, 5, 5], 20)
+
+
+def test_drafts_leave_tokens_for_other_requests(packed: PackedModel, long_expected: list[list[int]]) -> None:
+    """In a step of 11 tokens four requests have one each, and share the rest."""
+
+    class Wrong(DraftSource):
+        num_drafts = 6
+
+        def plan(self, request: vattn.Request, most: int) -> list[int]:
+            planned.append(most)
+            return [96] * most
+
+    planned: list[int] = []
+    generator = make_generator(packed, token_budget=11, speculation=Wrong())
+    requests = [generator.add(prompt, LONG) for prompt in (PROMPTS[1], PROMPTS[3], PROMPTS[1][:2], PROMPTS[3] * 2)]
+    while not all(request.output for request in requests):
+        generator.step()
+    generator.step()
+    planned.clear()
+    before = [len(request.output) for request in requests]
+    generator.step()
+    assert planned == [1, 2, 2, 2] and [len(request.output) for request in requests] == [one + 1 for one in before]
+    run_to_end(generator)
+    assert [request.output[:40] for request in requests[:2]] == [long_expected[1], long_expected[3]]
 
 
 def test_lookups() -> None:

@@ -115,10 +115,10 @@ class Scheduler:
         """Plan the next step and take its blocks."""
         budget, preemptions, batch = self.token_budget, self.preemptions, Batch()
         self._drafting = self.source is not None and (self.source.beside_prompts or self._only_decodes())
-        for request in list(self.running):
+        for later, request in reversed([*enumerate(reversed(self.running))]):
             count = self.blocks.until_cut(request, min(request.uncached, budget))
             if count and self._grow(request, count):
-                budget -= self._put(request, count, budget, batch)
+                budget -= self._put(request, count, budget, batch, later)
         if self.waiting:
             self.blocks.look()
         later: list[Request] = []
@@ -164,13 +164,18 @@ class Scheduler:
         run.left -= 1
         return Batch(run.requests, ready=before.ready, run=run, offset=offset, new_blocks=new_blocks)
 
-    def _put(self, request: Request, count: int, budget: int, batch: Batch) -> int:
-        """Put `count` tokens of a request into the batch, and drafts after them; return how many tokens there are."""
+    def _put(self, request: Request, count: int, budget: int, batch: Batch, later: int = 0) -> int:
+        """Put `count` tokens of a request into the batch, and drafts after them; return how many tokens there are.
+
+        Args:
+            later: running requests that follow. Drafts leave each a token, and an even share of what is left.
+        """
         start, end = request.cached, request.cached + count
         # A request gets no token if it takes the whole budget, and is the last one, or ends at a snapshot.
         batch.ready += end == request.num_tokens
         if self._drafting:
-            batch.drafts.append(self._draft(request, budget - 1) if count == 1 and request.output else [])
+            spare = budget - 1 - later
+            batch.drafts.append(self._draft(request, spare, later) if count == 1 and request.output else [])
             end += len(batch.drafts[-1])
         if self.waiting and start < len(request.prompt):
             self._filled.update(self.blocks.new_keys(request, start, end))
@@ -187,12 +192,22 @@ class Scheduler:
         joins = self.waiting and len(self.running) < self.max_num_reqs
         return not joins and all(request.uncached == 1 for request in self.running)
 
-    def _draft(self, request: Request, budget: int) -> list[int]:
-        """Return drafts of a request's next tokens, as many as there is room for."""
+    def _draft(self, request: Request, spare: int, later: int) -> list[int]:
+        """Return drafts of a request's next tokens, as many as there is room for.
+
+        Args:
+            spare: tokens that the step has left for drafts of this request and of `later` ones.
+        """
         assert self.source is not None
         # The step also chooses the token after the drafts.
-        most = min(self.source.num_drafts, request.limit - request.num_tokens - 1, budget)
-        least = 1 if self.source.tree is None else self.source.num_drafts
+        rest = request.limit - request.num_tokens - 1
+        if self.source.tree is None:
+            least, most = 1, min(self.source.num_drafts, rest, spare // (1 + later))
+        else:
+            # The other branches of a tree need room beside the one that is right, also at the request's end.
+            least = most = self.source.num_drafts
+            if rest < 1 or spare < least or request.num_tokens + least > self.max_seq_len:
+                return []
         if most < least or request.pending or request.needs_history:
             return []
         drafts = self.source.plan(request, most)

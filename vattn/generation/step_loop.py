@@ -253,6 +253,8 @@ class StepLoop:
                 continue
             path, first = self._right(batch, drafts, tokens[begin:stop]), end - len(drafts)
             if batch.tree is not None:
+                # A tree may be deeper than the request has tokens left.
+                path = path[: request.limit - request.num_tokens - 1]
                 batch.paths[request] = path
                 moves += self._blocks.moves(request, first - 1, path)
             # Later tokens overwrite the keys and values of wrong drafts.
