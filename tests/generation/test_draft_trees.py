@@ -17,10 +17,11 @@ pytest.importorskip("transformers")
 
 from tests.generation.eagle_checkpoints import Head
 from tests.generation.generator_support import PROMPTS, check_empty, make_generator
+from tests.generation.test_draft_models import noisy
 from tests.generation.test_generator_graphs import Replay, stand_in
 from tests.integrations.hf_families import make_model
 from vattn.generation import DraftSource, Request
-from vattn.integrations.transformers import PackedModel, enable
+from vattn.integrations.transformers import PackedModel, disable, enable
 
 LONG = vattn.Sampling(max_new_tokens=40, stop_token_ids=())
 
@@ -137,6 +138,45 @@ def test_heads_draft_the_likeliest_siblings(long_expected: list[list[int]], tmp_
         follows = (request.prompt + request.output)[len(ids)]
         branched += follows in drafts[1:3]
     assert branched > 5, "the second likeliest token is right at times"
+    check_empty(generator)
+
+
+@pytest.mark.parametrize("sizes", [(), (2, 4)], ids=["direct", "captured"])
+def test_a_model_drafts_its_likeliest_siblings(long_expected: list[list[int]], sizes: Any) -> None:
+    """Where a second likeliest token was right, the draft model computes it again in place of the likeliest one."""
+    small = noisy(noise=0.04)
+    draft = vattn.DraftModel(small, tree=[(0,), (1,), (2,), (0, 0), (0, 1), (0, 0, 0)])
+    generator = make_generator(poisoned(), token_budget=31, speculation=draft, graph_sizes=sizes)
+    source: Any = generator.scheduler.source
+    for cache in small.kv_cache.kv_caches:
+        cache[1:].fill_(torch.nan)
+    if sizes:
+        stand_in(generator)
+        for runner in source._runners:
+            for key in runner._entries:
+                runner._entries[key].graph = Replay(runner, key, [])
+    noted, accept = list[tuple[list[int], list[int], list[int]]](), generator._right
+
+    def right(batch: Any, drafts: list[int], chosen: list[int]) -> list[int]:
+        request = next(r for r, each in zip(batch.requests, batch.drafts, strict=False) if each is drafts)
+        path = accept(batch, drafts, chosen)
+        if drafts:
+            noted.append((request.prompt + request.output, drafts, path))
+        return path
+
+    generator._right = right  # type: ignore[method-assign]
+    done = generator.generate(PROMPTS, LONG)
+    assert [request.output for request in done] == long_expected
+    disable(small)
+    for ids, drafts, _ in noted:
+        given, expected = list(ids), list[int]()
+        for width in (3, 2, 1):
+            with torch.no_grad():
+                logits = small.model(input_ids=torch.tensor([given])).logits[0, -1]
+            expected += logits.topk(width).indices.tolist()
+            given.append(expected[-width])
+        assert drafts == expected
+    assert sum(path in ([2], [3], [1, 5]) for *_, path in noted) > 5, "a second or third one is right at times"
     check_empty(generator)
 
 

@@ -16,6 +16,7 @@ from vattn.generation.draft_source import DraftSource, ServedModel
 from vattn.generation.draft_steps import DraftSteps
 from vattn.generation.request import Request
 from vattn.generation.setup import check_vocabulary, find_cache, keeps_states, longest_encoder, longest_request
+from vattn.metadata.token_tree import TokenTree, TreeChoices
 
 MOST_DRAFTS = 64
 """Each is a step of the draft model in one graph."""
@@ -30,10 +31,13 @@ class DraftModel(DraftSource):
         model: what `vattn.integrations.transformers.enable` returned for it, or any model that a generator takes. One
             without a cache gets one of as many blocks as the target's; a cache of its own has the target's block size
             and at least as many blocks. It belongs to the newest generator.
-        num_drafts: most tokens that are drafted for a request, 1 to 64; a step verifies them together.
+        num_drafts: most tokens that are drafted for a request, 1 to 64; a step verifies them together. Default 4, or
+            the nodes of the tree.
+        tree: paths of child indices, as `vattn.TokenTree` has them: node `(0, 1)` is the second likeliest token after
+            the likeliest one. Only first children have children. Default: drafts that follow each other.
 
     Raises:
-        ConfigError: no model, or `num_drafts` out of range.
+        ConfigError: no model, `num_drafts` out of range or not that of the tree, or another tree.
 
     Both models compute the same tokens in blocks of the same ids, so one scheduler reuses and frees blocks for both.
     The output is the same as without drafts, whatever the draft model is.
@@ -53,10 +57,13 @@ class DraftModel(DraftSource):
     """
 
     model: Any
-    num_drafts: int = 4
+    num_drafts: int = None  # type: ignore[assignment]
+    tree: TokenTree | TreeChoices = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        check_num_drafts(self.num_drafts)
+        num_drafts, tree = read_drafts(self.num_drafts, self.tree)
+        object.__setattr__(self, "num_drafts", num_drafts)
+        object.__setattr__(self, "tree", tree)
         if not isinstance(self.model, nn.Module):
             raise ConfigError(
                 f"DraftModel({self.model!r:.60})",
@@ -107,19 +114,33 @@ class DraftModel(DraftSource):
             _allocate(model, target)
         cache = find_cache(model, None)
         _check_cache(cache, target)
-        return DraftSteps(model, cache, self.num_drafts, served)
+        return DraftSteps(model, cache, self.num_drafts, served, tree=self.tree)  # type: ignore[arg-type]
 
     def plan(self, request: Request, most: int) -> list[int]:
         """Refuse: the source that `start` returns has the drafts."""
         raise ConfigError("a DraftModel without a generator", "Generator(model, speculation=...)", "pass it there")
 
 
-def check_num_drafts(num_drafts: Any) -> None:
-    """Refuse what is no number of drafts."""
-    if read_count("num_drafts", num_drafts, 1, "pass num_drafts=4") > MOST_DRAFTS:
+def read_drafts(num_drafts: Any, tree: Any) -> tuple[int, TokenTree | None]:
+    """Return how many tokens are drafted, and how they branch; `None`: not at all.
+
+    Raises:
+        ConfigError: no number of drafts, no tree, or one of another number or with other parents than first children.
+    """
+    read = None if tree is None else TokenTree.of(tree)
+    nodes = 4 if read is None else read.size - 1
+    if read is not None and (num_drafts not in (None, nodes) or any(any(path[:-1]) for path in read.paths)):
         raise ConfigError(
-            f"num_drafts={num_drafts}", f"1 to {MOST_DRAFTS}", "pass num_drafts=4: few drafts in a row are right"
+            f"tree={tree!r:.80} with num_drafts={num_drafts}",
+            f"a tree in which only first children have children, and its {nodes} nodes for num_drafts",
+            "leave num_drafts out, and take [(0,), (1,), (0, 0), (0, 1)] for two tokens after each first one",
         )
+    count = nodes if num_drafts is None else num_drafts
+    if read_count("num_drafts", count, 1, "pass num_drafts=4") > MOST_DRAFTS:
+        raise ConfigError(
+            f"num_drafts={count}", f"1 to {MOST_DRAFTS}", "pass num_drafts=4: few drafts in a row are right"
+        )
+    return count, None if read is None or read.is_chain else read
 
 
 def _allocate(model: Any, target: KVCacheAllocation) -> None:

@@ -24,6 +24,7 @@ from vattn.generation.transfers import on_device
 from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.forward_context import current_step, forward_context
+from vattn.metadata.token_tree import TokenTree
 
 
 class DraftChain(nn.Module):
@@ -127,7 +128,8 @@ class DraftSteps(DraftSource):
         cache: its own.
         num_drafts: most tokens that are drafted for a request.
         served: what it drafts for.
-        states, widths: see `DraftChain`.
+        states: see `DraftChain`.
+        tree: how drafts branch; `None`: not at all.
     """
 
     beside_prompts, launches = False, True
@@ -139,9 +141,10 @@ class DraftSteps(DraftSource):
         num_drafts: int,
         served: ServedModel,
         states: Tensor | None = None,
-        widths: Sequence[int] = (),
+        tree: TokenTree | None = None,
     ) -> None:
-        self._depth = len(widths) or num_drafts
+        widths = [] if tree is None else [tree.depths.count(depth) for depth in range(1, tree.depth + 1)]
+        self.tree, self._depth = tree, len(widths) or num_drafts
         self.model, self.num_drafts, self._blocks = model, num_drafts, served.blocks
         self._group = _whole_group(served.blocks.cache)
         most, longest = served.max_num_reqs, served.max_seq_len
@@ -172,6 +175,8 @@ class DraftSteps(DraftSource):
         take_cache(cache.kv_caches[0])
         layers = [layer for layer in model.modules() if hasattr(layer, "bind_kv_cache")]
         self._bindings = CacheBindings(layers, cache_claim)
+        # Of the last step with a tree: what its drafts were, and from where on each request has them in the cache.
+        self._before: tuple[Batch, dict[Request, int]] | None = None
 
     def _tokens_per_request(self) -> tuple[int, ...]:
         """Return for how many tokens of each request the chain is captured.
@@ -217,6 +222,7 @@ class DraftSteps(DraftSource):
         drafts = batch.drafts or [[] for _ in batch.requests]
         known = [end - len(each) for end, each in zip(batch.ends, drafts, strict=True)]
         counts, ids = list[int](), list[int]()
+        self._forget_branches()
         for request, start, end in zip(batch.requests, batch.starts, known, strict=True):
             first = min(request.drafted_until, start)
             counts.append(end - first)
@@ -230,8 +236,22 @@ class DraftSteps(DraftSource):
             step.graphs = MIXED
             self._steps.run(step, None, begin)
         for request, end, each in zip(batch.requests, known, drafts, strict=True):
-            request.drafted_until = end + max(0, len(each) - 1)
+            request.drafted_until = end + max(0, min(len(each), self._depth) - 1)
+        if self.tree is not None:
+            self._before = batch, dict(zip(batch.requests, known, strict=True))
         return found
+
+    def _forget_branches(self) -> None:
+        """Let requests compute again from the first accepted draft that was not the likeliest one: its place in the
+        cache has the likeliest one's key.
+        """
+        if self._before is None or self.tree is None:
+            return
+        batch, known = self._before
+        for request, path in batch.paths.items():
+            likeliest = sum(not any(self.tree.paths[row - 1]) for row in path)
+            request.drafted_until = min(request.drafted_until, known[request] + likeliest)
+        self._before = None
 
     def _tables_of(self, batch: Batch) -> Tensor:
         """Return the block table of each request of the target's step."""

@@ -16,7 +16,7 @@ from vattn.compilation.regions import repeated_layers
 from vattn.config.keywords import known_keywords
 from vattn.config.other_names import DRAFTS
 from vattn.errors import ConfigError
-from vattn.generation.draft_model import check_num_drafts
+from vattn.generation.draft_model import read_drafts
 from vattn.generation.draft_source import DraftSource, ServedModel
 from vattn.generation.eagle_head import EagleHead, Weights, read_config
 from vattn.generation.eagle_steps import EagleSteps
@@ -59,17 +59,9 @@ class EagleDraft(DraftSource):
     tree: TokenTree | TreeChoices = None  # type: ignore[assignment]
 
     def __post_init__(self) -> None:
-        tree = None if self.tree is None else TokenTree.of(self.tree)
-        nodes = 4 if tree is None else tree.size - 1
-        if tree is not None and (self.num_drafts not in (None, nodes) or any(any(path[:-1]) for path in tree.paths)):
-            raise ConfigError(
-                f"tree={self.tree!r:.80} with num_drafts={self.num_drafts}",
-                f"a tree in which only first children have children, and its {nodes} nodes for num_drafts",
-                "leave num_drafts out, and take [(0,), (1,), (0, 0), (0, 1)] for two tokens after each first one",
-            )
-        object.__setattr__(self, "num_drafts", nodes if self.num_drafts is None else self.num_drafts)
-        object.__setattr__(self, "tree", None if tree is None or tree.is_chain else tree)
-        check_num_drafts(self.num_drafts)
+        num_drafts, tree = read_drafts(self.num_drafts, self.tree)
+        object.__setattr__(self, "num_drafts", num_drafts)
+        object.__setattr__(self, "tree", tree)
         read_config(self.folder)
 
     def watch(self, served: ServedModel, forward: Any, num_tokens: int) -> Any:

@@ -53,9 +53,8 @@ class EagleSteps(DraftSteps):
         states: Tensor,
         tree: TokenTree | None = None,
     ) -> None:
-        widths = [] if tree is None else [tree.depths.count(depth) for depth in range(1, tree.depth + 1)]
-        self.tree, self._most = tree, 1 + (len(widths) or num_drafts)
-        super().__init__(model, cache, num_drafts, served, states, widths)
+        self._most = 1 + (num_drafts if tree is None else tree.depth)
+        super().__init__(model, cache, num_drafts, served, states, tree)
         served.blocks.computes_last = True
         self._computed: dict[Request, Computed] = {}
         self._tables: Tensor | None = None

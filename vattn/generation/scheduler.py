@@ -115,7 +115,7 @@ class Scheduler:
         """Plan the next step and take its blocks."""
         budget, preemptions, batch = self.token_budget, self.preemptions, Batch()
         self._drafting = self.source is not None and (self.source.beside_prompts or self._only_decodes())
-        for later, request in reversed([*enumerate(reversed(self.running))]):
+        for later, request in [*enumerate(self.running[::-1])][::-1]:
             count = self.blocks.until_cut(request, min(request.uncached, budget))
             if count and self._grow(request, count):
                 budget -= self._put(request, count, budget, batch, later)
