@@ -115,10 +115,12 @@ class Scheduler:
         """Plan the next step and take its blocks."""
         budget, preemptions, batch = self.token_budget, self.preemptions, Batch()
         self._drafting = self.source is not None and (self.source.beside_prompts or self._only_decodes())
-        for later, request in [*enumerate(self.running[::-1])][::-1]:
+        others = len(self.running)
+        for request in list(self.running):
+            others -= 1
             count = self.blocks.until_cut(request, min(request.uncached, budget))
             if count and self._grow(request, count):
-                budget -= self._put(request, count, budget, batch, later)
+                budget -= self._put(request, count, budget, batch, others)
         if self.waiting:
             self.blocks.look()
         later: list[Request] = []
@@ -164,18 +166,18 @@ class Scheduler:
         run.left -= 1
         return Batch(run.requests, ready=before.ready, run=run, offset=offset, new_blocks=new_blocks)
 
-    def _put(self, request: Request, count: int, budget: int, batch: Batch, later: int = 0) -> int:
+    def _put(self, request: Request, count: int, budget: int, batch: Batch, others: int = 0) -> int:
         """Put `count` tokens of a request into the batch, and drafts after them; return how many tokens there are.
 
         Args:
-            later: running requests that follow. Drafts leave each a token, and an even share of what is left.
+            others: running requests that follow. Drafts leave each a token, and an even share of what is left.
         """
         start, end = request.cached, request.cached + count
         # A request gets no token if it takes the whole budget, and is the last one, or ends at a snapshot.
         batch.ready += end == request.num_tokens
         if self._drafting:
-            spare = budget - 1 - later
-            batch.drafts.append(self._draft(request, spare, later) if count == 1 and request.output else [])
+            spare = budget - 1 - others
+            batch.drafts.append(self._draft(request, spare, others) if count == 1 and request.output else [])
             end += len(batch.drafts[-1])
         if self.waiting and start < len(request.prompt):
             self._filled.update(self.blocks.new_keys(request, start, end))
@@ -192,17 +194,17 @@ class Scheduler:
         joins = self.waiting and len(self.running) < self.max_num_reqs
         return not joins and all(request.uncached == 1 for request in self.running)
 
-    def _draft(self, request: Request, spare: int, later: int) -> list[int]:
+    def _draft(self, request: Request, spare: int, others: int) -> list[int]:
         """Return drafts of a request's next tokens, as many as there is room for.
 
         Args:
-            spare: tokens that the step has left for drafts of this request and of `later` ones.
+            spare: tokens that the step has left for drafts of this request and of `others`.
         """
         assert self.source is not None
         # The step also chooses the token after the drafts.
         rest = request.limit - request.num_tokens - 1
         if self.source.tree is None:
-            least, most = 1, min(self.source.num_drafts, rest, spare // (1 + later))
+            least, most = 1, min(self.source.num_drafts, rest, spare // (1 + others))
         else:
             # The other branches of a tree need room beside the one that is right, also at the request's end.
             least = most = self.source.num_drafts
