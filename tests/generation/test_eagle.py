@@ -78,7 +78,8 @@ def make(folder: Path, sizes: Any = (), **options: Any) -> tuple[vattn.Generator
 def spy(generator: vattn.Generator) -> Noted:
     """Poison the head's cache, and note each draft."""
     source: Any = generator.scheduler.source
-    source.model.kv_cache.kv_caches[0].fill_(torch.nan)
+    cache = source.model.kv_cache.kv_caches[0]
+    (cache if cache.is_floating_point() else cache.view(torch.float32)).fill_(torch.nan)
     noted: Noted = []
     launch = source.launch
 

@@ -135,7 +135,7 @@ DRAFTS = {
     "num_tokens": "num_drafts={value}",
     "prompt_lookup_num_tokens": "num_drafts={value}",
 }
-"""Of `vattn.DraftModel` and `vattn.EagleDraft`."""
+"""Of `vattn.DraftModel`, `vattn.EagleDraft` and `vattn.MtpDraft`."""
 
 PROMPT_LOOKUP = {
     **DRAFTS,

@@ -9,6 +9,7 @@ from vattn.generation.embedder import Embedder
 from vattn.generation.generator import Generator
 from vattn.generation.grammar import Grammar
 from vattn.generation.model_steps import model_inputs
+from vattn.generation.mtp_draft import MtpDraft
 from vattn.generation.prompt_embeddings import PromptEmbeddings
 from vattn.generation.prompt_lookup import PromptLookup
 from vattn.generation.request import Progress, Request
@@ -25,6 +26,7 @@ __all__ = [
     "Embedder",
     "Generator",
     "Grammar",
+    "MtpDraft",
     "Progress",
     "PromptEmbeddings",
     "PromptLookup",

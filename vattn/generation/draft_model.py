@@ -121,14 +121,14 @@ class DraftModel(DraftSource):
         raise ConfigError("a DraftModel without a generator", "Generator(model, speculation=...)", "pass it there")
 
 
-def read_drafts(num_drafts: Any, tree: Any) -> tuple[int, TokenTree | None]:
+def read_drafts(num_drafts: Any, tree: Any, default: int = 4) -> tuple[int, TokenTree | None]:
     """Return how many tokens are drafted, and how they branch; `None`: not at all.
 
     Raises:
         ConfigError: no number of drafts, no tree, or one of another number or with other parents than first children.
     """
     read = None if tree is None else TokenTree.of(tree)
-    nodes = 4 if read is None else read.size - 1
+    nodes = default if read is None else read.size - 1
     if read is not None and (num_drafts not in (None, nodes) or any(any(path[:-1]) for path in read.paths)):
         raise ConfigError(
             f"tree={tree!r:.80} with num_drafts={num_drafts}",

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,9 +24,28 @@ from vattn.generation.request import Request
 from vattn.metadata.token_tree import TokenTree, TreeChoices
 
 
+class HeadDraft(DraftSource):
+    """Drafts by a head that reads the target's hidden states."""
+
+    def start(self, served: ServedModel) -> DraftSource:
+        """Return the source that drafts for a generator."""
+        watched, target = served.forward, served.blocks.cache
+        assert isinstance(watched, WatchedModel)
+        head = watched.head
+        dtype = watched.states.dtype
+        head.kv_cache = allocate_kv_cache(head, num_blocks=target.num_blocks, device=target.device, dtype=dtype)
+        return EagleSteps(head, head.kv_cache, self.num_drafts, served, watched.states, self.tree)
+
+    def plan(self, request: Request, most: int) -> list[int]:
+        """Refuse: the source that `start` returns has the drafts."""
+        raise ConfigError(
+            f"{type(self).__name__} without a generator", "Generator(model, speculation=...)", "pass it there"
+        )
+
+
 @known_keywords(DRAFTS)
 @dataclass(frozen=True)
-class EagleDraft(DraftSource):
+class EagleDraft(HeadDraft):
     """Drafts by a head of EAGLE or EAGLE-3: one layer that continues the hidden states of its target.
 
     Attributes:
@@ -71,23 +90,7 @@ class EagleDraft(DraftSource):
             ConfigError: a target over ranks, with adapters, compiled whole, or not of transformers; another hidden
                 size or vocabulary.
         """
-        target: Any = getattr(served.model, "wrapped", None)
-        model: Any = served.model
-        wrong = {
-            "a model with group=": served.sharded,
-            "a model with adapters": getattr(model, "adapters", None) is not None,
-            "compile='model'": served.compile == "model",
-            f"{type(served.model).__name__}, which shows no hidden states": not hasattr(target, "get_decoder"),
-            "an encoder-decoder model": getattr(model, "max_encoder_len", 0) > 0,
-        }
-        for name, is_so in wrong.items():
-            if is_so:
-                raise ConfigError(
-                    f"an EagleDraft for {name}",
-                    "a language model of transformers that enable() returned, on one device, without adapters, with "
-                    "compile='layers' or 'none'",
-                    "leave one of them out",
-                )
+        target, model = check_target(served, "an EagleDraft"), cast(Any, served.model)
         folder = Path(self.folder)
         weights, config = Weights(folder), read_config(folder)
         decoder = target.get_decoder()
@@ -97,19 +100,6 @@ class EagleDraft(DraftSource):
         layers = repeated_layers(decoder)
         read = _read_layers(config, len(layers)) if head.is_eagle3 else []
         return WatchedModel(forward, head, [layers[index] for index in read] or decoder, num_tokens)
-
-    def start(self, served: ServedModel) -> DraftSource:
-        """Return the source that drafts for a generator."""
-        watched, target = served.forward, served.blocks.cache
-        assert isinstance(watched, WatchedModel)
-        head = watched.head
-        dtype = head.fc.weight.dtype
-        head.kv_cache = allocate_kv_cache(head, num_blocks=target.num_blocks, device=target.device, dtype=dtype)
-        return EagleSteps(head, head.kv_cache, self.num_drafts, served, watched.states, self.tree)  # type: ignore[arg-type]
-
-    def plan(self, request: Request, most: int) -> list[int]:
-        """Refuse: the source that `start` returns has the drafts."""
-        raise ConfigError("an EagleDraft without a generator", "Generator(model, speculation=...)", "pass it there")
 
 
 class WatchedModel(nn.Module):
@@ -125,16 +115,16 @@ class WatchedModel(nn.Module):
         states: `[num_tokens, hidden_size]` of the last step, in the order of its tokens.
     """
 
-    def __init__(self, forward: nn.Module, head: EagleHead, parts: list[nn.Module] | nn.Module, num_tokens: int):
+    def __init__(self, forward: nn.Module, head: Any, parts: list[nn.Module] | nn.Module, num_tokens: int):
         super().__init__()
         self.run = forward
         # No parts of this module: graphs of the target hold neither the head's layer nor anything a second time.
         self._head, self._parts = (head,), (parts,)
-        like = head.fc.weight
-        self.states = torch.zeros(num_tokens, head.fc.out_features, dtype=like.dtype, device=like.device)
+        like = next(head.parameters())
+        self.states = torch.zeros(num_tokens, head.width, dtype=like.dtype, device=like.device)
 
     @property
-    def head(self) -> EagleHead:
+    def head(self) -> Any:
         """The head that reads the states."""
         return self._head[0]
 
@@ -161,6 +151,27 @@ class WatchedModel(nn.Module):
             yield part.register_forward_pre_hook(
                 lambda _module, inputs, named: keep(inputs[0] if inputs else named["hidden_states"]), with_kwargs=True
             )
+
+
+def check_target(served: ServedModel, source: str) -> Any:
+    """Return the model of transformers that a generator serves; refuse one of which a head cannot read the states."""
+    target, model = getattr(served.model, "wrapped", None), served.model
+    wrong = {
+        "a model with group=": served.sharded,
+        "a model with adapters": getattr(model, "adapters", None) is not None,
+        "compile='model'": served.compile == "model",
+        f"{type(model).__name__}, which shows no hidden states": not hasattr(target, "get_decoder"),
+        "an encoder-decoder model": getattr(model, "max_encoder_len", 0) > 0,
+    }
+    for name, is_so in wrong.items():
+        if is_so:
+            raise ConfigError(
+                f"{source} for {name}",
+                "a language model of transformers that enable() returned, on one device, without adapters, with "
+                "compile='layers' or 'none'",
+                "leave one of them out",
+            )
+    return target
 
 
 def _read_layers(config: Any, count: int) -> list[int]:

@@ -200,6 +200,7 @@ class EagleHead(nn.Module):
         block_size: of the target's cache.
 
     Attributes:
+        width: hidden size.
         d2t: int64 `[draft_vocab_size]`, to be added to the id of a draft; `None` for the target's ids.
         kv_cache: of its layer.
     """
@@ -215,7 +216,8 @@ class EagleHead(nn.Module):
         like = {"device": embedding.weight.device, "dtype": embedding.weight.dtype}
         self.is_eagle3 = weights.is_eagle3
         self.fc = weights.linear("fc")
-        hidden, eps = self.fc.out_features, config.rms_norm_eps
+        self.width = hidden = self.fc.out_features
+        eps = config.rms_norm_eps
         self.layers = nn.ModuleList([EagleLayer(weights, config, hidden, block_size, like["device"])])
         self.norm = weights.norm("norm", eps, hidden) if weights.is_eagle3 else nn.Identity()
         has_head, has_tokens = ("lm_head.weight" in weights, "embed_tokens.weight" in weights)

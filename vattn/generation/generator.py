@@ -72,8 +72,8 @@ class Generator(StepLoop):
         state_snapshots: for models that keep a state for each request: how many states to keep for requests that begin
             alike. Each takes as much memory as the state of a request, on top of the cache.
         speculation: draft tokens and verify them together: fewer steps, the same tokens. `PromptLookup` drafts by
-            prompt lookup, `DraftModel` by a smaller model, `EagleDraft` by a head of EAGLE. Requests with penalties,
-            bad words of several tokens or logits processors get no drafts.
+            prompt lookup, `DraftModel` by a smaller model, `EagleDraft` and `MtpDraft` by a head. Requests with
+            penalties, bad words of several tokens or logits processors get no drafts.
         compile: `"layers"` compiles each kind of layer once, `"model"` the whole model, `"none"` nothing; default
             `"layers"` on CUDA, where they can be compiled, and `"none"` elsewhere.
         compile_options: for `torch.compile`, such as `vattn.options()` under `"options"`. Default: the passes, early

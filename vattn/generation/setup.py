@@ -40,7 +40,7 @@ def check_speculation(value: Any) -> None:
     if value is not None and not isinstance(value, DraftSource):
         raise ConfigError(
             f"speculation={value!r:.60}",
-            "vattn.PromptLookup(...), vattn.DraftModel(small, ...) or vattn.EagleDraft(folder, ...)",
+            "vattn.PromptLookup(...), vattn.DraftModel(small), EagleDraft(folder) or MtpDraft()",
             "speculation=vattn.DraftModel(enable(small)), or leave it out",
         )
 
