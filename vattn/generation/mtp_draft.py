@@ -91,7 +91,7 @@ class MtpHead(nn.Module):
         attention = layers[0].mtp_block.get_submodule(name)
         attention.config._attn_implementation = target.config._attn_implementation
         attention._modules.pop("vattn", None)
-        attention.add_module("vattn", _layer_like(like, block_size, next(last.parameters()).device))
+        attention.add_module("vattn", _layer_like(like, block_size, next(attention.parameters()).device))
         taken = inspect.signature(type(layers[0]).forward).parameters
         self._no_cache = {"cache" if "cache" in taken else "past_key_values": None}
         self.eval()
