@@ -14,9 +14,10 @@ pytest.importorskip("transformers")
 
 import transformers
 
-from vattn.integrations.transformers import disable, enable_adapters
+from tests.integrations.hf_families import make_model
+from vattn.integrations.transformers import disable, enable, enable_adapters
 from vattn.integrations.transformers.encoder_decoder import enable_encoder_decoder
-from vattn.integrations.transformers.whisper import whisper_task
+from vattn.integrations.transformers.whisper import transcribe, whisper_task
 
 NEW = 9
 SAMPLING = vattn.Sampling(max_new_tokens=NEW, stop_token_ids=(), logprobs=0, temperature=0.0)
@@ -142,6 +143,35 @@ def test_timestamps_follow_the_rules_of_generate(timestamps: bool) -> None:
         assert request.prompt + request.output == tokens
     times = [[token > 66 for token in request.output] for request in done]
     assert all(each[0] and 3 <= sum(each) <= 21 for each in times) == timestamps
+
+
+def test_long_recordings_are_cut_as_by_generate() -> None:
+    """Several windows of 74 frames, which end at times, at the limit, and at the recording's end."""
+    model, rng = make_with_timestamps(), torch.Generator().manual_seed(5)
+    recordings = [torch.randn(1, 8, frames, generator=rng) for frames in (300, 74, 411)]
+    expected = []
+    for features in recordings:
+        options = {"language": "de", "task": "transcribe", "return_timestamps": True, "max_new_tokens": 24}
+        options |= {"do_sample": False, "num_beams": 1, "return_segments": True, "temperature": 0.0}
+        # A short one is a window too.
+        features = torch.nn.functional.pad(features, (0, max(0, 75 - features.shape[2])))
+        expected.append(model.generate(features, **options)["segments"][0])
+    packed = enable_encoder_decoder(model, num_blocks=40)
+    with pytest.warns(UserWarning, match="begin_suppress_tokens"):
+        generator = vattn.Generator(packed, max_num_reqs=4, token_budget=16)
+    task = whisper_task(packed, "de", timestamps=True)
+    found = transcribe(generator, recordings, task, vattn.Sampling(max_new_tokens=24))
+    for segments, own in zip(found, expected, strict=True):
+        assert [one.tokens for one in segments] == [one["tokens"].tolist() for one in own]
+        for name in ("start", "end"):
+            assert [getattr(one, name) for one in segments] == pytest.approx([float(one[name]) for one in own])
+    assert len(found[0]) > 6
+    with pytest.raises(ConfigError, match="timestamps=True"):
+        transcribe(generator, recordings, whisper_task(packed, "de"))
+    with pytest.raises(ConfigError, match=r"a recording of \[8, 74\]"):
+        transcribe(generator, [torch.zeros(8, 74)], task)
+    with pytest.raises(ConfigError, match="one of a Whisper model"):
+        transcribe(vattn.Generator(enable(make_model("llama"), num_blocks=8)), recordings, task)
 
 
 def test_languages_are_found_and_wrong_ones_refused() -> None:
