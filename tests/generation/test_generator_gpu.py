@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ pytest.importorskip("transformers")
 from tests.generation.eagle_checkpoints import Head
 from tests.generation.generator_support import PROMPTS, check_empty, one_by_one, run_to_end
 from tests.generation.test_generators_at_once import at_once
+from tests.generation.test_mtp_drafts import make as make_with_mtp
 from tests.integrations.hf_families import make_model
 from vattn import errors
 from vattn.integrations.transformers import enable
@@ -156,6 +158,30 @@ def test_heads_of_eagle_in_graphs(tmp_path: Path, tree: Any) -> None:
     assert_near(done, [one_by_one(plain, prompt, 40) for prompt in PROMPTS], plain.cuda())
     now = generator.statistics()
     assert now.accepted_tokens > 20 and now.draft_seconds > 0
+    check_empty(generator)
+
+
+@pytest.mark.parametrize("kind", ["tree", "mtp"])
+def test_trees_of_a_model_and_layers_for_multi_token_prediction_in_graphs(kind: str) -> None:
+    if kind == "mtp":
+        plain, mtp = make_with_mtp("glm4_moe")
+        for each in (plain, mtp):
+            each.set_experts_implementation("batched_mm")
+        plain.cuda()
+        source: Any = vattn.MtpDraft(2, model=mtp.cuda())
+    else:
+        plain, small = make_model("llama", head_dim=64).cuda(), make_model("llama", head_dim=64).cuda()
+        with torch.no_grad():
+            for parameter in small.parameters():
+                parameter.mul_(1 + 0.03 * torch.randn_like(parameter))
+        source = vattn.DraftModel(enable(small), tree=[(0,), (1,), (2,), (0, 0), (0, 1), (0, 0, 0)])
+    alone = [one_by_one(plain, prompt, 40) for prompt in PROMPTS]
+    model = copy.deepcopy(plain)
+    options: dict[str, Any] = {"max_num_reqs": 4, "max_seq_len": 128, "compile": "none", "speculation": source}
+    generator = vattn.Generator(enable(model, num_blocks=80), **options)
+    assert_near(generator.generate(PROMPTS, vattn.Sampling(40, stop_token_ids=())), alone, plain)
+    now = generator.statistics()
+    assert now.draft_seconds > 0 and now.drafted_tokens > 200 and (kind == "mtp" or now.accepted_tokens > 20)
     check_empty(generator)
 
 
