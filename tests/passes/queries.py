@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import vattn
 from vattn.layers.functional import new_output
 from vattn.passes.probe import NO_CLAMP
+from vattn.passes.region_precision import ROUNDED
 from vattn.passes.region_run import SATURATES
 
 KV_HEADS = 2
@@ -129,6 +130,11 @@ REFUSED: dict[str, tuple[Way, str, str]] = {
     "a quotient of a column": (
         in_columns(lambda x, s: torch.where(x / s == 3.7, 4.0, x / s)),
         "eq is never true for the inputs that are tried",
+        "",
+    ),
+    "a column rounded at one value": (
+        in_columns(lambda x, s: torch.where(x == 1.2421875, (x * 1.0001).bfloat16().float(), x) / s),
+        ROUNDED,
         "",
     ),
     "columns exchanged": (exchanged, "its codes lie in another order than the query", ""),

@@ -15,7 +15,7 @@ import torch
 from fx_layers import run as run_layer
 from fx_layers import with_query, with_rope
 from fx_programs import Template, copied, run
-from queries import PER_HEAD, PER_TENSOR, REFUSED, rounded
+from queries import PER_HEAD, PER_TENSOR, REFUSED, UNCLAMPED, rounded
 from rope_forms import FORMS as ROPE_FORMS
 from test_forms import FORMS, TABLE, assert_same_bits, expected, row
 from test_probe import ODD, PLAIN
@@ -25,7 +25,10 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from vattn.ops.fusion_notes import FUSED, NEAR_MISS, NodeReport
+from vattn.passes import region_run, verdicts
 from vattn.passes.pipeline import fuse_graph
+from vattn.passes.probe import NO_CLAMP
+from vattn.passes.query_quant import region as query_region
 from vattn.passes.query_quant.find import IN_LOAD, IN_PRODUCER, OWN_KERNEL
 from vattn.passes.region_run import same_bits
 
@@ -160,6 +163,18 @@ def test_queries_that_no_load_quantises(name: str) -> None:
     assert (node.query, node.query_outcome) == (f"{OWN_KERNEL} mm: {reason}", "near miss")
     assert name not in FIRST_DIFFERENCE or node.query_source == f"program.py:1: {FIRST_DIFFERENCE[name]}"
     assert "query_load" not in config
+
+
+@pytest.mark.parametrize("name", UNCLAMPED)
+def test_queries_without_a_clamp_where_casts_do_not_saturate(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As before torch 2.12."""
+    for module in (region_run, query_region):
+        monkeypatch.setattr(module, "SATURATES", False)
+    verdicts.forget()
+    gm, _ = with_query(UNCLAMPED[name])
+    (node,) = fuse_graph(gm.graph)
+    verdicts.forget()
+    assert node.query == f"{OWN_KERNEL} mm: {NO_CLAMP}" and node.query_outcome == "near miss"
 
 
 def test_a_factor_that_bf16_rounds_away_is_no_part_of_a_query_load() -> None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
+import sympy
 import torch
 from small_graphs import T, Written
 from torch.fx import Node
 
+from vattn.passes import region_tokens
 from vattn.passes.graph_edits import Builder
 from vattn.passes.output_quant import find, rewrite
 from vattn.passes.output_quant.replay import token_slices
-from vattn.passes.probe import Inputs, exact_scales
+from vattn.passes.probe import Inputs, exact_scales, size_at
 from vattn.passes.proof import Conditions
 from vattn.passes.region import Refusal, unknown_readers, value
 from vattn.passes.region_moves import positions, reduced_dims
@@ -78,6 +81,48 @@ def test_scales_are_values_that_all_roots_hold() -> None:
     for order in (roots, roots[::-1]):
         scales = exact_scales([], Inputs((), {}, tuple(order), (), ()))
         assert len(scales) == 4 and all(float(torch.tensor(scale).half()) == scale for scale in scales)
+
+
+def test_sizes_that_no_node_holds_are_those_of_an_input() -> None:
+    graph = Written(lambda x, y: y * 1, (3, 64), OUTPUT)
+    tokens = value(graph.end).shape[0]
+    with Builder(graph.gm.graph) as builder, value(graph.end).fake_mode, graph.gm.graph.inserting_before(graph.end):
+        (made,) = builder.shape([tokens], graph.end)
+        assert made.target is torch.ops.aten.sym_size.int and made.args == (graph.inputs[1], 0)
+
+
+def test_sizes_vary_with_the_tokens() -> None:
+    end = Written(lambda x: x * 1, OUTPUT).end
+    tokens = value(end).shape[0]
+    assert [size_at(size, end, 7) for size in (5, tokens, 2 * tokens + 1)] == [5, 7, 15]
+    with pytest.raises(Refusal, match=r"the region depends on the size 0\.5, which varies with no token count"):
+        size_at(0.5, end, 7)  # type: ignore[arg-type]
+
+
+S = sympy.Symbol("s", positive=True, integer=True)
+
+
+@pytest.mark.parametrize(
+    ("size", "number", "wanted"),
+    [(S, 9, 9), (2 * S, 9, 5), (S + 3, 10, 7), (sympy.Mod(S, 4), 9, 0), (S, 1 << 62, 0), (2 * S, 1 << 62, 0)],
+)
+def test_from_how_many_tokens_on_a_size_is_beyond_a_number(size: Any, number: int, wanted: int) -> None:
+    assert region_tokens._symbols_beyond(size, number) == wanted
+
+
+@pytest.mark.parametrize(
+    ("size", "wanted"),
+    [(S, 0), (3 * S, 0), (S + 40, 40), (sympy.Max(S, 7), 7), (sympy.Max(2 * S, 9) + 3, 5), (sympy.Min(S, 3) + 50, 3)],
+)
+def test_numbers_in_sizes_are_tried_beyond(size: Any, wanted: int) -> None:
+    assert region_tokens._symbols_in_formula(size) == wanted
+
+
+def test_token_counts_of_sizes() -> None:
+    t = sympy.Symbol("t", positive=True, integer=True)
+    assert region_tokens.symbols_at(8 * S, 31) == {S: 4} and region_tokens.symbols_at(sympy.Min(S, 4), 9) == {S: 9}
+    found = region_tokens.symbols_at(S * t, 31)
+    assert sorted(found.values()) == [6, 7] or sorted(found.values()) == [5, 6]
 
 
 def test_slices_of_tokens_are_repeated_in_their_order() -> None:

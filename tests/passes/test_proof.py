@@ -111,6 +111,9 @@ REACHES: dict[str, tuple[Program, Tensor, Tensor]] = {
     "by an index": (
         lambda o, s: o.gather(1, o.argmax(-1, keepdim=True)), PLACE[:, :1] * 0, PLACE[:, :1] * 0 + (1 << 40),
     ),
+    "chosen by values": (
+        lambda o, s: o.index_select(1, (o[0, :7] > 0).long()), PLACE[:, :7] * 0, PLACE[:, :7] * 0 + (1 << 40),
+    ),
     "bytes": (lambda o, s: o.view(torch.uint8), PLACE.repeat(1, 2) * 0, PLACE.repeat(1, 2) * 0 + (1 << 40)),
 }  # fmt: skip
 
@@ -139,6 +142,7 @@ NUMBERS: dict[str, tuple[Program, set[float]]] = {
     "before it is scaled": (lambda o, s: torch.where(o.float() > 3.7, 4.0, o.float()) / s, set()),
     "a tensor": (lambda o, s: torch.minimum(o.float() / s, torch.tensor(-5.5)), {5.5}),
     "factors": (lambda o, s: (o.float() / s) * 7.0, set()),
+    "taken apart": (lambda o, s: (o.float() / s).split(128, 1)[1], set()),
     "any op of values": (lambda o, s: o.float().sin().cumsum(1) / s, set()),
     "of the scale": (lambda o, s: o.float() / s.clamp(min=0.25), set()),
     "codes": (lambda o, s: (o.float() / s).to(E4M3).float().sin(), set()),

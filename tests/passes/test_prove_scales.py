@@ -83,6 +83,42 @@ def doubled_at(number: float, x: Tensor) -> Tensor:
     return torch.where(x > number, x, torch.where(x < number, x, x * 2))
 
 
+def odd(scale: Tensor) -> Tensor:
+    """Return scales of which one that no sample holds is doubled."""
+    return doubled_at(float(torch.tensor(1.2421875) / 448), scale)
+
+
+def packed_by_or(codes: Tensor) -> Tensor:
+    return codes[:, ::2] | codes[:, 1::2] << 4
+
+
+def compared_with_another_group(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    x = o.float().view(-1, 4, 64)
+    scale = x.abs().amax(-1).clamp(min=1e-10) / 448
+    u = x / scale.unsqueeze(-1)
+    return rounded(torch.where(u > scale.flip(1).unsqueeze(-1), u, again(u))).view(-1, 256), scale
+
+
+def nvfp4_in_fp64(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+    x = o.float().view(-1, 16, 16)
+    block = rounded(x.abs().amax(-1) / 6.0 / s)
+    step = block.float() * s
+    step = torch.where(step == 0, torch.inf, step).unsqueeze(-1)
+    return pack_e2m1(encode_e2m1((x.double() / step.double()).flatten(1))), block
+
+
+def rounded_in_a_chain(length: int) -> Program:
+    """Return a quantiser of the output times a number that bf16 rounds away, after so many negations of it."""
+
+    def function(o: Tensor, s: Tensor) -> Tensor:
+        x = o * (1 + 2**-10)
+        for _ in range(length):
+            x = -x
+        return rounded((-1) ** length * x.float() / s)
+
+    return function
+
+
 def of_an_op(change: Callable[[Tensor], Tensor]) -> Program:
     def function(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         codes, scales = torch.ops.vattn.quant_fp8_group(o.float(), 64, False, False)
@@ -100,7 +136,7 @@ FUSES: dict[str, Program] = {
     "scales in bits": groups(lambda scale: scale.view(torch.int32).view(torch.float32)),
     "scales of a tuple": groups(lambda scale: torch.stack(scale.unbind(1), 1)),
     "bytes of an op's scales": of_an_op(lambda scales: scales.t().contiguous()),
-    "packed by or": nvfp4(lambda codes, o: codes[:, ::2] | codes[:, 1::2] << 4),
+    "packed by or": nvfp4(lambda codes, o: packed_by_or(codes)),
 }
 
 
@@ -127,6 +163,18 @@ REFUSED: dict[str, tuple[Program, str]] = {
         groups(same, lambda scale: torch.where(scale.flip(1) >= 0, scale, scale)),
         "its scales depend on several groups",
     ),
+    "one scale of the last groups doubled": (
+        groups(lambda scale: torch.cat((scale[:, :2], odd(scale[:, 2:])), 1)),
+        "its scales are those of no supported format for some maxima",
+    ),
+    "one scale of one group doubled": (
+        groups(lambda scale: torch.where(torch.arange(4) == 2, odd(scale), scale)),
+        "its scales are those of no supported format for some maxima",
+    ),
+    "compared with another group": (
+        compared_with_another_group,
+        "values are divided by the scale of another group than their own",
+    ),
     "an op's scales, changed": (of_an_op(again), "the scales that an op computes are changed"),
     "rounded in fp64": (
         tokens(scale_of=lambda scale: scale * 1.0000001),
@@ -136,6 +184,19 @@ REFUSED: dict[str, tuple[Program, str]] = {
         nvfp4(lambda codes, o: (codes + (o.abs() < 0).to(torch.uint8))[:, ::2] | codes[:, 1::2] << 4),
         "what is packed does not depend on scaled values alone",
     ),
+    "packed as a neighbour says": (
+        nvfp4(lambda codes, o: packed_by_or(torch.where(codes.roll(2, 1) < 99, codes, 0))),
+        "values are packed otherwise than in pairs",
+    ),
+    "packed in two ways": (
+        nvfp4(lambda codes, o: packed_by_or(torch.cat((codes[:, :128], codes[:, 128:] & 15), 1))),
+        "values are packed otherwise than in pairs",
+    ),
+    "packed from fp64": (nvfp4_in_fp64, "no node holds the scaled values before they are rounded"),
+    "moved before they are packed": (
+        lambda o, s: nvfp4(lambda codes, _: packed_by_or(codes))(o.view(-1, 4, 64).flip(1).flatten(1), s),
+        "the packed codes are sliced or transposed before they are packed",
+    ),
     "block scales doubled at one number": (
         nvfp4_of(lambda m, s: doubled_at(0.3, m / 6.0 / s)),
         "NVFP4, but block scales are not rounded from maximum / 6 / scale, bit for bit",
@@ -144,6 +205,16 @@ REFUSED: dict[str, tuple[Program, str]] = {
         tokens(of=lambda o: (o.float() * 1.0001).bfloat16()),
         "values are rounded to bf16 or fp16 between its operations",
     ),
+    "one value rounded to bf16": (
+        lambda o, s: rounded(torch.where(o == 1.2421875, (o.float() * 1.0001).bfloat16(), o).float() / s),
+        "values are rounded to bf16 or fp16 between its operations",
+    ),
+    "one column of one token": (
+        lambda o, s: rounded(torch.where(torch.arange(256) == 17, again(o[:1] / s), o[:1] / s)),
+        "it has too many parts to try every value in each",
+    ),
+    "20 roundings in one kernel": (rounded_in_a_chain(19), "its values are those of no supported format"),
+    "21 roundings": (rounded_in_a_chain(20), "values are rounded to bf16 or fp16 between its operations"),
     "two tensors of codes": (
         lambda o, s: (*tokens()(o, s), tokens(scaled=lambda u: u * 2)(o, s)[0]),
         "the output is quantised in more than one way",

@@ -20,12 +20,15 @@ from torch.fx import GraphModule, Node
 from vattn.config.attention import AttentionConfig
 from vattn.errors import FusionError
 from vattn.ops.fusion_notes import NodeReport
-from vattn.passes import graphviz
+from vattn.passes import graphviz, region
 from vattn.passes.graph_edits import Builder
+from vattn.passes.inductor import sort_graph
+from vattn.passes.ops import op_name
 from vattn.passes.pipeline import FusionPass, fuse_graph
 from vattn.passes.query_quant.find import IN_LOAD, IN_PRODUCER, OWN_KERNEL, ROUNDED_EARLY
-from vattn.passes.region import Refusal, attention_calls
+from vattn.passes.region import Refusal, attention_calls, describe, find_region
 from vattn.passes.region_tokens import check_order, reach
+from vattn.passes.rope_kv_cache.find import find_rope
 from vattn.quantization.formats import OUTPUT_FORMATS
 
 E4M3 = torch.float8_e4m3fn
@@ -163,6 +166,13 @@ def test_rope_beside_other_requests() -> None:
     configured(call_of(gm), query_load="divide")
     assert "the attention call quantises the query as it loads it" in rope_report(gm).rope
     gm, _ = with_rope(form)
+    update_of(gm).target = torch.ops.higher_order.auto_functionalized
+    assert "the graph was made with enable_auto_functionalized_v2=False" in rope_report(gm).rope
+    gm, _ = with_rope(form)
+    for call in (update_of(gm), call_of(gm)):
+        configured(call, backend="FLASH_ATTN")
+    assert "backend FLASH_ATTN has no such op" in rope_report(gm).rope
+    gm, _ = with_rope(form)
     call, (cache, *_) = call_of(gm), update_of(gm).users
     with gm.graph.inserting_before(call):
         zero = gm.graph.call_function(torch.ops.aten.select.int, (cache, 0, 0))
@@ -171,6 +181,25 @@ def test_rope_beside_other_requests() -> None:
         query.meta["val"] = call.kwargs["query"].meta["val"]
     call.kwargs = {**call.kwargs, "query": query}
     assert rope_report(gm).rope_outcome == "near miss"
+
+
+def test_a_rotated_query_that_reads_the_updated_cache() -> None:
+    gm, _ = with_rope(FORMS["chunk and cat, fp32"])
+    call, update = call_of(gm), update_of(gm)
+    found = find_rope(update, call, "always")
+    assert found is not None
+    source, (cache, *_) = found.query.source, update.users
+    with source.meta["val"].fake_mode, Builder(gm.graph) as builder, gm.graph.inserting_after(cache):
+        held = builder.call(torch.ops.aten.select.int, cache, 0, 0)
+        while held.meta["val"].dim():
+            with gm.graph.inserting_after(held):
+                held = builder.call(torch.ops.aten.select.int, held, 0, 0)
+        with gm.graph.inserting_after(held):
+            gated = builder.call(torch.ops.aten.add.Tensor, source, held)
+    for user in [user for user in source.users if user is not gated]:
+        user.replace_input_with(source, gated)
+    sort_graph(gm.graph)
+    assert "the query is computed from the updated cache" in rope_report(gm).rope
 
 
 def in_fp8(scale: Callable[[Any], Any], limit: float = 448.0) -> Callable[..., Any]:
@@ -289,6 +318,16 @@ def test_outputs_that_cannot_be_taken() -> None:
                 gm.graph.erase_node(node)
         gm.graph.output(())
 
+    def older(gm: GraphModule, call: Node, output: Node) -> None:
+        call.target = torch.ops.higher_order.auto_functionalized
+
+    def scale_elsewhere(gm: GraphModule, call: Node, output: Node) -> None:
+        (scale,) = (node for node in gm.graph.nodes if node.name == template().scale.name)
+        with scale.meta["val"].fake_mode:
+            scale.meta["val"] = torch.ones(1, device="meta")
+
+    assert changed(older).reason == "the graph was made with enable_auto_functionalized_v2=False"
+    assert changed(scale_elsewhere).reason == "the scale is on meta"
     assert changed(view).reason == "the output is a view into a larger tensor"
     assert changed(no_tensor).reason == "the output is no tensor of its own"
     assert changed(taken_twice).reason == "the output is taken apart twice"
@@ -307,6 +346,96 @@ def test_readers_of_which_nothing_is_known_are_named() -> None:
     )
     (node,) = fuse_graph(template().behind(lambda o, s: o * 2).graph)
     assert (node.outcome, node.reason) == ("refused", "the output is not quantised")
+
+
+def test_checks_of_metadata_are_no_readers() -> None:
+    """`torch.export` adds them."""
+    gm = copied(template().behind(lambda o, s: rounded((o * 1.0).float() / s)))
+    call = call_of(gm)
+    for node in list(gm.graph.nodes):
+        if node > call and isinstance(node.meta.get("val"), Tensor):
+            with gm.graph.inserting_after(node):
+                check = gm.graph.call_function(torch.ops.aten._assert_tensor_metadata.default, (node, None, None, None))
+                check.meta["val"] = None
+    (node,) = fuse_graph(gm.graph)
+    gm.graph.lint()
+    assert node.outcome == "fused", node.reason
+    checked = [node.args[0] for node in gm.graph.nodes if "_assert_tensor_metadata" in str(node.target)]
+    assert {node.meta["val"].dtype for node in checked} == {E4M3}
+
+
+def test_regions_end_at_a_number_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    (call,) = attention_calls((gm := template().behind(lambda o, s: rounded(o.float() / s))).graph)
+    output = describe(*call).output
+    for most, found in ((6, 1), (5, 0)):  # the output, its view, and four ops before the cast
+        monkeypatch.setattr(region, "LARGEST_REGION", most)
+        assert len(find_region(output).quantised) == found
+    (end,) = gm.graph.find_nodes(op="output")
+    sizes = [len(region.ancestors([end], lambda node: True, most)) for most in (0, 1, 2, 3)]
+    assert sizes == [1, 2, 3, 4]
+
+
+QUANTISED: dict[str, tuple[Callable[[Tensor, Tensor], Any], list[torch.dtype]]] = {
+    "FP8": (lambda o, s: rounded(o.float() / s), [E4M3]),
+    "int8": (lambda o, s: (o.float() / s).round().to(torch.int8), [torch.int8]),
+    "packed from int8": (lambda o, s: ((o > 1).to(torch.int8)[:, ::2] | 3).to(torch.uint8), [torch.uint8]),
+    "packed beside whole int8": (
+        lambda o, s: ((i := (o > 1).to(torch.int8))[:, ::2] << 4 | i[:, 1::2]).to(torch.uint8), [torch.uint8],
+    ),
+    "the codes of half": (lambda o, s: rounded(o[:, 128:].float() / s).view(torch.uint8), [E4M3]),
+    "bytes alone": (lambda o, s: (o > 1).to(torch.uint8), []),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", QUANTISED)
+def test_regions_end_at_codes(name: str) -> None:
+    program, wanted = QUANTISED[name]
+    (call,) = attention_calls(template().behind(program).graph)
+    assert [node.meta["val"].dtype for node in find_region(describe(*call).output).quantised] == wanted
+
+
+def test_reports_of_a_graph_are_in_the_order_of_its_calls() -> None:
+    graph = torch.fx.Graph()
+    for program in (lambda o, s: rounded(o.float() / s), lambda o, s: o * 2):
+        for old, new in (graph.graph_copy(template().behind(program).graph, made := {}), made)[1].items():
+            new.meta = dict(old.meta)
+    graph.output([node for node in graph.nodes if node.meta.get("site") and not node.users])
+    first, second = fuse_graph(graph)
+    assert (first.outcome, second.outcome, second.index) == ("fused", "refused", 1)
+    assert [
+        f"'index':{index}" in str(call.kwargs["config"]) for index, (call, _) in enumerate(attention_calls(graph))
+    ] == [True] * 2
+
+
+def test_what_reads_codes_too_is_in_no_region() -> None:
+    def program(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        codes = rounded(o.float() / s)
+        return codes, o.copy_(codes) * 2
+
+    gm = template().behind(program)
+    (call,) = attention_calls(gm.graph)
+    found = find_region(describe(*call).output)
+    assert [node.meta["val"].dtype for node in found.quantised] == [E4M3]
+    assert not {"copy", "mul"} & {op_name(node.target) for node in found.nodes}
+
+
+def test_a_device_of_the_user_is_not_that_of_trials() -> None:
+    with torch.device("meta"):
+        (node,) = fuse_graph(template().behind(lambda o, s: rounded(o.float() / s)).graph)
+    assert node.outcome == "fused", node.reason
+
+
+@pytest.mark.parametrize("count", [4, 5])
+def test_regions_of_many_unknown_values(count: int) -> None:
+    def program(o: Tensor, s: Tensor) -> Tensor:
+        x = o.float()
+        for _ in range(count):
+            x = x / torch.mm(torch.randn(2, 2), torch.randn(2, 2))[0, :1]
+        return rounded(x)
+
+    (node,) = fuse_graph(template().behind(program).graph)
+    says = "the region reads 5 unknown values; a quantiser has one scale"
+    assert node.outcome == "near miss" and (node.reason == says) == (count == 5), node.reason
 
 
 def test_a_format_that_may_not_be_used_is_named() -> None:

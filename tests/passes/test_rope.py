@@ -178,10 +178,12 @@ def test_never_says_nothing() -> None:
 
 
 def test_wrong_choices_are_refused() -> None:
-    for wrong in ("sometimes", True, None):
-        for enter in (vattn.options, vattn.enable):
+    for enter in (vattn.options, vattn.enable):
+        for wrong in ("sometimes", True, None):
             with pytest.raises(ConfigError, match="rope="):
                 enter(rope=wrong)
+        with pytest.raises(ConfigError, match="strict='yes'"):
+            enter(strict="yes")
     with pytest.raises(Exception, match="rope='yes'"), step(model := LayerWithRope(FORMS["no RoPE"]), LENGTHS):
         vattn.compile(model, backend=vattn.backend, options={"vattn.rope": "yes"})(*inputs(7))
 

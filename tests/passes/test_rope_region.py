@@ -39,6 +39,12 @@ def test_a_run_is_in_fp64_whatever_the_region_rounds_to() -> None:
     assert run.shape(run.region.end) == [5, 3]
 
 
+def test_sizes_of_another_input_are_unknown() -> None:
+    run = run_of(lambda x, y: x.roll(y.shape[0], 0), (8, 3), (T,))
+    with pytest.raises(Refusal, match="the region depends on the size s"):
+        run({run.region.source: torch.ones(8, 3, dtype=torch.float64)})
+
+
 def test_memory_that_a_region_does_not_write_is_nan() -> None:
     run = run_of(lambda x: torch.cat((x, torch.empty_like(x[:, :1])), 1), (T, 3))
     assert (

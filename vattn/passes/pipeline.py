@@ -149,8 +149,8 @@ def fuse_graph(
         query = _attempt("the query", _fuse_query, call, op)
         reason, outcome, source = _attempt("the output", _fuse_output, call, op, output_formats)
         written = parse_config(call, op).output_format if "config" in call.kwargs else "none"
-        nodes.append(NodeReport(name, index, len(calls), op, outcome, written, reason, source, *query, *in_rope))
-    for (call, _), node in zip(calls, nodes, strict=True):
+        node = NodeReport(name, index, len(calls), op, outcome, written, reason, source, *query, *in_rope)
+        nodes.append(node)
         if "config" in call.kwargs:
             call.kwargs = {**call.kwargs, "config": node.note(str(call.kwargs["config"]))}
     return nodes

@@ -166,11 +166,10 @@ class _InputFinder:
 
 
 def _loses_digits(node: Node) -> bool:
-    digits = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
-    return any(
-        isinstance(value(source), Tensor) and digits.get(value(source).dtype, 0) > digits.get(value(node).dtype, 0)
-        for source in node.all_input_nodes
-    )
+    if meaning(node) != "cast":
+        return False
+    before, after = (value(n).dtype for n in (node.all_input_nodes[0], node))
+    return before.is_floating_point and torch.finfo(before).eps < torch.finfo(after).eps
 
 
 def set_sizes(sizes: Sequence[Node], output: Node, tokens: int) -> dict[Node, Any]:

@@ -48,7 +48,7 @@ def roundings(nodes: Sequence[Node]) -> tuple[frozenset[Node], frozenset[Node]]:
 
 def _ends_in_fp32(node: Node) -> bool:
     """Return whether the only reader of a node, through moves and arithmetic, is a cast to fp32."""
-    for _ in range(20):
+    for _ in range(20):  # Inductor stores values in the middle of long chains.
         users = [user for user in node.users if not is_check(user)]
         if len(users) != 1 or not isinstance(users[0].target, torch._ops.OpOverload):
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -56,13 +57,13 @@ class Classifier:
     def __init__(self, region: Region, quantised: Node, nodes: list[Node], inputs: Inputs, dtype: str) -> None:
         self.region, self.quantised, self.nodes, self.inputs = region, quantised, nodes, inputs
         self.dtype = dtype
-        self.reorders = any(meaning(node) in REORDERS for node in nodes)
+        self.reorders = not REORDERS.isdisjoint(map(meaning, nodes))
         self.same_as_codes = [n for n in nodes if dtype_of(n) == dtype_of(quantised)]
         self.packed = dtype_of(quantised) == torch.uint8
         self.integers = dtype_of(quantised) == torch.int8
         self.limits = tuple({f.limit: None for f in OUTPUT_FORMATS.values() if f.container is dtype_of(quantised)})
         self.inverts = any(_inverts(node, inputs) for node in nodes)
-        self.chooses = any(meaning(node) == "choice" for node in nodes)
+        self.chooses = "choice" in map(meaning, nodes)
         self.needed = region.ancestors([quantised])
         self.rounded = proof.rounded(self.needed, region.output, self.integers)
         if self.packed:
@@ -110,14 +111,14 @@ class Classifier:
         Raises:
             Refusal: it is not.
         """
-        for found in left:
-            try:
+        by_structure = all(is_scaled for _, is_scaled in self.rounded)
+        *others, last = left[:1] if by_structure else left
+        for found in others:
+            with suppress(Refusal):
                 self._prove(found, seen, wide)
                 return found
-            except Refusal:
-                if found is left[-1] or all(is_scaled for _, is_scaled in self.rounded):
-                    raise
-        raise AssertionError
+        self._prove(last, seen, wide)
+        return last
 
     def _prove(self, found: _Candidate, seen: list[Sample], wide: frozenset[Node]) -> None:
         """Refuse a region that differs from the quantiser that was found, on inputs that were not run.
@@ -348,8 +349,8 @@ class Classifier:
                 return reason
         if dtype_of(self.quantised) not in (torch.float8_e4m3fn, torch.int8, torch.uint8):
             return f"it casts to {dtype_of(self.quantised)}; output formats hold float8_e4m3fn, int8 or packed e2m1"
-        finite = [s for s in seen if bool(s.rows.isfinite().all())]
-        if finite and any(not bool(s.values[self.quantised].float().isfinite().all()) for s in finite):
+        finite = [sample.values[self.quantised].float() for sample in seen if bool(sample.rows.isfinite().all())]
+        if not all(bool(codes.isfinite().all()) for codes in finite):
             return "finite values become NaN: clamp to +-448 before the cast"
         name = self._of_finite_groups(seen, floors)
         if name:

@@ -66,7 +66,8 @@ class ScaleProver(Prover):
         self.way, self.scale_of, self.held, self.ends, self.check = way, scale_of, held, ends, check
         self.sample = self.run(sample.rows)
         self.columns = sample.rows.shape[1]
-        self.packs = way.fmt.container is torch.uint8 and not any(_is_library(node) for node in self.needed)
+        self.libraries = [node for node in self.needed if _is_library(node)]
+        self.packs = way.fmt.container is torch.uint8 and not self.libraries
         self.group = self.columns if way.fmt.group_size < 0 else way.fmt.group_size
         self.constants = [*self.inputs.constants, *self.inputs.roots, *self.inputs.derived, *self.inputs.sizes]
 
@@ -83,7 +84,7 @@ class ScaleProver(Prover):
             self._check_scales(maxima, small)
         else:
             self._check_moved_scales()
-        if any(_is_library(node) for node in self.needed):
+        if self.libraries:
             self._check_op()
         unknown = [*self.inputs.roots, *self.inputs.derived, *maxima, *small]
         nodes = self.region.ancestors(self.ends)
@@ -99,12 +100,7 @@ class ScaleProver(Prover):
     def _computes_scales(self) -> bool:
         """Return whether the region computes scales, and not an op of a library."""
         reached = proof.dependants(self.needed, [self.region.output])
-        return not any(
-            _is_library(user) and all(s in self.ends for s in user.all_input_nodes if s in reached)
-            for end in self.ends
-            for user in end.users
-            if user in self.needed
-        )
+        return not [op for op in self.libraries if reached.intersection(op.all_input_nodes).issubset(self.ends)]
 
     def _check_moved_scales(self) -> None:
         """Refuse scales of an op that are changed, not only moved."""
@@ -207,7 +203,6 @@ class ScaleProver(Prover):
             if proof.placed(node).issuperset(sources) and all(same_bits(first, other) for other in rest):
                 made = self.sample.values[node]
                 return (first,) * len(made) if isinstance(made, (tuple, list)) else first
-            return None
         same_size = reinterprets and value(node).itemsize == value(sources[0]).itemsize
         filled = op_name(node.target).endswith("_like")
         if not is_pointwise(node) and meaning(node) != "cast" and not filled and not same_size:
@@ -299,7 +294,7 @@ class ScaleProver(Prover):
         Raises:
             Refusal: they are.
         """
-        ops = [node for node in self.needed if _is_library(node) and dtype_of(node) is torch.int8]
+        ops = [node for node in self.libraries if dtype_of(node) is torch.int8]
         after = proof.dependants(self.needed, ops or self.ends) - {*ops, *self.ends}
         for node in [node for node in self.needed if node in after]:
             plain = meaning(node) in PLACING | {"cast"} or node.target is torch.ops.aten.round.default

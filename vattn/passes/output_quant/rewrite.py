@@ -20,7 +20,7 @@ from vattn.passes.inductor import makes_package, sort_graph
 from vattn.passes.ops import meaning, op_name
 from vattn.passes.output_quant.find import Found
 from vattn.passes.output_quant.replay import Replay, token_slices
-from vattn.passes.region import AttentionNode, Refusal, is_check, same_shape, same_size, value
+from vattn.passes.region import AttentionNode, Refusal, is_check, same_shape, value
 from vattn.quantization.formats import OUTPUT_FORMATS, OutputFormat
 
 aten = torch.ops.aten
@@ -55,12 +55,10 @@ def rewrite(attention: AttentionNode, found: Found) -> None:
 
 def _tokens(builder: Builder, attention: AttentionNode) -> Node | int:
     """Return the number of tokens as an argument for other nodes."""
-    tokens, query = value(attention.output).shape[0], attention.node.kwargs["query"]
+    tokens = value(attention.output).shape[0]
     if isinstance(tokens, int):
         return tokens
-    if not isinstance(query, Node) or not same_size(value(query).shape[0], tokens):
-        raise Refusal("query and output have different numbers of tokens", attention.node)
-    return builder.call(aten.sym_size.int, query, 0)
+    return builder.call(aten.sym_size.int, attention.node.kwargs["query"], 0)
 
 
 def _new_arguments(

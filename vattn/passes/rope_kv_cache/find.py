@@ -135,7 +135,7 @@ def find_rope(update: Node, attention: Node, choice: str) -> FoundRope | None:
 def _reads_angles(key: Node) -> bool:
     """Return whether a key depends on cosines or sines after its projection, through batched products too."""
     past = ancestors([key], lambda node: can_run(node) or op_name(node.target) == "bmm", LARGEST_REGION)
-    return any(meaning(node) == "angle" for node in past)
+    return "angle" in map(meaning, past)
 
 
 def _one_config(update: Node, config: AttentionConfig) -> AttentionConfig:

@@ -99,7 +99,7 @@ def _classify(end: Node, past: Sequence[Node], num_heads: int, config: Attention
 
 
 def _reads_angles(past: Sequence[Node]) -> bool:
-    return any(meaning(node) == "angle" for node in past)
+    return "angle" in map(meaning, past)
 
 
 def mixes_columns(region: RotationRegion, head_size: int) -> bool:
@@ -254,7 +254,7 @@ class _Trial:
 
     def _norms(self) -> list[tuple[str, float]]:
         sums = [node for node in self.region.nodes if reduces(node) and meaning(node) != "extreme"]
-        if not sums and not any(meaning(node) == "norm" for node in self.region.nodes):
+        if not sums and "norm" not in map(meaning, self.region.nodes):
             return [("none", 0.0)]
         numbers = {0.0: None}
         for node in self.region.nodes:

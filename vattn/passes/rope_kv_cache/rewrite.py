@@ -16,7 +16,7 @@ from torch.fx import Node
 from vattn.passes.graph_edits import Builder, change_call, erase_unread
 from vattn.passes.inductor import sort_graph
 from vattn.passes.ops import meaning, op_name
-from vattn.passes.region import Refusal, expression, is_check, same_size, value
+from vattn.passes.region import Refusal, expression, is_check, same_shape, same_size, value
 from vattn.passes.rope_kv_cache.find import FoundRope
 from vattn.passes.rope_kv_cache.probe import Rotation, table_rows
 from vattn.quantization.formats import MODEL_DTYPES, dtype_name
@@ -200,7 +200,7 @@ def _table(builder: Builder, place: tuple[Node, str], tokens: Any, attention: No
     if val.is_contiguous():
         for user in node.users:
             is_view = user.target is aten.as_strided.default and user.args[2:] == ([columns, 1],)
-            if is_view and user < attention and all(map(same_size, value(user).shape, (count, columns))):
+            if is_view and user < attention and same_shape(value(user).shape, (count, columns)):
                 return user
         # Inductor would copy a table that is not a buffer yet for every op; this makes it a buffer once.
         return builder.call(aten.as_strided.default, node, [tokens, columns], [columns, 1])
