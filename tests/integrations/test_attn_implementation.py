@@ -73,9 +73,9 @@ def test_single_rows_run_by_a_kernel_of_their_own(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("first", [[0], [3, 0], [0, 60]])
-def test_long_prompts_are_read_in_whole_blocks(first: list[int], cache: str) -> None:
-    model, inputs = make_model("gemma2", sliding_window=24), batch(first, 75)
+@pytest.mark.parametrize(("first", "length"), [([0], 75), ([3, 0], 75), ([0, 60], 75), ([0, 0], 80), ([5, 0], 80)])
+def test_long_prompts_are_read_in_whole_blocks(first: list[int], length: int, cache: str) -> None:
+    model, inputs = make_model("gemma2", sliding_window=24), batch(first, length)
     options = {"cache_implementation": "static", "disable_compile": True} if cache == "static" else {}
     options["max_new_tokens"] = 40
     assert_same(generate(model, "vattn", inputs, **options), generate(model, "eager", inputs, **options))

@@ -26,7 +26,7 @@ from vattn.integrations.transformers.dense_caches import (
     unpack_step,
     with_room,
 )
-from vattn.integrations.transformers.step_masks import ELSEWHERE, step_mask
+from vattn.integrations.transformers.step_masks import ELSEWHERE, ends_with_blocks, step_mask
 from vattn.quantization.formats import dtype_name
 
 IMPLEMENTATION = "vattn"
@@ -108,7 +108,7 @@ def _attend(
     if step is None:
         raise _refused(_describe_mask(mask, batch_size, key.shape[2]))
     _check_window(step.windowed, sliding_window)
-    if query_len > 1 and step.block_size == BLOCK:
+    if query_len > 1 and step.block_size == BLOCK and not (shared and ends_with_blocks(mask)):
         key, value = with_room(key), with_room(value)
     key_blocks, pitch = as_blocks(key, step.block_size)
     value_blocks, value_pitch = as_blocks(value, step.block_size)

@@ -75,7 +75,15 @@ def step_mask(
         whole_blocks = whole_blocks and is_static
     if not traced and q_length == 1 and isinstance(end, int) and end == kv_length:
         return view_decode(batch_size, kv_length, start, window, whole_blocks, device)
-    return pack_step(batch_size, q_length, kv_length, end, start, window, whole_blocks, device)
+    packed = pack_step(batch_size, q_length, kv_length, end, start, window, whole_blocks, device)
+    if not traced and start is None and kv_length % BLOCK == 0:
+        packed.__dict__["_vattn_whole"] = True
+    return packed
+
+
+def ends_with_blocks(packed: Tensor) -> bool:
+    """Return whether blocks from the first key on end with the last one, in what `step_mask` returned for all layers."""
+    return bool(packed.__dict__.get("_vattn_whole", False))
 
 
 def _read_padding(
