@@ -82,7 +82,7 @@ def step_mask(
 
 
 def ends_with_blocks(packed: Tensor) -> bool:
-    """Return whether blocks from the first key on end with the last one, in what `step_mask` returned for all layers."""
+    """Return whether blocks from the first key on end with the last one, of a step that `step_mask` returned."""
     return bool(packed.__dict__.get("_vattn_whole", False))
 
 
