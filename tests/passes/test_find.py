@@ -11,6 +11,7 @@ import torch
 from small_graphs import T, Written
 from torch.fx import Node
 
+from vattn.passes import region_division as division
 from vattn.passes import region_tokens
 from vattn.passes.graph_edits import Builder
 from vattn.passes.output_quant import find, rewrite
@@ -123,6 +124,15 @@ def test_token_counts_of_sizes() -> None:
     assert region_tokens.symbols_at(8 * S, 31) == {S: 4} and region_tokens.symbols_at(sympy.Min(S, 4), 9) == {S: 9}
     found = region_tokens.symbols_at(S * t, 31)
     assert sorted(found.values()) == [6, 7] or sorted(found.values()) == [5, 6]
+
+
+def test_constant_scales_are_those_of_numbers_that_divide() -> None:
+    program = Written(lambda x, s: x / s / 0.3 * 0.7, (T, 4), (1,))
+    nodes = list(program.gm.graph.nodes)
+    assert [division._divisor(float(torch.tensor(number)), nodes) for number in (0.3, 0.7)] == [
+        0.3,
+        float(torch.tensor(0.7)),
+    ]
 
 
 def test_slices_of_tokens_are_repeated_in_their_order() -> None:

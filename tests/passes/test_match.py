@@ -14,7 +14,7 @@ from torch.fx import Node
 
 from vattn.passes.output_quant import find, match
 from vattn.passes.output_quant.match import Classifier
-from vattn.passes.output_quant.quantisers import Quantiser
+from vattn.passes.output_quant.quantisers import OUTPUT_FACTORS, Quantiser, quantisers
 from vattn.passes.probe import Sample, samples
 from vattn.passes.region import attention_calls, describe, find_region
 from vattn.quantization.codecs import swizzle_block_scales
@@ -96,6 +96,15 @@ def test_constant_scales_are_tried_beside_computed_ones() -> None:
     assert constants == [1.0, fp32(0.02)] and {one.factor for one in tried} == {1.0}
     assert {one.scale for one in tried if not one.way.fmt.static_scale} == {None}
     assert [made._scale(one, {}) for one in (tried[0], next(c for c in tried if c.scale is None))] == [1.0, 0.0]
+
+
+def test_factors_have_least_maxima_alone() -> None:
+    made, _ = classifier_of(tokens())
+    for inverts in (True, False):
+        tried = list(quantisers(256, made.quantised, [None, 0.1], inverts=inverts))
+        factors = [way for way in tried if way.arithmetic in OUTPUT_FACTORS]
+        assert {(way.min_scale, way.floor) for way in factors} == ({(0.1, "maximum")} if inverts else set())
+        assert {way.arithmetic for way in tried} - {*OUTPUT_FACTORS} == {"divide", "multiply"}
 
 
 def named(fmt: str) -> Quantiser:

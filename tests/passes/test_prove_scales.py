@@ -48,6 +48,15 @@ def tokens(
     return function
 
 
+def tokens_of_ends(largest: Callable[[Tensor, Tensor], Tensor]) -> Program:
+    def function(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        x = o.float()
+        scale = largest(x.amin(-1, keepdim=True), x.amax(-1, keepdim=True)).clamp(min=1e-10) / 448
+        return rounded(x / scale), scale
+
+    return function
+
+
 def groups(scale_of: Callable[[Tensor], Tensor], used: Callable[[Tensor], Tensor] = same) -> Program:
     def function(o: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         x = o.float().view(-1, 4, 64)
@@ -136,6 +145,11 @@ FUSES: dict[str, Program] = {
     "scales in bits": groups(lambda scale: scale.view(torch.int32).view(torch.float32)),
     "scales of a tuple": groups(lambda scale: torch.stack(scale.unbind(1), 1)),
     "bytes of an op's scales": of_an_op(lambda scales: scales.t().contiguous()),
+    "scales not below a tensor": tokens(scale_of=lambda scale: torch.maximum(scale, torch.tensor(0.007))),
+    "groups of flipped heads": lambda o, s: groups(same)(o.view(-1, 4, 64).flip(1).flatten(1), s),
+    "scales spread too": lambda o, s: (made := groups(same)(o, s)) + (made[1].unsqueeze(-1).expand(-1, -1, 8),),
+    "both ends": tokens_of_ends(lambda low, high: torch.maximum(-low, high)),
+    "both ends, the largest first": tokens_of_ends(lambda low, high: torch.maximum(high, -low)),
     "packed by or": nvfp4(lambda codes, o: packed_by_or(codes)),
 }
 
@@ -208,6 +222,18 @@ REFUSED: dict[str, tuple[Program, str]] = {
     "one value rounded to bf16": (
         lambda o, s: rounded(torch.where(o == 1.2421875, (o.float() * 1.0001).bfloat16(), o).float() / s),
         "values are rounded to bf16 or fp16 between its operations",
+    ),
+    "rounded for two readers": (
+        lambda o, s: rounded(torch.where((x := o * (1 + 2**-10)) > 0, x.float(), again(x.float())) / s),
+        "values are rounded to bf16 or fp16 between its operations",
+    ),
+    "a condition that is never met": (
+        lambda o, s: rounded(torch.where(o.float().abs() < 0, o.float() * 2, o.float()) / s),
+        "lt is never true for the inputs that are tried",
+    ),
+    "int8 by a number": (
+        lambda o, s: (o.float() / 0.02).round().clamp(-128, 127).to(torch.int8),
+        "int8 with a given scale is no supported format",
     ),
     "one column of one token": (
         lambda o, s: rounded(torch.where(torch.arange(256) == 17, again(o[:1] / s), o[:1] / s)),

@@ -183,6 +183,15 @@ def test_rope_beside_other_requests() -> None:
     assert rope_report(gm).rope_outcome == "near miss"
 
 
+def test_a_cache_that_is_viewed_before_it_is_read() -> None:
+    gm, _ = with_rope(FORMS["chunk and cat, fp32"])
+    call = call_of(gm)
+    for name in ("key_cache", "value_cache"):
+        with gm.graph.inserting_before(call), Builder(gm.graph) as builder:
+            call.kwargs = {**call.kwargs, name: builder.call(torch.ops.aten.alias.default, call.kwargs[name])}
+    assert rope_report(gm).rope_outcome == "fused"
+
+
 def test_a_rotated_query_that_reads_the_updated_cache() -> None:
     gm, _ = with_rope(FORMS["chunk and cat, fp32"])
     call, update = call_of(gm), update_of(gm)
@@ -362,6 +371,7 @@ def test_checks_of_metadata_are_no_readers() -> None:
     assert node.outcome == "fused", node.reason
     checked = [node.args[0] for node in gm.graph.nodes if "_assert_tensor_metadata" in str(node.target)]
     assert {node.meta["val"].dtype for node in checked} == {E4M3}
+    assert [made.dtype for made in call.meta["val"][1:]] == [E4M3]
 
 
 def test_regions_end_at_a_number_of_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,6 +393,13 @@ QUANTISED: dict[str, tuple[Callable[[Tensor, Tensor], Any], list[torch.dtype]]] 
         lambda o, s: ((i := (o > 1).to(torch.int8))[:, ::2] << 4 | i[:, 1::2]).to(torch.uint8), [torch.uint8],
     ),
     "the codes of half": (lambda o, s: rounded(o[:, 128:].float() / s).view(torch.uint8), [E4M3]),
+    "written in two parts": (
+        lambda o, s: (
+            first := torch.zeros(o.shape, dtype=E4M3).slice_scatter(rounded(o[:, :128].float() / s), 1, 0, 128),
+            first.slice_scatter(rounded(o[:, 128:].float() / s), 1, 128, 256),
+            first.view(torch.uint8),
+        )[1:], [E4M3],
+    ),
     "bytes alone": (lambda o, s: (o > 1).to(torch.uint8), []),
 }  # fmt: skip
 
@@ -391,7 +408,9 @@ QUANTISED: dict[str, tuple[Callable[[Tensor, Tensor], Any], list[torch.dtype]]] 
 def test_regions_end_at_codes(name: str) -> None:
     program, wanted = QUANTISED[name]
     (call,) = attention_calls(template().behind(program).graph)
-    assert [node.meta["val"].dtype for node in find_region(describe(*call).output).quantised] == wanted
+    found = find_region(describe(*call).output).quantised
+    assert [node.meta["val"].dtype for node in found] == wanted
+    assert name != "written in two parts" or op_name(found[0].args[0].target) == "slice_scatter"
 
 
 def test_reports_of_a_graph_are_in_the_order_of_its_calls() -> None:
@@ -455,6 +474,8 @@ INDEXED: dict[str, tuple[Callable[[Tensor], Tensor], int]] = {
     "selected columns": (lambda o: o.index_select(1, torch.tensor([21, 2])), 0),
     "some columns": (lambda o: o[:, torch.tensor([3, 17])], 0),
     "padded in front": (lambda o: nn.functional.pad(o, (0, 0, 7, 0)), 7),
+    "moved on": (lambda o: nn.functional.pad(o, (0, 0, 7, -7)), 7),
+    "before others": (lambda o: torch.cat((o, torch.zeros(40, 256, dtype=o.dtype))), 40),
     "padded columns": (lambda o: nn.functional.pad(o, (0, 9)), 0),
     "a part": (lambda o: o.narrow(0, 5, 20), 25),
     "parts": (lambda o: o[:60].split([11, 49])[1], 60),

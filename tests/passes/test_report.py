@@ -15,7 +15,7 @@ from vattn.config.attention import AttentionConfig
 from vattn.config.encoding import NOTE_MARK
 from vattn.ops.fusion_notes import NodeReport, read_note, record
 from vattn.passes.pipeline import _graph_name
-from vattn.passes.report import FusionReport, clear_fusion_report, fusion_report
+from vattn.passes.report import FusionReport, clear_fusion_report, fusion_report, log
 
 CONFIG = AttentionConfig(4, 2, 32, 32, 0.2, "bfloat16", "bfloat16").encode()
 ODD_LINE = 'm.py:3: return f("x", \'y\', """z""") # 100 % {é} \\n ??/ &amp;\ttab\n'
@@ -60,6 +60,22 @@ def test_lines_of_code_from_a_cache_are_told_from_own_ones() -> None:
     read_note(node.note(CONFIG))  # as compiled code does when it runs, here in the process that compiled it
     assert list(fusion_report()) == [node]
     clear_fusion_report()
+
+
+def test_a_graph_is_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    def node(index: int, *how: str, **more: str) -> NodeReport:
+        return NodeReport("g", index, 4, "attention", *how, **more)
+
+    log([])
+    log([
+        node(0, "fused", "none"),
+        node(1, "near miss", "none", "why", query="late", query_outcome="near miss"),
+        node(2, "fused", "none", query="early", query_outcome="fused", rope="one kernel", rope_outcome="fused"),
+        node(3, "near miss", "none", "why"),
+    ])  # fmt: skip
+    (line,) = caplog.messages
+    assert line.startswith("fusion: ")
+    assert line.endswith("; near miss: why; query near miss: late; RoPE fused: one kernel")
 
 
 @pytest.mark.parametrize("note", ["", "not a note", '{"graph":"g","index":0}', "{'graph':'g','later':1}"])

@@ -106,6 +106,10 @@ ROTATED: dict[str, tuple[Callable[..., Tensor], list[Shape], dict[str, Any]]] = 
     "a norm": (
         normed(), [HEAD, EIGHTH, HALF, HALF], {"norm": "rms", "norm_eps": 0.003, "tables": (2, 3), "weight": 1},
     ),
+    "a norm of one token": (
+        normed(), [(1, HEADS, WIDTH, BF16), EIGHTH, (1, 1, 4), (1, 1, 4)],
+        {"norm": "rms", "norm_eps": 0.003, "tables": (2, 3), "weight": 1},
+    ),
     "a norm by one plus": (
         normed(lambda weight: weight + 1, 0.02), [HEAD, EIGHTH, HALF, HALF],
         {"norm": "rms_one_plus", "norm_eps": 0.02, "tables": (2, 3), "weight": 1},
@@ -226,6 +230,10 @@ NOTHING: dict[str, tuple[Callable[..., Tensor], list[Shape], str]] = {
     ),
     "by a table, each column for itself": (
         lambda x, table: (x * table).bfloat16(), [HEAD, (T, 1, WIDTH)], "it depends on one table alone (table_1)",
+    ),
+    "three columns": (
+        lambda x, cos, sin: torch.cat((x[..., :3] * cos + x[..., 3:6] * sin, x[..., 3:]), -1).bfloat16(),
+        [HEAD, (T, 1, 3), (T, 1, 3)], ODD,
     ),
     "NaN replaced": (also(lambda x: torch.where(x.isnan(), 0.5, x)), COLUMNS_TURN, ODD),
     "NaN spread over the head": (

@@ -169,7 +169,7 @@ def _integers(
 
 
 def _truncated(x: Tensor) -> Tensor:
-    return x.nan_to_num(0.0, 127.0, -128.0).clamp(-128, 127).to(torch.int8)
+    return x.nan_to_num(0.0).clamp(-128, 127).to(torch.int8)
 
 
 def _int8_ways(columns: int) -> dict[str, Way]:

@@ -239,16 +239,16 @@ class ScaleProver(Prover):
             group = origin.first // self.group
             if not torch.equal(found[end].first, group) or not torch.equal(found[end].last, group):
                 raise Refusal("values are divided by the scale of another group than their own", end, near=True)
-        formula, first, last = (torch.cat([part.flatten() for part in parts]) for parts in zip(*own, strict=True))
-        self._check_parts(Origin(formula, first, last))
+        formula, first = (torch.cat([origin[part].flatten() for origin in own]) for part in (0, 1))
+        self._check_parts(formula, first)
         return first.unique().numel() == self.sample.rows.numel()
 
-    def _check_parts(self, origin: Origin) -> None:
+    def _check_parts(self, formula: Tensor, place: Tensor) -> None:
         """Run every value in each part of the columns that has a formula of its own."""
-        if bool((origin.formula == origin.formula[:1]).all()):
+        if bool((formula == formula[:1]).all()):
             return
         formulas = torch.zeros(self.sample.rows.shape, dtype=torch.int64)
-        formulas.view(-1)[origin.first] = origin.formula
+        formulas.view(-1)[place] = formula
         if bool((formulas != formulas[:1]).any()):
             raise Refusal("it treats some tokens otherwise than the others", self.ends[0], near=True)
         edges = (formulas[0, 1:] != formulas[0, :-1]).nonzero().flatten() + 1
@@ -312,7 +312,7 @@ class ScaleProver(Prover):
         """
         reached = proof.dependants(self.needed, [end]) - {end}
         after = [node for node in self.needed if node in reached]
-        before = proof.dependants(self.needed, [self.region.output]) - {end} - reached
+        before = {self.region.output, *self.needed} - {end} - reached
         for node in after:
             if any(source in before and not is_size(source) for source in node.all_input_nodes):
                 raise Refusal("what is packed does not depend on scaled values alone", node, near=True)

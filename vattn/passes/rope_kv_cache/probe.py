@@ -226,7 +226,7 @@ class _Trial:
             inputs[scale] = inputs[scale].abs() * 0.02 + 0.001
         x = inputs[self.region.source].view(self.tokens, -1)
         magnitudes = torch.tensor(_MAGNITUDES, dtype=torch.float64).roll(seed)
-        x *= magnitudes.repeat(-(-self.tokens // len(_MAGNITUDES)))[: self.tokens, None]
+        x *= magnitudes[torch.arange(self.tokens) % len(magnitudes), None]
         if seed == 1:
             x[0, 3::7] = torch.nan
         return inputs, self.run(dict(inputs)).reshape(self.tokens, self.num_heads, self.config.head_size)
