@@ -260,6 +260,17 @@ def test_cross_attention_by_hand_reads_the_encoders_side() -> None:
     assert torch.equal(by_hand.flatten(1), layer(query, None, None, metadata=step))
 
 
+def test_attention_by_hand_sees_the_ranges_of_its_step() -> None:
+    """Queries of zeros average the values that they see: tokens 1 and 2 see each other."""
+    config = vattn.AttentionConfig(2, 1, 16, 16, 0.25, "float32", "float32", mm_prefix="full")
+    step = builder(max_mm_ranges=1).build([4], [4], [[1]], mm_ranges=[[(1, 2)]])
+    cache, rows = torch.zeros(vattn.kv_cache_shape(config, num_blocks=3)), torch.randn(4, 1, 16)
+    vattn.update_kv_cache(rows, rows, cache, step.slot_mapping, config)
+    seen = vattn.paged_attention(torch.zeros(4, 2, 16), cache, step, config).output
+    wanted = torch.stack([rows[:count].mean(0) for count in (1, 3, 3, 4)]).expand(-1, 2, -1)
+    torch.testing.assert_close(seen, wanted)  # fp32, sums of four values
+
+
 def test_steps_of_groups_pass_their_options_on() -> None:
     model = nn.ModuleList(
         vattn.Attention(2, 16, 0.25, prefix=str(index), per_layer_sliding_window=window)
