@@ -369,6 +369,16 @@ def test_unknown_option_of_the_backend() -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:dynamo_pgo force disabled")
+def test_an_error_of_another_pass_is_raised_without_a_cache() -> None:
+    def broken(graph: torch.fx.Graph) -> None:
+        raise ZeroDivisionError("for the test")
+
+    target = torch.compile(lambda x: x + 1, backend=vattn.backend, options={SLOT: broken})
+    with torch._inductor.config.patch(force_disable_caches=True), pytest.raises(Exception, match="for the test"):
+        target(torch.ones(2))
+
+
 def test_mode_and_options_together_are_refused_by_torch() -> None:
     with pytest.raises(RuntimeError, match="mode or options"):
         torch.compile(lambda x: x, backend=vattn.backend, mode="max-autotune", options={"vattn.strict": True})

@@ -11,14 +11,14 @@ import torch
 from small_graphs import T, Written
 from torch.fx import Node
 
+from vattn.passes import region, region_tokens
 from vattn.passes import region_division as division
-from vattn.passes import region_tokens
 from vattn.passes.graph_edits import Builder
 from vattn.passes.output_quant import find, rewrite
-from vattn.passes.output_quant.replay import token_slices
+from vattn.passes.output_quant.replay import Replay, token_slices
 from vattn.passes.probe import Inputs, exact_scales, size_at
 from vattn.passes.proof import Conditions
-from vattn.passes.region import Refusal, unknown_readers, value
+from vattn.passes.region import Refusal, source_line, unknown_readers, value
 from vattn.passes.region_moves import positions, reduced_dims
 from vattn.passes.region_run import run_nodes
 from vattn.quantization.formats import OUTPUT_FORMATS
@@ -144,6 +144,30 @@ def test_slices_of_tokens_are_repeated_in_their_order() -> None:
     columns = Written(lambda x: (x * 1)[2:, :3], OUTPUT)
     (output,) = (node for node in columns.gm.graph.nodes if node.name == "mul")
     assert token_slices(columns.end, output, set(columns.gm.graph.nodes)) is None
+
+
+def test_sizes_that_are_taken_from_the_output_are_not_repeated() -> None:
+    graph = Written(lambda x: (x * 1)[2:5], OUTPUT)
+    output = graph.end.args[0]
+    with Builder(graph.gm.graph) as builder, value(output).fake_mode, graph.gm.graph.inserting_before(graph.end):
+        size = builder.call(torch.ops.aten.sym_size.int, output, 0)
+    graph.end.args = (output, 0, 2, size)
+    inside = {size, graph.end}
+    assert token_slices(graph.end, output, inside) is None
+    with pytest.raises(Refusal, match=f"the size {size.name} is taken from the output"):
+        Replay(lambda *args: args[1], output, output, inside)(graph.end)
+
+
+def test_lines_are_those_of_the_innermost_call_of_the_user() -> None:
+    node = Written(lambda x: x * 1, OUTPUT).end
+    frames = [("model.py", 3, "layer(x)"), ("layer.py", 7, "x * 1"), (region.__file__, 9, "inner(x)")]
+    for count, line in ((3, "layer.py:7: x * 1"), (2, "layer.py:7: x * 1"), (1, "model.py:3: layer(x)"), (0, "")):
+        node.meta["stack_trace"] = "".join(
+            f'  File "{f}", line {n}, in f\n    {code}\n' for f, n, code in frames[:count]
+        )
+        assert source_line(node) == line
+    node.meta["stack_trace"] = f'  File "{region.__file__}", line 9, in f\n    inner(x)\n'
+    assert source_line(node) == f"{region.__file__}:9: inner(x)" and source_line(None) == ""
 
 
 def test_unknown_readers_are_named_from_the_output_on() -> None:

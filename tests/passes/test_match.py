@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from test_by_hand import template
 from torch import Tensor
 from torch.fx import Node
 
+from vattn.passes import probe
 from vattn.passes.output_quant import find, match
 from vattn.passes.output_quant.match import Classifier
 from vattn.passes.output_quant.quantisers import OUTPUT_FACTORS, Quantiser, quantisers
 from vattn.passes.probe import Sample, samples
+from vattn.passes.probe_inputs import PROBE_SCALES
 from vattn.passes.region import attention_calls, describe, find_region
 from vattn.quantization.codecs import swizzle_block_scales
 from vattn.quantization.formats import OUTPUT_FORMATS
@@ -96,6 +99,26 @@ def test_constant_scales_are_tried_beside_computed_ones() -> None:
     assert constants == [1.0, fp32(0.02)] and {one.factor for one in tried} == {1.0}
     assert {one.scale for one in tried if not one.way.fmt.static_scale} == {None}
     assert [made._scale(one, {}) for one in (tried[0], next(c for c in tried if c.scale is None))] == [1.0, 0.0]
+
+
+def test_rows_are_run_under_every_scale_of_every_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[tuple[Any, int]] = []
+    given, _ = classifier_of(lambda o, s: rounded(o.float() / s))
+    number, _ = classifier_of(lambda o, s: rounded(o.float() / 0.02 * 3))
+    monkeypatch.setattr(probe, "probe_outputs", lambda o, d, steps, round_, c: runs.append((steps, round_)) or [])
+
+    def steps_of(made: Classifier, roots: int) -> list[Any]:
+        runs.clear()
+        inputs = replace(made.inputs, roots=made.inputs.roots * roots)
+        assert not list(samples(made.region, made.nodes, inputs, "bfloat16", frozenset(), lambda: False))
+        assert [round_ for _, round_ in runs] == list(range(len(runs)))
+        return [steps for steps, _ in runs]
+
+    scales = [fp32(scale) for scale in PROBE_SCALES]
+    assert steps_of(given, 1) == [(scale, 1 / scale) for scale in scales]
+    turned = scales[1:] + scales[:1]
+    assert steps_of(given, 2) == [(scale, 1 / scale) for scale in scales + turned]
+    assert steps_of(number, 1) == [(scale,) for scale in (PROBE_SCALES[0], 1.0, fp32(0.02), 3.0)]
 
 
 def test_factors_have_least_maxima_alone() -> None:

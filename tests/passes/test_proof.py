@@ -198,6 +198,10 @@ GATHERED: dict[str, tuple[Program, Any]] = {
     "the first": (lambda o, s: o.abs()[:, 0], PLACE[:, 0]),
     "half": (lambda o, s: o[:, 128:].abs().amax(-1), PLACE[:, 128:].sum(1)),
     "padded": (lambda o, s: torch.cat((o, torch.zeros_like(o)), 1).amax(-1), SUM),
+    "beside a sum": (
+        lambda o, s: torch.stack((o.float().amax(-1), o.float().sum(-1)), 1).amax(-1),
+        None,
+    ),
     "scaled": (lambda o, s: (o * 2).amax(-1), None),
     "fewer bits": (lambda o, s: o.to(torch.float8_e5m2).float().abs().amax(-1), None),
     "a sum": (lambda o, s: o.abs().sum(-1), None),

@@ -96,6 +96,10 @@ ROTATED: dict[str, tuple[Callable[..., Tensor], list[Shape], dict[str, Any]]] = 
     ),
     "interleaved": (interleaved, [HEAD, HALF, HALF], {"style": "interleaved", "tables": (1, 2)}),
     "tables of all columns": (whole_tables, [HEAD, (T, 1, WIDTH), (T, 1, WIDTH)], {"tables": (1, 2)}),
+    "tables of two by two": (
+        lambda x, cos, sin: neox(x, cos.flatten(1)[:, None], sin.flatten(1)[:, None]),
+        [HEAD, (T, 2, 2), (T, 2, 2)], {"tables": (1, 2)},
+    ),
     "half of the columns": (partly, [HEAD, (T, 1, 2), (T, 1, 2)], {"rotary_dim": 4, "tables": (1, 2)}),
     "tables of two sequences": (
         of_a_batch, [(6, HEADS, WIDTH, BF16), (3, WIDTH // 2), (3, WIDTH // 2)], {"tables": (1, 2)},
