@@ -28,7 +28,7 @@ from vattn.passes.pipeline import FusionPass, fuse_graph
 from vattn.passes.query_quant.find import IN_LOAD, IN_PRODUCER, OWN_KERNEL, ROUNDED_EARLY
 from vattn.passes.region import Refusal, attention_calls, describe, find_region
 from vattn.passes.region_tokens import check_order, reach
-from vattn.passes.rope_kv_cache.find import find_rope
+from vattn.passes.rope_kv_cache.find import find_rope, find_update
 from vattn.quantization.formats import OUTPUT_FORMATS
 
 E4M3 = torch.float8_e4m3fn
@@ -189,6 +189,11 @@ def test_a_cache_that_is_viewed_before_it_is_read() -> None:
     for name in ("key_cache", "value_cache"):
         with gm.graph.inserting_before(call), Builder(gm.graph) as builder:
             call.kwargs = {**call.kwargs, name: builder.call(torch.ops.aten.alias.default, call.kwargs[name])}
+    with gm.graph.inserting_after(call):
+        later = gm.graph.node_copy(call)
+    update = update_of(gm)
+    assert find_update(call) is update and find_update(later) is None  # it reads what the first may have read already
+    gm.graph.erase_node(later)
     assert rope_report(gm).rope_outcome == "fused"
 
 
@@ -285,6 +290,13 @@ def test_scales_of_a_query_that_are_neither_one_nor_of_heads() -> None:
 
     node = query_report(with_query(way)[0])
     assert node.query.endswith("its scale has 3 values; the op takes one, or one per KV head"), node.query
+
+
+def test_a_query_that_is_scaled_by_the_number_of_tokens() -> None:
+    def way(q: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        return rounded(q.float() / (s * torch.full((1,), q.shape[0]))), s
+
+    assert query_report(with_query(way)[0]).query.endswith(", a size or a number that varies")
 
 
 def test_two_unknown_scales_of_a_query() -> None:

@@ -97,7 +97,7 @@ ROTATED: dict[str, tuple[Callable[..., Tensor], list[Shape], dict[str, Any]]] = 
     "interleaved": (interleaved, [HEAD, HALF, HALF], {"style": "interleaved", "tables": (1, 2)}),
     "tables of all columns": (whole_tables, [HEAD, (T, 1, WIDTH), (T, 1, WIDTH)], {"tables": (1, 2)}),
     "tables of two by two": (
-        lambda x, cos, sin: neox(x, cos.flatten(1)[:, None], sin.flatten(1)[:, None]),
+        lambda x, cos, sin: neox(x, cos.view(-1, 1, 4), sin.view(-1, 1, 4)),
         [HEAD, (T, 2, 2), (T, 2, 2)], {"tables": (1, 2)},
     ),
     "half of the columns": (partly, [HEAD, (T, 1, 2), (T, 1, 2)], {"rotary_dim": 4, "tables": (1, 2)}),
@@ -157,6 +157,15 @@ def test_rotations_are_described_in_full(name: str) -> None:
     assert (rope.rotary_dim, rope.style) == (wanted.get("rotary_dim", WIDTH), wanted.get("style", "neox"))
     assert (rope.norm, rope.norm_eps) == (wanted.get("norm", "none"), wanted.get("norm_eps", 0.0))
     assert (rope.round_query, rope.query_arithmetic) == (False, wanted.get("query_arithmetic", "divide"))
+
+
+def test_of_more_heads_the_nearest_are_the_source() -> None:
+    def program(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return neox(x[:, 1:6].clone().float()[:, :4], cos, sin)
+
+    written = Written(program, (T, 7, WIDTH, BF16), HALF, HALF)
+    found = rotation_of(written)
+    assert (found.first_head, found.heads_of_source) == (0, 5) and "clone" in found.source.name
 
 
 def also(change: Callable[[Tensor], Tensor], after: Callable[[Tensor], Tensor] = lambda x: x) -> Callable[..., Tensor]:

@@ -308,7 +308,7 @@ def _gathered(node: Node, found: dict[Node, Any], values: dict[Node, Any], exact
     if node.target is operator.getitem:
         return found[args[0]][args[1]]  # type: ignore[index]
     sources = [found[source] for source in node.all_input_nodes if source in found]
-    if not all(isinstance(source, Tensor) for source in sources) or node.target is torch.ops.aten.view.dtype:
+    if node.target is torch.ops.aten.view.dtype:
         return None
     if does in MOVES | {"scatter"}:
 

@@ -105,8 +105,6 @@ def _find_one(attention: AttentionNode, region: Region, quantised: Node, names: 
     except Refusal:
         # Scales that are computed from other scales stay in the graph, which computes them from the scales of the call.
         first = {node: layout for node, layout in scales.items() if node not in made}
-        if len(first) == len(scales):
-            raise
         dead, read, name = _replaced(region, codes, first, match.output_format, names)
     config = attention.config.replace(
         output_format=name,
