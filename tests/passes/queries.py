@@ -69,6 +69,7 @@ PER_TENSOR: dict[str, Way] = {
     ),
     "hardtanh": lambda q, s: (nn.functional.hardtanh(q.float() / s, -448, 448).to(E4M3), s),
     "finfo": lambda q, s: ((q.float() / s).clamp(torch.finfo(E4M3).min, torch.finfo(E4M3).max).to(E4M3), s),
+    "by its own size": lambda q, s: (rounded(q.view(q.shape[0], HEADS, WIDTH).float() / s), s),
     "batch of one": lambda q, s: (rounded(q.unsqueeze(0).float() / s)[0], s),
     "flat": lambda q, s: (rounded(q.flatten().float() / s), s),
     "times one": lambda q, s: (rounded((q * 1.0).float() / s), s),

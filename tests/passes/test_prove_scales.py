@@ -16,6 +16,10 @@ from vattn.quantization.codecs import encode_e2m1, pack_e2m1
 Program = Callable[[Tensor, Tensor], Any]
 
 
+RARE = 37.25
+"""A value in bf16 that no sample holds, so that proofs alone meet it."""
+
+
 def same(x: Tensor) -> Tensor:
     return x
 
@@ -146,6 +150,7 @@ FUSES: dict[str, Program] = {
     "scales of a tuple": groups(lambda scale: torch.stack(scale.unbind(1), 1)),
     "bytes of an op's scales": of_an_op(lambda scales: scales.t().contiguous()),
     "scales not below a tensor": tokens(scale_of=lambda scale: torch.maximum(scale, torch.tensor(0.007))),
+    "another formula of one value": lambda o, s: rounded(torch.where(o == RARE, again(o.float()), o.float()) / s),
     "groups of flipped heads": lambda o, s: groups(same)(o.view(-1, 4, 64).flip(1).flatten(1), s),
     "scales spread too": lambda o, s: (made := groups(same)(o, s)) + (made[1].unsqueeze(-1).expand(-1, -1, 8),),
     "both ends": tokens_of_ends(lambda low, high: torch.maximum(-low, high)),
@@ -220,12 +225,16 @@ REFUSED: dict[str, tuple[Program, str]] = {
         "values are rounded to bf16 or fp16 between its operations",
     ),
     "one value rounded to bf16": (
-        lambda o, s: rounded(torch.where(o == 1.2421875, (o.float() * 1.0001).bfloat16(), o).float() / s),
+        lambda o, s: rounded(torch.where(o == RARE, (o.float() * 1.0001).bfloat16(), o).float() / s),
         "values are rounded to bf16 or fp16 between its operations",
     ),
     "rounded for two readers": (
         lambda o, s: rounded(torch.where((x := o * (1 + 2**-10)) > 0, x.float(), again(x.float())) / s),
         "values are rounded to bf16 or fp16 between its operations",
+    ),
+    "by the number of tokens": (
+        lambda o, s: rounded(o.float() / o.shape[0]),
+        "it computes with ",
     ),
     "a condition that is never met": (
         lambda o, s: rounded(torch.where(o.float().abs() < 0, o.float() * 2, o.float()) / s),

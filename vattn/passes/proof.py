@@ -19,7 +19,7 @@ from torch.fx import Node
 from vattn.passes.ops import MOVES, PLACING, is_pointwise, meaning, moves, op_name, reduces
 from vattn.passes.region import FP8_DTYPES, Refusal, dtype_of, is_size
 from vattn.passes.region_moves import reduced_dims
-from vattn.passes.region_run import SATURATES
+from vattn.passes.region_run import SATURATES, same_bits
 from vattn.quantization.formats import FP8_E4M3_MAX, INT8_MAX
 
 _SCALING = frozenset({"scaling", "inverse"})
@@ -231,21 +231,19 @@ def same_scaled(got: Tensor, wanted: Tensor) -> bool:
     def shown(x: Tensor) -> Tensor:
         x = x.clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX) if SATURATES else x
         x = torch.where((x.abs() >= 432) & (x.abs() <= 464), torch.copysign(torch.tensor(448.0), x), x)
-        x = torch.where(x.abs() < 2.0**-11, torch.copysign(torch.tensor(0.0), x), x)
-        return x.nan_to_num(500.0, 500.0, 500.0).view(torch.int32)
+        return torch.where(x.abs() < 2.0**-11, torch.copysign(torch.tensor(0.0), x), x)
 
     wanted = wanted.clamp(-FP8_E4M3_MAX, FP8_E4M3_MAX)
-    return torch.equal(got.view(torch.int32), wanted.view(torch.int32)) or torch.equal(shown(got), shown(wanted))
+    return same_bits(got, wanted) or same_bits(shown(got), shown(wanted))
 
 
 def same_rounded(got: Tensor, wanted: Tensor) -> bool:
     """Return whether numbers are equal, or so large that they have the same int8 codes in any case."""
 
     def shown(x: Tensor) -> Tensor:
-        limited = torch.where(x <= -INT8_MAX - 0.5, -INT8_MAX - 1, x.clamp(-INT8_MAX, INT8_MAX))
-        return limited.nan_to_num(500.0).view(torch.int32)
+        return torch.where(x <= -INT8_MAX - 0.5, -INT8_MAX - 1, x.clamp(-INT8_MAX, INT8_MAX))
 
-    return torch.equal(shown(got), shown(wanted))
+    return same_bits(shown(got), shown(wanted))
 
 
 def check_scaled(

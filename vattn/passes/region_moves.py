@@ -113,7 +113,7 @@ def _follow_quantiser(node: Node, name: str, found: Positions, values: dict[Node
     return source, rows
 
 
-def is_whole(place: Tensor | None, count: int, step: int = 1) -> bool:
+def is_whole(place: Tensor | None, count: int, step: int) -> bool:
     """Return whether positions are all `count` values of the output in order, `step` values to an element."""
     if place is None:
         return True

@@ -271,8 +271,6 @@ class Classifier:
                 held = dict.fromkeys(range(len(self.nodes)), frozenset(_LAYOUTS))
             found = {index: ways & self._layouts(self.nodes[index], scales, sample) for index, ways in held.items()}
             candidate.block_scales = {index: ways for index, ways in found.items() if ways}
-        else:
-            candidate.block_scales = {}
         return True
 
     def _holds(self, node: Node, wanted: Tensor, sample: Sample, same: Callable[[Tensor, Tensor], bool]) -> bool:

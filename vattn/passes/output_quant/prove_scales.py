@@ -69,7 +69,6 @@ class ScaleProver(Prover):
         self.libraries = [node for node in self.needed if _is_library(node)]
         self.packs = way.fmt.container is torch.uint8 and not self.libraries
         self.group = self.columns if way.fmt.group_size < 0 else way.fmt.group_size
-        self.constants = [*self.inputs.constants, *self.inputs.roots, *self.inputs.derived, *self.inputs.sizes]
 
     def prove(self) -> None:
         """Prove it.

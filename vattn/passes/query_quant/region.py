@@ -82,7 +82,6 @@ def find_query_region(source: Node, codes: Node, scale: Node) -> tuple[Region, I
             roots.add(node)
         else:
             inner.append(node)
-    roots -= constants.keys()
     if len(roots) > 1:
         raise Refusal("its scale, or the op's q_scale, is made of more than one unknown value", codes, near=True)
     for root in roots:
