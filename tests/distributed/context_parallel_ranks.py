@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,7 @@ import torch.multiprocessing
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import vattn
 from tests.support import poisoned_empty, relative_l2, unchanged, with_cache
@@ -58,6 +60,21 @@ def refused(pattern: str, kind: type[VattnError] = RankError) -> Iterator[None]:
         raise AssertionError(f"no {kind.__name__} with {pattern!r}")
 
 
+@contextmanager
+def counting_collectives() -> Iterator[Counter[str]]:
+    """Count the collectives of layers inside the block."""
+    found: Counter[str] = Counter()
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace == "_c10d_functional":
+                found[func._opname] += 1
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        yield found
+
+
 class Pair:
     """One layer over all ranks, and the same layer alone with a cache of all tokens."""
 
@@ -81,11 +98,14 @@ class Twin(Pair):
         rng = torch.Generator().manual_seed(seed)
         return [torch.randn(tokens, heads, SIZE, generator=rng).to(self.dtype) for heads in (HEADS, KV_HEADS, KV_HEADS)]
 
-    def step(self, call: Callable[..., Any], queries: list[int], lengths: list[int], seed: int) -> tuple[Any, Tensor]:
-        """Return what this rank gets by `call`, and what its heads should be."""
-        query, key, value = self.inputs(sum(queries) + 1, seed)
+    def step(
+        self, call: Callable[..., Any], queries: list[int], lengths: list[int], seed: int, padding: int | None = 1
+    ) -> tuple[Any, Tensor]:
+        """Return what this rank gets by `call`, and what its heads should be; `None`: ranks may gather keys."""
+        query, key, value = self.inputs(sum(queries) + (padding or 0), seed)
+        tokens = None if padding is None else sum(queries) + padding
         metadata = [
-            builder.build(queries, lengths, BLOCKS[: len(queries)], num_tokens_padded=sum(queries) + 1)
+            builder.build(queries, lengths, BLOCKS[: len(queries)], num_tokens_padded=tokens)
             for builder in self.builders
         ]
         mine = self.own(query)
@@ -125,6 +145,11 @@ def attention_equals_one_rank(rank: int, world: int) -> None:
             got, expected = twin.step(twin.layers[0], queries, lengths, seed)
             compare(got.view_as(expected), expected, 2**-8 if twin.dtype == torch.bfloat16 else 1e-5)
             assert not got[-1].any(), f"{name}: the row of padding is not zero"
+            gathers = max(queries) > 1 and twin.parallel.world_size > 1
+            with counting_collectives() as count:
+                got, expected = twin.step(twin.layers[0], queries, lengths, seed, padding=None)
+            assert count["all_to_all_single"] == 2 * gathers or not gathers, (name, queries, count)
+            compare(got.view_as(expected), expected, 2**-8 if twin.dtype == torch.bfloat16 and not gathers else 1e-5)
 
 
 @case
@@ -300,17 +325,22 @@ def projections_of_own_heads_are_gathered(rank: int, world: int) -> None:
 def compiled_layers_are_one_graph(rank: int, world: int) -> None:
     """Fullgraph, and other lengths and other numbers of tokens do not recompile."""
     of_sums, of_parts = (ContextParallel.of(combine=name, timeout=PATIENT) for name in ("reduce_scatter", "all_to_all"))
-    for twin, backend in ((Twin(of_sums, sinks=[0.1] * HEADS), "aot_eager"), (LatentTwin(of_parts), "eager")):
+    sinks = [0.1] * HEADS
+    for twin, backend, options in (
+        (Twin(of_sums, sinks=sinks), "aot_eager", {}),
+        (Twin(of_sums, sinks=sinks), "aot_eager", {"padding": None}),
+        (LatentTwin(of_parts), "eager", {}),
+    ):
         torch._dynamo.reset()
         torch._dynamo.utils.counters.clear()
         compiled = torch.compile(twin.layers[0], fullgraph=True, backend=backend)
         graphs = []
         for seed, (queries, lengths) in enumerate(STEPS):
-            got, expected = twin.step(compiled, queries, lengths, seed)
+            got, expected = twin.step(compiled, queries, lengths, seed, **options)
             compare(got.view_as(expected), expected, 1e-5)
             graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
-        # Latent prompts are a graph of their own.
-        most = 2 + isinstance(twin, LatentTwin)
+        # Prompts of which keys are gathered are a graph of their own.
+        most = 2 + (isinstance(twin, LatentTwin) or bool(options))
         assert graphs[0] == 1 and graphs[-1] == graphs[-2] <= most, f"graphs after each step: {graphs}"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import time
 import traceback
 from pathlib import Path
@@ -69,15 +70,18 @@ def test_parts_of_latent_attention(queries: list[int], latent: int, sparse: bool
 
 def nccl_rank(rank: int, folder: str) -> None:
     """Run on one of two GPUs: layers over both against one with the whole cache, eager and as replayed graphs."""
-    done: list[str] = []
+    done, begin = list[str](), time.monotonic()
 
     def tell(what: str) -> None:
         done.append(what)
+        # Where a rank hangs, in the output of the test.
+        print(f"rank {rank}: {what} at {time.monotonic() - begin:.1f} s", file=sys.stderr, flush=True)
         Path(folder, f"{rank}.json").write_text(json.dumps(done))
 
     try:
         torch.cuda.set_device(rank)
         dist.init_process_group("nccl", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+        tell("begun")
         for combine in ("reduce_scatter", "all_to_all"):
             for kind in (latent, decoder):
                 kind(rank, combine)

@@ -35,7 +35,10 @@ A rank that waits for a failed one in a collective aborts it in half that time.
 """
 
 _SILENT = 60.0
-"""Seconds without a sign of life after which a rank has ended. Compilers may keep its threads from running."""
+"""Most seconds without a sign of life after which a rank has ended. Compilers may keep its threads from running."""
+
+_LEAST_SILENT = 5.0
+"""Fewest such seconds: ranks give a sign each second."""
 
 
 class Leader:
@@ -44,7 +47,7 @@ class Leader:
     Args:
         group: of any backend.
         facts: what must be equal on all ranks: values with a faithful `repr`.
-        timeout: seconds to wait for all ranks here.
+        timeout: seconds to wait for all ranks here; a rank without a sign of life for as long has ended.
         call: what every rank calls to make this, for errors.
         others: more groups, in which steps run collectives.
 
@@ -144,6 +147,7 @@ class Leader:
 
     def _find_silent(self) -> str:
         """Return which rank gave no sign of life for long, "" for none."""
+        longest = min(_SILENT, max(self._timeout, _LEAST_SILENT))
         for rank in range(self.world_size):
             key, now = f"{self._key}/alive/{rank}", time.monotonic()
             if not self._store_of_watch.check([key]):
@@ -151,8 +155,8 @@ class Leader:
             sign = self._store_of_watch.get(key)
             last, since = self._signs.get(rank, (b"", now))
             self._signs[rank] = (sign, now) if sign != last else (last, since)
-            if sign == last and now - since > _SILENT:
-                text = f"rank {rank} of {self.world_size} ended, or gave no sign of life for {_SILENT:g} s"
+            if sign == last and now - since > longest:
+                text = f"rank {rank} of {self.world_size} ended, or gave no sign of life for {longest:g} s"
                 return str(self._store_of_watch.compare_set(f"{self._key}/failed", "", text).decode())
         return ""
 

@@ -1,12 +1,12 @@
 """Steps of prompts over a sharded cache: how the keys of all ranks are gathered for the step's requests.
 
-A latent is small compared with the queries and outputs of all heads. So ranks gather latents for prompts, and each one
-attends its own heads only.
+Keys of a prompt are few compared with the products that they are in. So ranks gather them for prompts, latents or the
+keys and values of their own heads, and each one attends its own heads only.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,8 +14,11 @@ from torch import Tensor
 from vattn.config.dcp import DCPShard
 from vattn.metadata.step import Step, most_held
 
+if TYPE_CHECKING:
+    from vattn.metadata.attention_metadata import AttentionMetadata
+
 KEYS_PER_ROW = 64
-"""Latents are gathered for up to so many keys per row of the step: these have about as many bytes as the queries and
+"""Keys are gathered for up to so many per row of the step. So many latents have about as many bytes as the queries and
 outputs of 128 heads."""
 
 
@@ -25,6 +28,12 @@ class WholeKeys(NamedTuple):
     whole_blocks: Tensor
     whole_rows: Tensor
     whole_table: Tensor
+
+
+def whole_keys_of(metadata: AttentionMetadata) -> WholeKeys | None:
+    """Return the indices that a step has; `None` for none."""
+    blocks, rows, table = metadata.whole_blocks, metadata.whole_rows, metadata.whole_table
+    return None if blocks is None or rows is None or table is None else WholeKeys(blocks, rows, table)
 
 
 def gathers_keys(step: Step) -> bool:

@@ -36,6 +36,7 @@ from vattn.layers.base.arguments import (
 from vattn.layers.base.cache_scales import CacheScales
 from vattn.layers.base.checks import check_storage_kind
 from vattn.layers.base.dcp import check_context_parallel, partial_request
+from vattn.layers.base.own_heads import OwnHeads
 from vattn.layers.base.scales import QuantConfig
 from vattn.layers.base.step import CacheViews
 from vattn.layers.base.two_parts import CascadeOps, cascade_ops, context_request, step_ops, step_request
@@ -144,6 +145,8 @@ class BoundCache(CacheScales):
         self._refused: dict[StepKind, str] = {}
         self._cascade_ops = CascadeOps({}, "", {}, 0)
         self._plan_key = ""
+        self._own_heads: OwnHeads | None = None
+        """For this rank's heads over all tokens; `None` where prompts are attended in parts."""
         self.kv_cache_group: CacheGroup | None = None
         """The layer's group in a cache that was allocated with `hybrid=True`."""
         self._target: tuple[BoundCache, ...] = ()
@@ -253,6 +256,11 @@ class BoundCache(CacheScales):
         """Return why the layer takes no steps with trees of drafts; `None` if it does."""
         return self._refused.get(("causal", True, False))
 
+    @property
+    def gathers_keys(self) -> bool:
+        """Whether the ranks gather keys for steps with prompts; builders prepare it."""
+        return self._own_heads is not None
+
     @typed_on_error
     def bind_kv_cache(
         self,
@@ -323,6 +331,7 @@ class BoundCache(CacheScales):
         else:
             self._ops, self._refused = step_configs(config, device)
         self._cascade_ops = cascade_ops(config, device)
+        self._own_heads = OwnHeads.of(self, config, device)
         self.config = config
         self._plan_key = selector.get_backend(config.backend).plan_key(config)
         views = separate(views)

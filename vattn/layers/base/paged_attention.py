@@ -16,6 +16,7 @@ from vattn.errors import CacheError, MetadataError, ShapeError, UnsupportedReque
 from vattn.layers.base.cache_binding import BoundCache
 from vattn.layers.base.checks import check_bound, check_inputs, check_no_gradients, given_step
 from vattn.layers.base.dcp import all_heads, attend_parts, check_step_ranks, partial_arguments
+from vattn.layers.base.own_heads import attend_own_heads
 from vattn.layers.base.step import CacheViews, LayerResult, LayerStep, given, part_of, split_heads
 from vattn.layers.base.two_parts import Part, attend_in_parts, cascade_parts, step_parts, suffix_config
 from vattn.layers.base.varlen import attend_without_cache
@@ -128,7 +129,8 @@ class CachedAttention(BoundCache):
             wait_for_layer_load(args.key_cache, args.value_cache)
         if update is not None:
             self._write_cache(query, step.query_slots, update)
-        self._attend(query, parts, result)
+        if self._own_heads is None or not attend_own_heads(self._own_heads, args, step, self):
+            self._attend(query, parts, result)
         if transfer is not None:
             save_kv_layer(args.key_cache, args.value_cache, transfer)
 

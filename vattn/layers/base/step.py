@@ -14,6 +14,7 @@ from vattn.layers.base.arguments import StepKind
 from vattn.metadata.attention_metadata import AttentionMetadata, host_plan_key
 from vattn.metadata.forward_context import current_step
 from vattn.metadata.hybrid import GroupedMetadata
+from vattn.metadata.whole_keys import WholeKeys, whole_keys_of
 from vattn.ops.arguments import AttentionArgs, CacheUpdateArgs
 from vattn.ops.arguments_mla import MLAAttentionArgs
 from vattn.ops.index_dtypes import as_int32, as_int64
@@ -70,6 +71,7 @@ class LayerStep(NamedTuple):
         block_size: tokens per block that table and slots count in; 0: unknown.
         local_seq_lens: keys that this rank holds; `None` without context parallelism.
         prefix: what all requests share, if it is attended apart; lengths and table then exclude it.
+        whole_keys: how ranks gather the keys of a step with prompts; `None` where they do not.
     """
 
     query_start_loc: Tensor
@@ -85,6 +87,7 @@ class LayerStep(NamedTuple):
     block_size: int = 0
     local_seq_lens: Tensor | None = None
     prefix: CascadeStep | None = None
+    whole_keys: WholeKeys | None = None
 
     @staticmethod
     def of(metadata: AttentionMetadata, plan_key: str) -> LayerStep:
@@ -114,6 +117,7 @@ class LayerStep(NamedTuple):
             block_size=metadata.block_size,
             local_seq_lens=metadata.local_seq_lens,
             prefix=prefix,
+            whole_keys=whole_keys_of(metadata),
         )
 
     def kept(self, metadata: AttentionMetadata) -> LayerStep:
