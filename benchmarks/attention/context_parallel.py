@@ -167,10 +167,6 @@ class Recorder(torch.utils._python_dispatch.TorchDispatchMode):
         "reduce_scatter_tensor": "scatter",
         "all_to_all_single": "exchange",
     }
-        "all_gather_into_tensor": "gather",
-        "reduce_scatter_tensor": "scatter",
-        "all_to_all_single": "exchange",
-    }
 
     def __init__(self) -> None:
         super().__init__()

@@ -86,9 +86,9 @@ class Generator(StepLoop):
             largest. It helps where the host takes longer to launch the layers than the device to compute them.
         group: the process group of the ranks that hold parts of the model. Every rank makes a generator with the same
             arguments; rank 0 of the group takes requests and runs steps, all others call `follow`.
-        group_timeout: seconds to wait here for all ranks, before they compile and capture and after it. A rank that gives
-            no sign of life for as long, at least 5 and at most 60, has failed. Steps wait for ranks that work as long
-            as the group does, see `torch.distributed.init_process_group(timeout=)`.
+        group_timeout: seconds to wait here for all ranks, before they compile and capture and after it. A rank without
+            a sign of life for as long, at least 5 and at most 60, has failed. Steps wait for ranks that work as long as
+            the group does, see `torch.distributed.init_process_group(timeout=)`.
 
     Attributes:
         default_sampling: of requests without one, what the model's generation config asks for; without one greedy.
