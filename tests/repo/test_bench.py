@@ -20,6 +20,7 @@ from vattn.cli.bench.cell import Cell
 from vattn.cli.bench.peers import ON_CPU, NotThisCellError, Peer
 from vattn.cli.bench.published import PUBLISHED
 from vattn.errors import ConfigError, UnknownOptionError
+from vattn.kernels import replay
 
 CPU = attention.Settings(replays=1, device="cpu")
 CEILINGS: dict[str, Any] = {"hbm_tb_s": 2.0, "bf16_tflops": 100.0, "fp8_tflops": "failed: no"}
@@ -167,6 +168,26 @@ def test_a_run_ends_in_time(tmp_path: Path, capsys) -> None:
     assert len(report.read_result(path)["rows"]) == 1
     count = 2 * sum(name.startswith("decode") for name in shapes.WORKS)
     assert f"1 of {count} rows" in capsys.readouterr().err
+
+
+def test_kernels_of_all_rows_are_compiled_first_on_cells_without_values(monkeypatch) -> None:
+    made: list[tuple[int, ...]] = []
+
+    def make(cell: Cell) -> Any:
+        assert replay.active.compile_only
+        made.append(tuple(cell.kv_cache.shape))
+        if cell.fp8:
+            raise RuntimeError("no such kernel")
+        return lambda: cell.query
+
+    monkeypatch.setattr(attention, "OWN", (Peer("vattn", "vattn", lambda: None, make),))
+    rows = [(*small(), cache) for cache in ("fp8", "bf16")]
+    attention.compile_kernels(rows, CPU)
+    assert made == []
+    monkeypatch.setattr(attention, "is_compiling_ahead", lambda: True)
+    attention.compile_kernels(rows, CPU)
+    assert made == [tuple(Cell(*row, 16, 0, "cpu").kv_cache.shape) for row in rows]
+    assert not replay.active.compile_only
 
 
 def test_rows_run_in_the_order_that_is_asked_for() -> None:

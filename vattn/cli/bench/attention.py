@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from vattn.cli.bench.cell import Cell
-from vattn.cli.bench.peers import BESIDE, STREAM, NotThisCellError, Peer
+from vattn.cli.bench.peers import BESIDE, OWN, STREAM, NotThisCellError, Peer
 from vattn.cli.bench.shapes import LayerShape, Work
 from vattn.cli.bench.timing import Timer, WallTimer, interleave
+from vattn.compilation.compile_ahead import compiling_ahead, is_compiling_ahead, only_compiling
 
 ROTATED_BYTES = 300 << 20
 """Inputs of a kernel together, several times the L2 cache, so that no replay finds its keys there."""
@@ -37,6 +39,21 @@ class Settings:
     replays: int = 7
     target_ms: float = 10.0
     device: str = "cuda"
+
+
+def compile_kernels(rows: Sequence[tuple[LayerShape, Work, str]], settings: Settings) -> None:
+    """Compile vattn's kernels of rows by processes, on machines with a GPU: one by one they take longer than the rest.
+
+    What fails here is reported where the row runs.
+    """
+    with compiling_ahead(torch.device(settings.device)):
+        if not is_compiling_ahead():
+            return
+        with only_compiling():
+            for row in rows:
+                for peer in OWN:
+                    with suppress(Exception):
+                        peer.make(Cell(*row, settings.block_size, 0, settings.device, filled=False))()
 
 
 def run_cell(

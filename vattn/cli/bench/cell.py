@@ -23,6 +23,7 @@ class Cell:
         cache: `"bf16"` or `"fp8"`; an FP8 cache has scales of one.
         block_size: tokens per block of the cache, which is NHD.
         seed: of values and tables.
+        filled: whether keys and values are written; not for a cell that kernels are only compiled for.
 
     Attributes:
         query: bf16 `[T, H, D]`.
@@ -36,7 +37,14 @@ class Cell:
     """
 
     def __init__(
-        self, layer: LayerShape, work: Work, cache: str, block_size: int, seed: int, device: str = "cuda"
+        self,
+        layer: LayerShape,
+        work: Work,
+        cache: str,
+        block_size: int,
+        seed: int,
+        device: str = "cuda",
+        filled: bool = True,
     ) -> None:
         self.layer, self.work, self.cache, self.block_size, self.device = layer, work, cache, block_size, device
         self.fp8, self.scale = cache == "fp8", float(layer.head_size**-0.5)
@@ -49,7 +57,7 @@ class Cell:
         self.table = self._split(grain)
         shape = (2, sum(counts) * grain, block_size, layer.kv_heads, layer.head_size)
         self.kv_cache = torch.empty(shape, device=device, dtype=torch.float8_e4m3fn if self.fp8 else torch.bfloat16)
-        for part in self.kv_cache.view(2, -1, layer.kv_heads * layer.head_size):
+        for part in self.kv_cache.view(2, -1, layer.kv_heads * layer.head_size)[: 2 if filled else 0]:
             for rows in part.split(1 << 18):
                 rows.copy_(torch.randn(rows.shape, device=device, dtype=torch.bfloat16, generator=rng))
         size = (work.rows, layer.heads, layer.head_size)

@@ -20,6 +20,9 @@ from vattn.errors import ConfigError, DeviceError
 if TYPE_CHECKING:
     from vattn.cli.bench.shapes import LayerShape, Work
 
+COMPILED_AT_ONCE = 32
+"""Rows, before the first of them is measured."""
+
 PACKAGES = ("torch", "triton", "flashinfer-python", "flash-attn-4", "flash-attn")
 
 
@@ -159,7 +162,9 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     left = [row for row in rows if (row[0].name, row[1].name, row[2]) not in done]
     found = [peer for peer in chosen if states[peer.name] == "found"]
     start, count = time.monotonic(), len(rows) - len(left)
-    for cell in left:
+    for place, cell in enumerate(left):
+        if place % COMPILED_AT_ONCE == 0:
+            attention.compile_kernels(left[place : place + COMPILED_AT_ONCE], settings)
         row = attention.run_cell(*cell, found, settings, run["ceilings"])
         if not cpu:
             torch.cuda.empty_cache()
