@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.distributed import DistributedConfig
 
 import vattn
 from vattn.cli.checkpoints import ByteTokenizer
@@ -35,7 +36,8 @@ def main(folder: Path | None) -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(folder) if folder else ByteTokenizer()
     folder = folder or Path(__file__).parent / "demo_model"
-    model = AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto", dtype=torch.float32).eval()
+    sharded = DistributedConfig(tp_plan="auto")
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=sharded, dtype=torch.float32).eval()
     packed = enable(model, num_blocks=64)
     generator = vattn.Generator(packed, tokenizer, max_num_reqs=4, group=dist.group.WORLD)
     if rank == 0:

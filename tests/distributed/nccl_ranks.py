@@ -109,6 +109,7 @@ def run(rank: int, packed: Any, call: Callable[[vattn.Generator], Any] = outputs
     found = call(generator)
     assert generator.statistics().used_blocks == 0
     generator.close()
+    assert generator.graphs is None or not generator.graphs.captured
     return found
 
 

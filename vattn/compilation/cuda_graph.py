@@ -373,6 +373,13 @@ class CUDAGraphRunner:
         """Whether a step is replayed, not run by the function as on the CPU."""
         return any(entry.graph is not None for entry in self._entries.values())
 
+    def free(self) -> None:
+        """Free the graphs and their memory; no step fits any more."""
+        if self._pool is not None:
+            torch.cuda.synchronize(self.builder.device)
+        self._entries.clear()
+        self._buffers.clear()
+
     def check_model(self) -> None:
         """Refuse a model that has changed since its capture by more than the values of its weights.
 

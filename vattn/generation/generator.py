@@ -322,14 +322,23 @@ class Generator(StepLoop):
             RankError: a rank failed; its text says which, and with what.
         """
         self._rank_steps("follow").follow()
+        self._free_graphs()
 
     def close(self) -> None:
         """Let `follow` return on the other ranks; no step runs afterwards.
+
+        Graphs are freed, on the other ranks too: a process group cannot end while one holds its collectives.
 
         Raises:
             ConfigError: a generator without a group.
         """
         self._rank_steps("close").end()
+        self._free_graphs()
+
+    def _free_graphs(self) -> None:
+        for runner in (self.graphs, self.draft_graphs, self.mixed_graphs):
+            if runner is not None:
+                runner.free()
 
     def _rank_steps(self, name: str) -> RankSteps:
         steps = self._runner.steps

@@ -63,8 +63,7 @@ class WeightPart:
         if not self.gathers:
             return out
         ranks, rows = self.group.size(), out.reshape(-1, out.shape[-1])
-        parts = rows.new_empty(ranks * rows.shape[0], rows.shape[1])
-        distributed.all_gather_into_tensor(parts, rows, group=self.group)
+        parts = _gather_rows(rows, self.group)
         return parts.view(ranks, *rows.shape).transpose(0, 1).reshape(*out.shape[:-1], -1)
 
     def largest(self, values: Tensor) -> Tensor:
@@ -94,13 +93,18 @@ def heads_of_rank(whole: int, own: int, group: ProcessGroup | None) -> slice | N
 
 def gather_heads(values: Tensor, whole: int, group: ProcessGroup) -> Tensor:
     """Return the values `[whole]` of all heads, from the values `[N]` of each rank's heads; ranks may share heads."""
-    from torch import distributed
-
     if values.shape[0] == whole:
         return values
-    parts = values.new_empty(group.size() * values.shape[0])
-    distributed.all_gather_into_tensor(parts, values.contiguous(), group=group)
+    parts = _gather_rows(values, group)
     return parts.view(group.size(), -1)[:: max(1, parts.numel() // whole)].flatten()
+
+
+def _gather_rows(rows: Tensor, group: ProcessGroup) -> Tensor:
+    """Return the rows of all ranks, one rank after the other. Releases of torch have this under different names."""
+    from torch.distributed import _functional_collectives  # noqa: F401
+
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_gather_into_tensor(rows.contiguous(), group.size(), group.group_name))
 
 
 class PartLinear(nn.Linear):
