@@ -11,7 +11,7 @@ import torch
 from small_graphs import T, Written
 from torch.fx import Node
 
-from vattn.passes import region, region_tokens
+from vattn.passes import probe, region, region_tokens
 from vattn.passes import region_division as division
 from vattn.passes.graph_edits import Builder
 from vattn.passes.output_quant import find, rewrite
@@ -75,6 +75,22 @@ def test_numbers_are_constants_of_a_graph_unless_it_is_packaged(
         assert torch.equal(graph.gm(torch.zeros(3, 4, 64)), torch.tensor([number]))
     buffers = [buffer for name, buffer in graph.gm.named_buffers() if name.startswith("_vattn_scale_")]
     assert len(buffers) == (0 if packaged else 2) and all(buffer.numel() > 8 for buffer in buffers)
+
+
+CASTS: dict[str, tuple[Callable[..., object], bool]] = {
+    "fewer digits": (lambda x: x.bfloat16(), True),
+    "other digits": (lambda x: x.half().bfloat16(), True),
+    "more digits": (lambda x: x.bfloat16().float(), False),
+    "of integers": (lambda x: x.int().float(), False),
+    "no cast": (lambda x: x.view(-1, 2), False),
+    "another op": (lambda x: x.bfloat16() * 2, False),
+}
+
+
+@pytest.mark.parametrize("name", CASTS)
+def test_casts_that_lose_digits(name: str) -> None:
+    program, loses = CASTS[name]
+    assert probe._loses_digits(Written(program, (T, 4)).end) == loses
 
 
 def test_scales_are_values_that_all_roots_hold() -> None:

@@ -98,6 +98,12 @@ def test_a_cpp_wrapper() -> None:
         assert torch.equal(got.view(torch.uint8), model(*inputs_of(7)).view(torch.uint8))
 
 
+def test_paths_are_kept_whole() -> None:
+    path = "/" + "some-place/" * 15 + "model.py:3"
+    report = FusionReport((NodeReport("g", 0, 1, "attention", "near miss", "none", "why", path),))
+    assert path in str(report) and len(str(report).splitlines()) > 3
+
+
 def test_plain_values_are_in_the_order_of_the_nodes() -> None:
     nodes = tuple(NodeReport(graph, index, 2, "attention", "fused", "none") for graph in "gh" for index in (0, 1))
     plain = FusionReport(nodes).as_dict()

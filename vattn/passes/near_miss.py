@@ -286,8 +286,7 @@ def _is_odd_scale(node: Node, made: Tensor, reduces: bool, rows: Tensor) -> bool
     if not reduces:
         return does not in _SCALE_ARITHMETIC
     sizes = (rows.shape[1], 128, 64, MX_GROUP_SIZE, NVFP4_GROUP_SIZE)
-    whole = made.numel() == 1 and rows.shape[0] > 1
-    return does not in _MAXIMA or whole or not any(made.numel() * size == rows.numel() for size in sizes)
+    return does not in _MAXIMA or not any(made.numel() * size == rows.numel() for size in sizes)
 
 
 def _values(sample: Sample, node: Node) -> Tensor:
