@@ -151,6 +151,9 @@ def test_output_variants_are_refused_one_by_one():
         (found,) = reasons(**asked)
         assert found.startswith(f"{name} {value} ")
         assert reasons(capabilities=able, **asked) == []
+    asked = {"output_arithmetic": "approximate_divide", "output_format": "fp8_static"}
+    assert reasons(capabilities=able, **asked) == ["output_arithmetic approximate_divide (divides exactly)"]
+    assert reasons(capabilities=dataclasses.replace(able, approximate_division=True), **asked) == []
 
 
 def test_a_backend_that_says_nothing_more_plans_nothing():

@@ -46,7 +46,12 @@ ROOMS = {
     ),
     "reference": Room(
         ("vattn/ops/reference/*.py",),
-        ("tests/ops/test_reference*.py", "tests/ops/test_mla_*.py", "tests/ops/test_rope_*.py"),
+        (
+            "tests/ops/test_reference*.py",
+            "tests/ops/test_mla_*.py",
+            "tests/ops/test_rope_*.py",
+            "tests/ops/test_lora_op.py",
+        ),
     ),
     "passes": Room(("vattn/passes/**/*.py",), ("tests/passes",)),
     "selector": Room(
