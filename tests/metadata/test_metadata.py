@@ -98,6 +98,11 @@ def test_dtypes_and_presence() -> None:
     assert step.causal is True and step.tree_bias is None and step.mm_ranges is None
 
 
+def test_a_step_shows_what_its_user_gave() -> None:
+    shown = repr(make_builder().build([1], [3], [[1]]))
+    assert "seq_lens=" in shown and "_built=" not in shown and "_lengths=" not in shown
+
+
 def test_one_request_is_padded_to_two() -> None:
     builder = AttentionMetadataBuilder(1, 4, 16, BLOCK)
     assert builder.max_num_reqs == 2
