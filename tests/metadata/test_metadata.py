@@ -8,6 +8,7 @@ import math
 import pickle
 import random
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from vattn.metadata.attention_metadata import AttentionMetadata
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.plans import device_of
 from vattn.metadata.staging import Staging
+from vattn.metadata.state_slots import num_state_slots
 
 BLOCK = 8
 
@@ -96,6 +98,41 @@ def test_dtypes_and_presence() -> None:
         "positions": torch.int64,
     }
     assert step.causal is True and step.tree_bias is None and step.mm_ranges is None
+
+
+def state_builder(slots: int) -> AttentionMetadataBuilder:
+    builder = make_builder()
+    builder._num_state_slots = slots
+    return builder
+
+
+def test_requests_of_models_with_states_have_slots() -> None:
+    layers = [SimpleNamespace(bind_states=None, num_state_slots=count) for count in (5, 3, 4)]
+    assert num_state_slots([*layers, SimpleNamespace(num_state_slots=1)]) == 3 and num_state_slots([]) is None
+    step = state_builder(3).build([1, 2], [1, 2], [[1], [2]], state_slots=[3, 1])
+    assert step.state_slots is not None and step.state_slots[:2].tolist() == [3, 1]
+    profiling = {"slot_mapping": [-1, -1, -1], "state_slots": [0, 0]}
+    assert state_builder(3).build([1, 2], [1, 2], [[1], [2]], **profiling).state_slots is not None
+
+
+STATE_SLOTS = {
+    "none": ([1, 2], None, "a step without state_slots"),
+    "of one request": ([1, 2], [1], "state_slots"),
+    "of padding": ([1, 2], [0, 1], "state_slots [0, 1]"),
+    "too high": ([1, 2], [4, 1], "state_slots [4, 1]"),
+    "one twice": ([1, 2], [2, 2], "state_slots [2, 2]"),
+    "without tokens": ([1, 0], [1, 2], "state_slots with query_lens [1, 0]"),
+}
+
+
+@pytest.mark.parametrize("name", STATE_SLOTS)
+def test_other_state_slots_are_refused(name: str) -> None:
+    lengths, slots, says = STATE_SLOTS[name]
+    with pytest.raises(MetadataError) as caught:
+        state_builder(3).build(lengths, [1, 2], [[1], [2]], state_slots=slots)
+    assert caught.value.got.startswith(says)
+    with pytest.raises(MetadataError, match="state_slots for layers without states"):
+        make_builder().build([1, 2], [1, 2], [[1], [2]], state_slots=[1, 2])
 
 
 def test_a_step_shows_what_its_user_gave() -> None:
