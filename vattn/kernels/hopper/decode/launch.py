@@ -116,9 +116,6 @@ def choose_tuning(config: AttentionConfig, num_reqs: int, tokens: int = 1) -> Tu
     plain = config.kv_cache_dtype not in QUANTISED_CACHES
     if columns == 256 and not plain:
         return _wide_tuning(config, tokens)
-    if columns == 256 and config.head_size < columns and config.group_size > QUERY_ROWS.value:
-        # The Triton kernel keeps a tile outside of the registers.
-        return Tuning(heads, 2, ctas=1, slots=4 // heads, overlap=True)
     large = num_reqs >= 16 and heads == 2 and row_bytes <= 256
     if tokens > 1 or (large and (plain or config.group_size > 4)):
         stages = 512 // row_bytes if plain else 5
