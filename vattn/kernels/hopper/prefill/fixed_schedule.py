@@ -53,7 +53,7 @@ def fixed_plan_kernel(
     )  # fmt: skip
     tl.debug_barrier()
     most_units = MOST_UNITS // tl.maximum(total, 1)
-    chunk, _ = choose_part(tiles, most_units, total, ctas, PART, MERGING, CHUNK)
+    chunk = choose_part(tiles, most_units, total, ctas, PART, MERGING, CHUNK)
     num_items = tl.zeros([], tl.int32)
     num_splits = tl.zeros([], tl.int32)
     num_places = tl.zeros([], tl.int32)

@@ -20,7 +20,8 @@ from vattn.kernels.hopper.prefill import launch as prefill_launch
 from vattn.kernels.hopper.prefill.launch import TileConfig, key_tile
 from vattn.kernels.hopper.prefill.load import GROUP_ROWS
 from vattn.kernels.hopper.prefill.schedule import max_row_tiles
-from vattn.kernels.hopper.prefill.split_schedule import MOST_WAVES, split_plan_kernel
+from vattn.kernels.hopper.prefill.split_schedule import split_plan_kernel
+from vattn.kernels.hopper.schedule import WAVES
 from vattn.kernels.triton.attention.launch import rows_to_write
 from vattn.kernels.triton.common.launching import launch as launch_again
 from vattn.ops.arguments import AttentionArgs
@@ -72,19 +73,16 @@ def pack_of(config: AttentionConfig, num_tokens: int, num_reqs: int) -> int:
 def items_of(config: AttentionConfig, num_tokens: int, num_reqs: int) -> int:
     """Return about how many row tiles of all heads a step of these shapes has."""
     tiles = choose_tiles(config, num_tokens, num_reqs)
-    return max(num_tokens // tiles.tokens, num_reqs) * heads_of(config, tiles)
+    heads = config.num_heads // min(tiles.pack, config.group_size)
+    return max(num_tokens // tiles.tokens, num_reqs) * heads
 
 
 def sizing(config: AttentionConfig, num_tokens: int, num_reqs: int, device: torch.device) -> Sizing:
     """Return items that run at a time for each head, and the most items and partial results."""
     tiles = choose_tiles(config, num_tokens, num_reqs)
-    ctas = -(-devices.multiprocessors(device) // heads_of(config, tiles))
-    return Sizing(ctas, 0, max_row_tiles(num_tokens, num_reqs, tiles.tokens) + MOST_WAVES.value * ctas)
-
-
-def heads_of(config: AttentionConfig, tiles: TileConfig) -> int:
-    """Return how many heads have row tiles of their own."""
-    return config.num_heads // min(tiles.pack, config.group_size)
+    heads = config.num_heads // min(tiles.pack, config.group_size)
+    ctas = max(1, devices.multiprocessors(device) // heads)
+    return Sizing(ctas, 0, max_row_tiles(num_tokens, num_reqs, tiles.tokens) + WAVES.value * ctas)
 
 
 def plan_rows(config: AttentionConfig, num_tokens: int, num_reqs: int, device: torch.device) -> int:
@@ -102,7 +100,7 @@ def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, num_tokens
         "query_start_loc": query_start_loc, "ordered": torch.empty_like(query_start_loc), "seq_lens": seq_lens,
         "schedule": schedule, "num_reqs": num_reqs, "num_tokens": num_tokens,
         "max_tiles": max_row_tiles(num_tokens, num_reqs, tiles.tokens), "max_items": sizes.max_items,
-        "ctas": devices.multiprocessors(seq_lens.device), "heads": heads_of(config, tiles),
+        "ctas": sizes.ctas,
     }  # fmt: skip
     constants = {
         "WINDOW": config.sliding_window or 0, "ROWS": tiles.tokens, "KEYS": keys, "CHUNK": 128,

@@ -4,9 +4,7 @@ The schedule is int32 `[1 + max_items + 3 * max_tiles + 1, 8]` or longer:
 
 - row 0: number of items, number of row tiles that are split, and for the reduction that no padding is left to it;
 - rows 1 to max_items, an item each: the words of a row tile (`schedule`), first and end key tile of this part, place of
-  its partial result (-1: it writes the result itself). The first parts of all row tiles come first, then their second
-  parts, and so on, so that row tiles of one request read the same keys at about the same time; tiles of full waves that
-  stay whole come before them, other whole ones last;
+  its partial result (-1: it writes the result itself);
 - then a row for each row tile that is split, as `reduce_kernel` reads it: first row, first place, parts, rows;
 - the rest is a schedule of whole row tiles, which are the items where they stay so, and scratch.
 """
@@ -22,11 +20,8 @@ from vattn.kernels.hopper.schedule import MOST_UNITS, WAVES, behind
 ITEM_COST = tl.constexpr(1)
 """Key tiles that opening and closing an item costs."""
 
-WAVES_TRIED = tl.constexpr(8)
-"""How many numbers of waves are compared: the first splits nothing, the others each allow a wave of items more."""
-
-MOST_WAVES = tl.constexpr(7)
-"""Waves that parts may have more than whole row tiles: the third part of a wave takes several to be shared."""
+CANDIDATES = tl.constexpr(8)
+"""How many lengths of parts are compared: numbers 1 to `WAVES` each add a wave of items, the others split nothing."""
 
 
 @triton.jit
@@ -38,56 +33,16 @@ def units_of_tiles(tiles, most_units, index, inside):
 
 
 @triton.jit
-def parts_of(units, index, whole, part_units):
-    """Return how many parts row tiles have; the first `whole` ones have one."""
-    return tl.where(index < whole, tl.minimum(units, 1), (units + part_units - 1) // part_units)
-
-
-@triton.jit
-def count_tiles(tiles, most_units, total, whole, part_units, least_parts, CHUNK: tl.constexpr):
-    """Return how many row tiles have so many parts or more."""
-    count = tl.zeros([], tl.int32)
-    for start in range(0, total, CHUNK):
-        index = start + tl.arange(0, CHUNK)
-        units = units_of_tiles(tiles, most_units, index, index < total)
-        count += tl.sum((parts_of(units, index, whole, part_units) >= least_parts).to(tl.int32), 0)
-    return count
-
-
-@triton.jit
-def count_parts(tiles, most_units, total, whole, part_units, CHUNK: tl.constexpr):
-    """Return how many parts all row tiles have."""
-    count = tl.zeros([], tl.int32)
-    for start in range(0, total, CHUNK):
-        index = start + tl.arange(0, CHUNK)
-        units = units_of_tiles(tiles, most_units, index, index < total)
-        count += tl.sum(parts_of(units, index, whole, part_units), 0)
-    return count
-
-
-@triton.jit
-def choose_part(
-    tiles, most_units, total, ctas, LEAST: tl.constexpr, MERGING: tl.constexpr, CHUNK: tl.constexpr, heads=1,
-    MOST: tl.constexpr = WAVES, FULL: tl.constexpr = False,
-):  # fmt: skip
-    """Return how many key tiles a part of a row tile may have, and how many of the longest row tiles stay whole.
+def choose_part(tiles, most_units, total, ctas, LEAST: tl.constexpr, MERGING: tl.constexpr, CHUNK: tl.constexpr):
+    """Return how many key tiles a part of a row tile may have.
 
     CTAs take the items in turn, those of the longest row tiles first, so a wave takes as long as its first item.
-
-    ctas: that take the items of so many `heads`.
-    MOST: waves more that are tried.
-    FULL: whether the row tiles of full waves may stay whole, so that only the last wave's are split.
     """
-    CANDIDATES: tl.constexpr = 2 * WAVES_TRIED if FULL else WAVES_TRIED
     longest = tl.max(units_of_tiles(tiles, most_units, tl.arange(0, CHUNK), tl.arange(0, CHUNK) < total), 0)
     longest = tl.maximum(longest, 1)
     candidate = tl.arange(0, CANDIDATES)
-    full_waves = tl.maximum(total * heads - 1, 0) // ctas
-    whole = tl.where(candidate < WAVES_TRIED, 0, full_waves * ctas // heads)
-    candidate_waves = candidate % WAVES_TRIED
-    is_split = (candidate_waves > 0) & (candidate_waves <= MOST)
-    waves_left = ((total - whole) * heads + ctas - 1) // ctas + candidate_waves - 1
-    most_items = whole + waves_left * ctas // heads
+    is_split = (candidate > 0) & (candidate <= WAVES)
+    most_items = ((total + ctas - 1) // ctas + candidate - 1) * ctas
     high = tl.zeros([CANDIDATES], tl.int32) + longest
     low = tl.where(is_split, 1, high)
     while tl.max(high - low, 0) > 0:
@@ -96,7 +51,7 @@ def choose_part(
         for start in range(0, total, CHUNK):
             index = start + tl.arange(0, CHUNK)
             units = units_of_tiles(tiles, most_units, index, index < total)
-            items += tl.sum(parts_of(units[:, None], index[:, None], whole[None, :], middle[None, :]), 0)
+            items += tl.sum((units[:, None] + middle[None, :] - 1) // middle[None, :], 0)
         fits = (items <= most_items) | (low == high)
         high = tl.where(fits, middle, high)
         low = tl.where(fits, low, tl.minimum(middle + 1, high))
@@ -106,26 +61,24 @@ def choose_part(
     for start in range(0, total, CHUNK):
         index = start + tl.arange(0, CHUNK)
         units = units_of_tiles(tiles, most_units, index, index < total)
-        parts = parts_of(units[:, None], index[:, None], whole[None, :], low[None, :])
+        parts = (units[:, None] + low[None, :] - 1) // low[None, :]
         first = items[None, :] + tl.cumsum(parts, 0) - parts
-        waves = ((first + parts) * heads + ctas - 1) // ctas - (first * heads + ctas - 1) // ctas
-        is_part = parts > 1
-        length = tl.where(is_part, tl.minimum(units[:, None], low[None, :]) + MERGING, units[:, None])
-        cost += tl.sum(waves * (length + ITEM_COST), 0)
+        waves = (first + parts + ctas - 1) // ctas - (first + ctas - 1) // ctas
+        longest_of_wave = tl.minimum(units[:, None], low[None, :]) + ITEM_COST + MERGING * (parts > 1).to(tl.int32)
+        cost += tl.sum(waves * longest_of_wave, 0)
         items += tl.sum(parts, 0)
-    best = candidate == tl.argmin(cost, 0)
-    return tl.sum(tl.where(best, low, 0), 0), tl.sum(tl.where(best, whole, 0), 0)
+    return tl.sum(tl.where(candidate == tl.argmin(cost, 0), low, 0), 0)
 
 
-@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "max_tiles", "max_items", "ctas", "heads"])
+@triton.jit(do_not_specialize=["num_reqs", "num_tokens", "max_tiles", "max_items", "ctas"])
 def split_plan_kernel(
-    query_start_loc, ordered, seq_lens, schedule, num_reqs, num_tokens, max_tiles, max_items, ctas, heads,
+    query_start_loc, ordered, seq_lens, schedule, num_reqs, num_tokens, max_tiles, max_items, ctas,
     WINDOW: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr, CHUNK: tl.constexpr, REQUESTS: tl.constexpr,
     LEAST: tl.constexpr, MERGING: tl.constexpr,
 ):  # fmt: skip
     """Write the schedule; one program.
 
-    ctas: items that run at a time, of all `heads` that have row tiles of their own.
+    ctas: items that run at a time for each head.
     LEAST: key tiles of a part, at least.
     MERGING: key tiles that writing and reading a part's results costs.
     """
@@ -137,8 +90,8 @@ def split_plan_kernel(
     tl.debug_barrier()
     # Items of all row tiles together fit int32, and so does what they cost.
     most_units = MOST_UNITS // tl.maximum(total, 1)
-    chunk, whole = choose_part(tiles, most_units, total, ctas, LEAST, MERGING, CHUNK, heads, MOST_WAVES, True)
-    num_items = count_parts(tiles, most_units, total, whole, chunk, CHUNK)
+    chunk = choose_part(tiles, most_units, total, ctas, LEAST, MERGING, CHUNK)
+    num_items = 0
     num_splits = 0
     num_slots = 0
     for start in range(0, total, CHUNK):
@@ -146,23 +99,19 @@ def split_plan_kernel(
         inside = index < total
         tile = tiles + (1 + index) * 8
         units = units_of_tiles(tiles, most_units, index, inside)
-        parts = parts_of(units, index, whole, chunk)
+        parts = (units + chunk - 1) // chunk
         step = (units + parts - 1) // tl.maximum(parts, 1)
         is_split = (parts > 1).to(tl.int32)
+        item = behind(parts, num_items)
         slot = behind(parts * is_split, num_slots)
         split = behind(is_split, num_splits)
         first_row = tl.load(tile + 1, mask=inside, other=0)
         rows = tl.load(tile + 2, mask=inside, other=0)
         first_key = tl.load(tile + 5, mask=inside, other=0)
         end_key = tl.load(tile + 6, mask=inside, other=0)
-        earlier = 0
         for part in range(0, tl.max(parts, 0)):
-            # Row tiles have ever fewer parts, so all before one that are split have this part, too.
-            item = tl.where(is_split > 0, earlier + index, num_items - total + index)
-            item = tl.where(index < whole, index, item)
-            earlier += count_tiles(tiles, most_units, total, whole, chunk, tl.maximum(part + 1, 2), CHUNK)
-            mask = (part < parts) & (item < max_items)
-            record = schedule + (1 + item) * 8
+            mask = (part < parts) & (item + part < max_items)
+            record = schedule + (1 + item + part) * 8
             for word in tl.static_range(5):
                 tl.store(record + word, tl.load(tile + word, mask=mask, other=0), mask=mask)
             last = tl.where(part + 1 == parts, end_key, first_key + (part + 1) * step)
@@ -175,6 +124,7 @@ def split_plan_kernel(
         tl.store(record + 1, slot, mask=is_split > 0)
         tl.store(record + 2, parts, mask=is_split > 0)
         tl.store(record + 3, rows, mask=is_split > 0)
+        num_items += tl.sum(parts, 0)
         num_slots += tl.sum(parts * is_split, 0)
         num_splits += tl.sum(is_split, 0)
     tl.store(tiles, total)
