@@ -180,12 +180,12 @@ def test_kernels_of_all_rows_are_compiled_first_on_cells_without_values(monkeypa
             raise RuntimeError("no such kernel")
         return lambda: cell.query
 
-    monkeypatch.setattr(attention, "OWN", (Peer("vattn", "vattn", lambda: None, make),))
     rows = [(*small(), cache) for cache in ("fp8", "bf16")]
-    attention.compile_kernels(rows, CPU)
+    ahead = [(row, [Peer("vattn", "vattn", lambda: None, make)]) for row in rows]
+    attention.compile_kernels(ahead, CPU)
     assert made == []
     monkeypatch.setattr(attention, "is_compiling_ahead", lambda: True)
-    attention.compile_kernels(rows, CPU)
+    attention.compile_kernels(ahead, CPU)
     assert made == [tuple(Cell(*row, 16, 0, "cpu").kv_cache.shape) for row in rows]
     assert not replay.active.compile_only
 

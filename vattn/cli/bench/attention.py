@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from vattn.cli.bench.cell import Cell
-from vattn.cli.bench.peers import BESIDE, OWN, STREAM, NotThisCellError, Peer
+from vattn.cli.bench.peers import BESIDE, STREAM, NotThisCellError, Peer
 from vattn.cli.bench.shapes import LayerShape, Work
 from vattn.cli.bench.timing import Timer, WallTimer, interleave
 from vattn.compilation.compile_ahead import compiling_ahead, is_compiling_ahead, only_compiling
@@ -41,7 +41,7 @@ class Settings:
     device: str = "cuda"
 
 
-def compile_kernels(rows: Sequence[tuple[LayerShape, Work, str]], settings: Settings) -> None:
+def compile_kernels(rows: Iterable[tuple[tuple[LayerShape, Work, str], Sequence[Peer]]], settings: Settings) -> None:
     """Compile vattn's kernels of rows by processes, on machines with a GPU: one by one they take longer than the rest.
 
     What fails here is reported where the row runs.
@@ -50,8 +50,8 @@ def compile_kernels(rows: Sequence[tuple[LayerShape, Work, str]], settings: Sett
         if not is_compiling_ahead():
             return
         with only_compiling():
-            for row in rows:
-                for peer in OWN:
+            for row, peers in rows:
+                for peer in peers:
                     with suppress(Exception):
                         peer.make(Cell(*row, settings.block_size, 0, settings.device, filled=False))()
 

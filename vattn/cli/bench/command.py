@@ -164,7 +164,8 @@ def _measure(options: argparse.Namespace) -> dict[str, Any]:
     start, count = time.monotonic(), len(rows) - len(left)
     for place, cell in enumerate(left):
         if place % COMPILED_AT_ONCE == 0:
-            attention.compile_kernels(left[place : place + COMPILED_AT_ONCE], settings)
+            ahead = [(row, peers.OWN) for row in left[place : place + COMPILED_AT_ONCE]]
+            attention.compile_kernels(ahead, settings)
         row = attention.run_cell(*cell, found, settings, run["ceilings"])
         if not cpu:
             torch.cuda.empty_cache()
