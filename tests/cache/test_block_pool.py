@@ -48,8 +48,8 @@ def test_negative_amounts_are_refused():
     pool = BlockPool(4)
     with pytest.raises(BlockError, match="num_blocks=-1"):
         pool.allocate(-1)
-    with pytest.raises(BlockError, match="-2 tokens"):
-        BlockTable(pool, 16).append(-2)
+    with pytest.raises(BlockError, match="-1 tokens"):
+        BlockTable(pool, 16).append(-1)
     with pytest.raises(ConfigError, match="block_size=0"):
         BlockTable(pool, 0)
 
@@ -89,10 +89,11 @@ def test_table_grows_by_whole_blocks_and_gives_them_back():
     assert (table.blocks, table.num_tokens, pool.num_free) == ([], 0, 7)
 
 
-def test_table_fork_copies_only_a_partly_filled_last_block():
+@pytest.mark.parametrize("held", [17, 20, 28])
+def test_table_fork_copies_only_a_partly_filled_last_block(held):
     pool = BlockPool(8)
     table = BlockTable(pool, 16)
-    table.append(20)
+    table.append(held)
     branch = table.fork()
     ((source, destination),) = branch.append(20)
     assert source == table.blocks[1] and destination == branch.blocks[1]

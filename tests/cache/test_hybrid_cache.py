@@ -24,6 +24,7 @@ from vattn.cache.specs import (
     SlidingWindowSpec,
 )
 from vattn.errors import (
+    BlockError,
     CacheError,
     ConfigError,
     GraphContractError,
@@ -343,6 +344,8 @@ def test_metadata_of_the_wrong_kind_is_refused():
 def test_wrong_tables_are_refused_and_touch_no_buffer():
     hybrid = Hybrid()
     table, _ = hybrid.request()
+    with pytest.raises(BlockError, match="-1 tokens"):
+        table.append(-1)
     table.append(40)
     table.append(1)
     rows = [[row] for row in table.rows]
