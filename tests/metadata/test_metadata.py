@@ -16,7 +16,7 @@ import torch
 import vattn
 from tests.support import unchanged, with_cache
 from vattn.errors import CacheError, CacheNotBoundError, ConfigError, DeviceError, GraphContractError, MetadataError
-from vattn.metadata.attention_metadata import AttentionMetadata
+from vattn.metadata.attention_metadata import AttentionMetadata, CaptureKey
 from vattn.metadata.builder import AttentionMetadataBuilder
 from vattn.metadata.plans import device_of
 from vattn.metadata.staging import Staging
@@ -98,6 +98,24 @@ def test_dtypes_and_presence() -> None:
         "positions": torch.int64,
     }
     assert step.causal is True and step.tree_bias is None and step.mm_ranges is None
+
+
+def test_padded_requests_have_no_blocks_of_an_earlier_step() -> None:
+    builder = make_builder()
+    builder.build([1, 1, 1], [3, 3, 3], [[3], [2], [1]])
+    step = builder.build([1], [3], [[3]], num_reqs_padded=3)
+    assert step.block_table[:, 0].tolist() == [3, 0, 0] and not step.block_table[1:].any()
+
+
+def test_two_new_tokens_are_no_decode_by_default() -> None:
+    step = make_builder().build([1, 2], [5, 5], [[1], [2]])
+    assert (step.num_decodes, step.num_decode_tokens) == (1, 1)
+
+
+def test_differences_of_captures_are_in_the_order_of_their_fields() -> None:
+    captured = CaptureKey(4, 8, 2, "causal", (), (), (1,))
+    other = captured._replace(num_tokens=9, table_width=3, buffers=(2,))
+    assert captured.differences(other) == ["num_tokens 9, captured 8", "table_width 3, captured 2", "buffers moved"]
 
 
 def state_builder(slots: int) -> AttentionMetadataBuilder:
