@@ -22,61 +22,13 @@ from torch import Tensor, nn
 import vattn
 from benchmarks.harness import parser_of, run_module
 from benchmarks.models import fused_steps
-from benchmarks.models.decoder import E4M3
+from benchmarks.models.quantisers import QUANTISERS, decoded
 from vattn.cli.bench.report import write_result
 from vattn.passes.pipeline import FusionPass
 
 
-def static(o: Tensor, s: Tensor) -> Tensor:
-    return (o.float() / s).clamp(-448, 448).to(E4M3).float() * s
-
-
-def token(o: Tensor, s: Tensor) -> Tensor:
-    scale = o.float().abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
-    return (o.float() / scale).clamp(-448, 448).to(E4M3).float() * scale
-
-
-def group(o: Tensor, s: Tensor) -> Tensor:
-    groups = o.float().unflatten(-1, (-1, 64))
-    scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
-    return ((groups / scale).clamp(-448, 448).to(E4M3).float() * scale).flatten(-2)
-
-
-def int8(o: Tensor, s: Tensor) -> Tensor:
-    scale = (o.float().abs().amax(-1, keepdim=True) / 127).clamp(min=1e-7)
-    return torch.round(o.float() / scale).clamp(-128, 127).to(torch.int8).float() * scale
-
-
-def mx(o: Tensor, s: Tensor) -> Tensor:
-    """Groups of 32 under powers of two, by the bits of their maxima."""
-    groups = o.float().unflatten(-1, (-1, 32))
-    maximum = groups.abs().amax(-1, keepdim=True)
-    exponent = torch.where(maximum.isnan(), 255, ((maximum.view(torch.int32) >> 23) - 8).clamp(min=0))
-    scale = (exponent << 23).view(torch.float32).clamp(min=2.0**-126)
-    codes, byte = (groups / scale).clamp(-448, 448).to(E4M3), exponent.to(torch.uint8)
-    return (codes.float() * torch.exp2(byte.float() - 127)).flatten(-2)
-
-
-def nvfp4(o: Tensor, s: Tensor) -> Tensor:
-    groups = o.float().unflatten(-1, (-1, 16))
-    step = (groups.abs().amax(-1, keepdim=True) / 6 / s).clamp(-448, 448).to(E4M3).float() * s
-    x = (groups / torch.where(step == 0, torch.inf, step)).flatten(-2)
-    size = x.abs()
-    code = (size > 0.25).to(torch.uint8) + (size >= 0.75) + (size > 1.25) + (size >= 1.75)
-    code = code + (size > 2.5) + (size >= 3.5) + (size > 5.0)
-    code = torch.where(x.isnan(), 7, code + 8 * x.signbit().to(torch.uint8)).to(torch.uint8)
-    packed = code[..., ::2] | (code[..., 1::2] << 4)
-    values = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], device=o.device)
-    unpacked = torch.stack((packed & 15, packed >> 4), -1).flatten(-2).int()
-    signed = torch.where(unpacked >= 8, -1.0, 1.0) * values[unpacked & 7]
-    return (signed.unflatten(-1, (-1, 16)) * step).flatten(-2)
-
-
-FORMATS = {"static": static, "token": token, "group": group, "int8": int8, "mx": mx, "nvfp4": nvfp4}
-
-
 class Layer(nn.Module):
-    def __init__(self, index: int, heads: int, width: int, form: Any) -> None:
+    def __init__(self, index: int, heads: int, width: int, form: str) -> None:
         super().__init__()
         columns = heads * width
         make = {"bias": False, "dtype": torch.bfloat16}
@@ -88,12 +40,12 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = self.qkv(self.norm(x)).chunk(3, dim=-1)
-        codes = self.form(self.attn(query, key, value), self.scale)
-        return x + self.out(codes.to(x.dtype))
+        codes, scales = QUANTISERS[self.form](self.attn(query, key, value), self.scale)
+        return x + self.out(decoded(self.form, codes, scales, self.scale).to(x.dtype))
 
 
 class Stack(nn.Module):
-    def __init__(self, layers: int, heads: int, width: int, form: Any) -> None:
+    def __init__(self, layers: int, heads: int, width: int, form: str) -> None:
         super().__init__()
         self.layers = nn.ModuleList(Layer(i, heads, width, form) for i in range(layers))
 
@@ -103,7 +55,7 @@ class Stack(nn.Module):
         return x
 
 
-def stack(layers: int, heads: int, width: int, form: Any, device: str) -> tuple[nn.Module, list[Tensor], Any]:
+def stack(layers: int, heads: int, width: int, form: str, device: str) -> tuple[nn.Module, list[Tensor], Any]:
     """Return a stack whose attention outputs are quantised, its inputs and its step."""
     model = Stack(layers, heads, width, form).requires_grad_(False).to(device)
     vattn.allocate_kv_cache(model, num_blocks=8, dtype=torch.bfloat16)
@@ -126,7 +78,7 @@ def measure(layers: int, heads: int, width: int, format_name: str) -> dict[str, 
     if format_name == "decoder":
         model, inputs, step = decoder(layers, heads, width, device)
     else:
-        model, inputs, step = stack(layers, heads, width, FORMATS[format_name], device)
+        model, inputs, step = stack(layers, heads, width, format_name, device)
     spent: list[float] = []
     plain = FusionPass.__call__
 
@@ -175,7 +127,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=32)
     parser.add_argument("--heads", type=int, default=8)
     parser.add_argument("--head-size", type=int, default=64)
-    parser.add_argument("--format", choices=(*FORMATS, "decoder"), default="static")
+    parser.add_argument("--format", choices=(*QUANTISERS, "decoder"), default="static")
     parser.add_argument("--repeat", type=int, default=1, help="so many processes; prints the median and all shares")
     args = parser.parse_args()
     if args.repeat > 1:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import vattn
+from benchmarks.models.quantisers import E4M3, QUANTISERS, product
 
-E4M3 = torch.float8_e4m3fn
 BLOCK = 16
 
 
@@ -27,27 +27,12 @@ class Sizes:
     ffn: int = 14336
 
 
-def static_fp8(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise `[T, N]` by a given scale."""
-    return (x.float() / scale).clamp(-448.0, 448.0).to(E4M3), scale
-
-
-def per_token_fp8(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
-    """Quantise `[T, N]` with one scale a row; the given one is not used."""
-    wide = x.float()
-    scale = wide.abs().amax(dim=-1, keepdim=True).clamp(min=1e-10) / 448.0
-    return (wide / scale).clamp(-448.0, 448.0).to(E4M3), scale
-
-
-QUANTISERS = {"static": static_fp8, "token": per_token_fp8}
-
-
 class Linear(nn.Module):
-    """`x @ weight.T` of FP8 weights, after quantising x."""
+    """`x @ weight.T` of FP8 weights, after quantising x; `activations` names how."""
 
     def __init__(self, inputs: int, outputs: int, activations: str) -> None:
         super().__init__()
-        self.quantise = QUANTISERS[activations]
+        self.activations = activations
         weight = torch.empty(outputs, inputs, dtype=E4M3)
         for rows, codes in zip(torch.arange(outputs).split(4096), weight.split(4096), strict=True):
             codes.copy_(torch.randn(len(rows), inputs) * 16)
@@ -57,10 +42,17 @@ class Linear(nn.Module):
         self.register_buffer("input_scale", torch.tensor(0.02))
 
     def forward(self, x: Tensor) -> Tensor:
-        codes, scale = self.quantise(x, self.input_scale)
-        return torch._scaled_mm(
-            codes, self.weight.t(), scale, self.weight_scale, out_dtype=torch.bfloat16, use_fast_accum=True
-        )
+        codes, scale = QUANTISERS[self.activations](x, self.input_scale)
+        rows = codes.flatten(0, -2)
+        if self.activations in ("static", "token"):
+            scale = scale.flatten(0, -2) if scale.dim() else scale
+            made = torch._scaled_mm(
+                rows, self.weight.t(), scale, self.weight_scale, out_dtype=torch.bfloat16, use_fast_accum=True
+            )
+        else:
+            given = self.input_scale, self.weight, self.weight_scale
+            made = product(self.activations, rows, scale.flatten(0, -2), *given)
+        return made.unflatten(0, x.shape[:-1])
 
 
 class RMSNorm(nn.Module):
@@ -74,13 +66,19 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Apply RoPE (NeoX order) to `[T, heads, D]`; `cos` and `sin` are `[T, 1, D / 2]`."""
+    """Apply RoPE (NeoX order) to `[..., heads, D]`; `cos` and `sin` are `[..., 1, D / 2]`."""
     first, second = x.float().chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 class Layer(nn.Module):
-    def __init__(self, index: int, sizes: Sizes, activations: str) -> None:
+    """A decoder layer on hidden states `[T, hidden]` or `[B, S, hidden]`.
+
+    Args:
+        output: how the attention output is quantised.
+    """
+
+    def __init__(self, index: int, sizes: Sizes, activations: str, output: str) -> None:
         super().__init__()
         self.widths = [sizes.heads * sizes.head_size, *[sizes.kv_heads * sizes.head_size] * 2]
         self.head_size = sizes.head_size
@@ -91,7 +89,7 @@ class Layer(nn.Module):
             cache_config=vattn.CacheConfig(block_size=BLOCK, cache_dtype="fp8"),
             quant_config=vattn.QuantConfig(k_scale=0.02, v_scale=0.02, query_format="fp8_e4m3", q_scale=0.02),
         )  # fmt: skip
-        self.out = Linear(self.widths[0], sizes.hidden, activations)
+        self.out = Linear(self.widths[0], sizes.hidden, output)
         self.gate_up = Linear(sizes.hidden, 2 * sizes.ffn, activations)
         self.down = Linear(sizes.ffn, sizes.hidden, activations)
 
@@ -99,17 +97,19 @@ class Layer(nn.Module):
         residual = residual + x
         query, key, value = self.qkv(self.norm(residual)).split(self.widths, dim=-1)
         query, key = (rotate(part.unflatten(-1, (-1, self.head_size)), cos, sin) for part in (query, key))
-        residual = residual + self.out(self.attn(query, key, value))
+        query, key = query.flatten(0, -3), key.flatten(0, -3)
+        attended = self.attn(query, key, value.flatten(0, -2)).unflatten(0, x.shape[:-1])
+        residual = residual + self.out(attended)
         gate, up = self.gate_up(self.ffn_norm(residual)).chunk(2, dim=-1)
         return self.down(nn.functional.silu(gate) * up), residual
 
 
 class Stack(nn.Module):
-    """Decoder layers and a last norm; takes hidden states `[T, hidden]` and positions `[T]`."""
+    """Decoder layers and a last norm; takes hidden states `[T, hidden]` or `[B, S, hidden]`, and their positions."""
 
-    def __init__(self, sizes: Sizes, activations: str, max_positions: int) -> None:
+    def __init__(self, sizes: Sizes, activations: str, output: str, max_positions: int) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(Layer(i, sizes, activations) for i in range(sizes.layers))
+        self.layers = nn.ModuleList(Layer(i, sizes, activations, output) for i in range(sizes.layers))
         self.norm = RMSNorm(sizes.hidden)
         half = sizes.head_size // 2
         frequencies = 500000.0 ** (-torch.arange(half).float() / half)
@@ -118,7 +118,7 @@ class Stack(nn.Module):
         self.register_buffer("sin", angles.sin())
 
     def forward(self, x: Tensor, positions: Tensor, run_layer: Callable[..., Any] = Layer.forward) -> Tensor:
-        cos, sin = self.cos[positions].unsqueeze(1), self.sin[positions].unsqueeze(1)
+        cos, sin = self.cos[positions].unsqueeze(-2), self.sin[positions].unsqueeze(-2)
         residual = torch.zeros_like(x)
         for layer in self.layers:
             x, residual = run_layer(layer, x, residual, cos, sin)

@@ -23,7 +23,8 @@ from torch import Tensor
 import vattn
 from benchmarks.harness import add_row, machine, parser_of, table, versions_of
 from benchmarks.kernels import Kernel, kernels_of_layer, profile_kernels
-from benchmarks.models.decoder import BLOCK, E4M3, QUANTISERS, Layer, Sizes, Stack
+from benchmarks.models.decoder import BLOCK, Layer, Sizes, Stack
+from benchmarks.models.quantisers import E4M3, QUANTISERS
 from benchmarks.models.transformers_steps import transformers_ms
 from vattn.cli.bench.report import write_result
 
@@ -61,7 +62,8 @@ class Bench:
         self.batches = sorted(args.batches)
         torch.manual_seed(0)
         with self.device:
-            self.model = Stack(self.sizes, args.activations, max(args.context)).requires_grad_(False)
+            made = Stack(self.sizes, args.activations, args.output or args.activations, max(args.context))
+        self.model = made.requires_grad_(False)
         self.lengths = torch.linspace(*map(float, args.context), max(self.batches)).int().tolist()
         self.tables = self._tables()
         vattn.allocate_kv_cache(self.model, num_blocks=1 + sum(map(len, self.tables)), dtype=torch.bfloat16)
@@ -100,7 +102,8 @@ class Bench:
         tokens = step.slot_mapping.shape[0]
         rng = torch.Generator("cpu").manual_seed(tokens)
         hidden = torch.randn(tokens, self.sizes.hidden, generator=rng).bfloat16().to(self.device)
-        return [hidden, step.positions]
+        made = [hidden, step.positions]
+        return [each.unsqueeze(1) for each in made] if self.args.batched else made
 
     def step(self, runner: vattn.CUDAGraphRunner, batch: int) -> vattn.AttentionMetadata:
         """Build a decode step of so many requests."""
@@ -220,6 +223,7 @@ def markdown(result: dict[str, Any]) -> str:
     return (
         f"# Fused decode steps on {result['device']}, {result['date']}\n\n"
         f"{versions_of(result)}. {shape}; {result['activations']} FP8 activations, FP8 weights, query and cache; "
+        f"the attention output is quantised as {result['output']}; hidden states {result['hidden']}; "
         f"contexts of {result['context'][0]} to {result['context'][1]} tokens; compiled by {result['scope']}. {HOW}\n\n"
         f"{table(columns, rows)}{kernels}"
     )
@@ -238,7 +242,9 @@ def arguments() -> argparse.ArgumentParser:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--context", type=int, nargs=2, default=[1024, 2048], help="shortest and longest")
-    parser.add_argument("--activations", choices=QUANTISERS, default="static")
+    parser.add_argument("--activations", choices=("static", "token"), default="static")
+    parser.add_argument("--output", choices=QUANTISERS, help="how the attention output is quantised; as the activations")
+    parser.add_argument("--batched", action="store_true", help="hidden states [B, 1, hidden] instead of [T, hidden]")
     parser.add_argument("--rope", default="auto", help="option of that name of the passes")
     parser.add_argument("--scope", choices=("model", "layer"), default="model", help="what is compiled at once")
     parser.add_argument("--device", default="cuda")
@@ -254,7 +260,8 @@ def main(argv: list[str] | None = None) -> dict[str, Any]:
     args = arguments().parse_args(argv)
     bench = Bench(args)
     result = {
-        "sizes": vars(bench.sizes), "activations": args.activations, "context": args.context, "scope": args.scope,
+        "sizes": vars(bench.sizes), "activations": args.activations, "output": args.output or args.activations,
+        "context": args.context, "scope": args.scope, "hidden": "[B, 1, hidden]" if args.batched else "[T, hidden]",
         **machine(args.device),
     }  # fmt: skip
     variants = [bench.compile(name) for name in ("off", "on")]
