@@ -50,6 +50,8 @@ torch._inductor.compile_fx
 torch._inductor.compile_fx.compile_fx
 torch._inductor.config.eager_numerics.division_rounding
 torch._inductor.config.emulate_precision_casts
+torch._inductor.config.force_disable_caches
+torch._inductor.config.fx_graph_cache
 torch._inductor.config.get_config_copy
 torch._inductor.custom_graph_pass.CustomGraphPass
 torch._inductor.exc.InductorError

@@ -218,19 +218,20 @@ def test_disable_leaves_alone_what_others_put_into_the_slot() -> None:
 
 @pytest.mark.parametrize(
     ("entry", "form"),
-    [("enable", escaping), ("backend", unquantised), ("backend, no cache", unquantised), ("options", escaping)],
+    [("enable", escaping), ("backend", unquantised), ("options", escaping)],
 )
-def test_strict_raises_our_error(entry: str, form: Any) -> None:
+@pytest.mark.parametrize("cached", [True, False])
+def test_strict_raises_our_error(entry: str, form: Any, cached: bool) -> None:
     model = Attend(form)
     if entry == "enable":
         vattn.enable(strict=True)
         target = torch.compile(model)
-    elif entry.startswith("backend"):
-        options = {"vattn.strict": True, "fx_graph_cache": entry == "backend"}
-        target = torch.compile(model, backend=vattn.backend, options=options)
+    elif entry == "backend":
+        target = torch.compile(model, backend=vattn.backend, options={"vattn.strict": True})
     else:
         target = torch.compile(model, options=vattn.options(strict=True))
-    with pytest.raises(FusionError, match="attention 1/1") as refused, step(model, [3, 4]):
+    without = torch._inductor.config.patch(fx_graph_cache=cached)
+    with pytest.raises(FusionError, match="attention 1/1") as refused, without, step(model, [3, 4]):
         target(*inputs_of(7))
     # The user's own line, and none of torch's advice about errors of its own.
     assert "harness.py" in str(refused.value) or "forms.py" in str(refused.value)

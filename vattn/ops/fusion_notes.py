@@ -28,6 +28,9 @@ FUSED, REFUSED, NEAR_MISS = "fused", "refused", "near miss"
 UNSEEN, UNSEEN_STRICT = "unseen", "unseen, strict"
 """Notes of config strings that the passes have not seen; the second under `strict`."""
 
+_FAILED = "strict: "
+"""How a note begins with which compiled code fails when it runs; the arguments of the error follow."""
+
 _PLAIN = " !#$&()*+,-./:;<=>@[]^_`{|}~"
 """Characters that a note does not escape, besides letters and digits."""
 
@@ -175,6 +178,12 @@ def record(nodes: list[NodeReport]) -> None:
             _graphs.setdefault(node.graph, {})[node.index] = node
 
 
+def failing(config: str, error: FusionError) -> str:
+    """Return a config string by which compiled code raises an error when it runs."""
+    texts = [quote(str(text), _PLAIN) for text in error.args]
+    return config.partition(NOTE_MARK)[0] + NOTE_MARK + _FAILED + json.dumps(texts).replace('"', "'")
+
+
 def note_failed() -> None:
     """Count a graph on which the passes failed."""
     with _lock:
@@ -205,11 +214,13 @@ def read_note(config: str) -> None:
     """Keep the line of the report that a config string of loaded code carries, if there is one.
 
     Raises:
-        FusionError: the passes have not seen the code, though they had to.
+        FusionError: the passes have not seen the code, though they had to, or have put an error into it.
     """
     _, mark, note = config.partition(NOTE_MARK)
     if not mark:
         return
+    if note.startswith(_FAILED):
+        raise FusionError(*map(unquote, json.loads(note.removeprefix(_FAILED).replace("'", '"'))))
     if note in (UNSEEN, UNSEEN_STRICT):
         where = _caller()
         with _lock:

@@ -23,6 +23,13 @@ def rounds_divisions() -> bool:
     return bool(getattr(getattr(config, "eager_numerics", None), "division_rounding", False))
 
 
+def caches_graphs() -> bool:
+    """Return whether Inductor's cache of graphs is on; else it wraps the errors of passes in its own."""
+    from torch._inductor import config
+
+    return bool(config.fx_graph_cache) and not config.force_disable_caches
+
+
 def makes_package() -> bool:
     """Return whether AOTInductor makes a package now."""
     from torch._inductor.virtualized import V

@@ -15,10 +15,10 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
 from vattn.backends import selector
-from vattn.ops.fusion_notes import FUSED, NEAR_MISS, REFUSED, NodeReport, note_failed, record
+from vattn.ops.fusion_notes import FUSED, NEAR_MISS, REFUSED, NodeReport, failing, note_failed, record
 from vattn.ops.schemas import SCHEMA_VERSION
 from vattn.passes import report
-from vattn.passes.inductor import is_part
+from vattn.passes.inductor import caches_graphs, is_part, makes_package
 from vattn.passes.output_quant import find as output_quant
 from vattn.passes.output_quant.rewrite import rewrite
 from vattn.passes.query_quant.find import (
@@ -101,7 +101,12 @@ class FusionPass(CustomGraphPass):
             raise report.strict_error([])
         misses = [node for node in nodes if not node.is_fused or (self.rope == "always" and node.missed_rope)]
         if self.strict and misses:
-            raise report.strict_error(misses)
+            error = report.strict_error(misses)
+            if makes_package() or (caches_graphs() and self.uuid() is not None):
+                raise error
+            # Without its cache, Inductor wraps every error of a pass in its own: the op raises this one.
+            for call, _ in attention_calls(graph):
+                call.kwargs = {**call.kwargs, "config": failing(str(call.kwargs["config"]), error)}
 
     def uuid(self) -> Any | None:
         """Return a hash of everything that decides what the pass does, `None` if an inner pass has no key."""
