@@ -47,7 +47,7 @@ def classifier_of(program: Program) -> tuple[Classifier, Sample]:
     quantised = region.quantised[-1]
     inputs, nodes = find._probed(region, quantised)
     made = Classifier(region, quantised, nodes, inputs, "bfloat16")
-    runs = samples(region, nodes, inputs, "bfloat16", frozenset(), lambda: False, made.packed, made.reorders)
+    runs = samples(region, nodes, inputs, "bfloat16", frozenset(), lambda: False, made.packed, lambda: made.reorders)
     return made, next(run for run in runs if bool(run.rows[0].any()))
 
 

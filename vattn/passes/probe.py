@@ -257,7 +257,7 @@ def samples(
     wide: frozenset[Node],
     every: Callable[[], bool],
     thorough: bool = False,
-    few: bool = False,
+    few: Callable[[], bool] = lambda: False,
 ) -> Iterator[Sample]:
     """Run a region on all probe inputs.
 
@@ -265,7 +265,7 @@ def samples(
         wide: nodes in bf16 or fp16 that stay in fp32.
         every: says, after the other inputs, whether to run every value of the model dtype too.
         thorough: run those under every scale.
-        few: run those a few tokens at a time.
+        few: says, after the other inputs too, whether to run those a few tokens at a time.
     """
     exact, roots = exact_scales(nodes, inputs), max(1, len(inputs.roots))
     counts = token_counts((*inputs.derived, *inputs.sizes, *nodes), region.output)
@@ -285,8 +285,9 @@ def samples(
         yield from (sample(x, scales) for x in probe_outputs(region.output, dtype, steps, round_, counts))
     if not every():
         return
+    at_a_time = few()
     for round_ in range(len(exact)) if thorough else [1]:
-        yield from (sample(x, scales_of(round_)) for x in every_output(region.output, dtype, counts, few))
+        yield from (sample(x, scales_of(round_)) for x in every_output(region.output, dtype, counts, at_a_time))
 
 
 def exact_scales(nodes: Sequence[Node], inputs: Inputs) -> list[float]:

@@ -293,7 +293,7 @@ def _rounded_again(end: Node) -> list[Node]:
 
 def _covers(node: Node, output: Node, dtypes: tuple[torch.dtype, ...], values_per_element: int = 1) -> bool:
     """Return whether a node holds one of the dtypes and as many values as another."""
-    return dtype_of(node) in dtypes and same_size(value(node).numel() * values_per_element, value(output).numel())
+    return dtype_of(node) in dtypes and elements(node, values_per_element) == elements(output)
 
 
 def same_size(a: Any, b: Any) -> bool:
@@ -308,6 +308,18 @@ def same_size(a: Any, b: Any) -> bool:
 def same_shape(a: Sequence[Any], b: Sequence[Any]) -> bool:
     """Return whether two shapes are equal for certain."""
     return len(a) == len(b) and all(map(same_size, a, b))
+
+
+def elements(node: Node, factor: int = 1) -> Any:
+    """Return the expression of how many elements a node has, times a factor; `numel()` of a fake tensor is slow."""
+    shape = value(node).shape
+    known = math.prod(size for size in shape if isinstance(size, int))
+    return _product(known * factor, tuple(size.node.expr for size in shape if not isinstance(size, int)))
+
+
+@lru_cache(maxsize=1024)
+def _product(known: int, varying: tuple[Any, ...]) -> Any:
+    return _expanded(math.prod(varying, start=known))
 
 
 def expression(size: Any) -> Any:

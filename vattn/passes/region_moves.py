@@ -92,9 +92,9 @@ def _follow_pointwise(node: Node, found: Positions, made: Tensor) -> Tensor | No
             return sources[0].expand(made.shape) if len(sources) == 1 else None
         except RuntimeError:
             return None
+    if all(source is whole[0] or torch.equal(source, whole[0]) for source in whole):
+        return whole[0]
     least, most = torch.stack(whole).amin(0), torch.stack(whole).amax(0)
-    if torch.equal(least, most):
-        return least
     packs = not made.is_floating_point() and bool((most - least == 1).all())
     return least if packs else None
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -22,6 +24,7 @@ from vattn.passes.region import (
     Region,
     check_backend,
     dtype_of,
+    expression,
     find_region,
     is_check,
     is_computed_from,
@@ -31,7 +34,7 @@ from vattn.passes.region import (
     value,
 )
 from vattn.passes.region_tokens import token_counts
-from vattn.passes.verdicts import judged, region_fingerprint
+from vattn.passes.verdicts import judged, region_fingerprint, typed
 from vattn.quantization.formats import OUTPUT_FORMATS, OutputFormat
 
 _HELD = operator.attrgetter("container", "group_size", "power_of_two", "static_scale", "exponents", "limit")
@@ -75,17 +78,25 @@ def find(attention: AttentionNode, names: Sequence[str]) -> Found:
         readers = unknown_readers(attention.output)
         doubt = f", unless {' or '.join(readers)} does it, of which nothing is known here" if readers else ""
         raise Refusal(f"the output is not quantised{doubt}", attention.output)
-    packed = [node for node in region.quantised if dtype_of(node) == torch.uint8]
-    others = [node for node in region.quantised if node not in packed]
-    first: Refusal | None = None
-    # Of several bytes, the last ones are packed, and those before are halves of them.
-    for quantised in (*reversed(packed), *others):
+    packed = [node for node in reversed(region.quantised) if dtype_of(node) == torch.uint8]
+    tried = [*packed, *(node for node in region.quantised if node not in packed)]
+    refusals: dict[Node, Refusal] = {}
+    for quantised in _likely_first(region, packed) + tried[len(packed) :]:
         try:
             return _find_one(attention, region, quantised, names)
         except Refusal as refusal:
-            first = first or refusal
-    assert first is not None
-    raise first
+            refusals[quantised] = refusal
+    raise refusals[tried[0]]
+
+
+def _likely_first(region: Region, packed: Sequence[Node]) -> list[Node]:
+    """Sort bytes: packed ones depend on all halves that they are made of, and all that are unpacked depend on them."""
+    before = {node: set(region.ancestors([node])) for node in packed} if len(packed) > 1 else {}
+
+    def apart(node: Node) -> int:
+        return sum(node not in before[other] and other not in before[node] for other in packed)
+
+    return sorted(packed, key=apart) if before else list(packed)
 
 
 def _find_one(attention: AttentionNode, region: Region, quantised: Node, names: Sequence[str]) -> Found:
@@ -208,6 +219,19 @@ def _with_layout(output: Node, name: str, read: dict[Node, str], names: Sequence
 
 
 def _fits(output: Node, fmt: OutputFormat, node: Node, layout: str) -> bool:
+    """Return whether a node's scales have the layout of a format; equal layers of a graph are looked at once."""
+    known = _fitting.setdefault(value(output).fake_mode, {})
+    strides = tuple(map(expression, value(node).stride()))
+    key = fmt.name, layout, typed(output), typed(node), strides
+    if key not in known:
+        known[key] = _has_layout(output, fmt, node, layout)
+    return known[key]
+
+
+_fitting: WeakKeyDictionary[Any, dict[Any, bool]] = WeakKeyDictionary()
+
+
+def _has_layout(output: Node, fmt: OutputFormat, node: Node, layout: str) -> bool:
     if fmt.swizzled != (layout == "swizzled"):
         return False
     if layout == "moved":

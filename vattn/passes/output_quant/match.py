@@ -179,7 +179,10 @@ class Classifier:
         def every() -> bool:
             return not all(self._is_static(candidate) for candidate in left or ())
 
-        runs = samples(self.region, self.nodes, self.inputs, self.dtype, wide, every, self.packed, self.reorders)
+        def few() -> bool:
+            return self.reorders and not self._is_whole(seen[0])
+
+        runs = samples(self.region, self.nodes, self.inputs, self.dtype, wide, every, self.packed, few)
         for sample in runs:
             if len(seen) < _SAMPLES_TO_EXPLAIN:
                 seen.append(sample)
@@ -202,6 +205,11 @@ class Classifier:
         if count not in self._places:
             self._places[count] = moves.positions(self.nodes, self.region.output, sample.values)
         return self._places[count]
+
+    def _is_whole(self, sample: Sample) -> bool:
+        """Return whether the codes are known to be those of all values, in order."""
+        place, values = self.places(sample).get(self.quantised), sample.rows.numel()
+        return place is not None and moves.is_whole(place, values, values // place.numel())
 
     def _candidates(self, sample: Sample) -> Iterator[_Candidate]:
         constants = [] if self.inputs.roots else constant_scales(self.nodes, self.inputs)
