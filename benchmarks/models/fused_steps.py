@@ -243,7 +243,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 128])
     parser.add_argument("--context", type=int, nargs=2, default=[1024, 2048], help="shortest and longest")
     parser.add_argument("--activations", choices=("static", "token"), default="static")
-    parser.add_argument("--output", choices=QUANTISERS, help="how the attention output is quantised; as the activations")
+    parser.add_argument(
+        "--output", choices=QUANTISERS, help="how the attention output is quantised; as the activations"
+    )
     parser.add_argument("--batched", action="store_true", help="hidden states [B, 1, hidden] instead of [T, hidden]")
     parser.add_argument("--rope", default="auto", help="option of that name of the passes")
     parser.add_argument("--scope", choices=("model", "layer"), default="model", help="what is compiled at once")
