@@ -163,8 +163,9 @@ def test_a_run_of_decode_steps_ends_with_its_requests() -> None:
         plan, one = scheduler(), request(1)
         plan.add(one)
         batch = plan.schedule()
-        getattr(plan, name)({one: 0} if name == "start_over" else one)
-        assert plan.follow(batch) is None
+        one.output += [5, 6]
+        getattr(plan, name)({one: 1} if name == "start_over" else one)
+        assert plan.follow(batch) is None and one.output == ([5] if name == "start_over" else [5, 6])
 
 
 def test_a_step_keeps_to_its_budget_and_its_rows() -> None:
