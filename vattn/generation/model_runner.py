@@ -129,6 +129,9 @@ class ModelRunner:
         """Launch what drafts the step; return its drafts if they are on the device, and an event after a model's."""
         if self.source is None or not self.source.launches:
             return None, None
+        if begin is not None:
+            # A source that launches nothing, as before the model's first step, leaves it here.
+            begin.record()
         drafts = self.source.launch(batch, begin)
         if begin is None:
             return drafts, None
