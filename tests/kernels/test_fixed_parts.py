@@ -176,12 +176,11 @@ def test_neighbours_and_chunks_change_no_bit(window: int | None, monkeypatch: py
         assert torch.equal(alone.args.lse, batch.args.lse[own]), (request, rows)
 
 
-EMULATED: dict[str, tuple[int, dict[str, Any]]] = {
-    "two heads": (-1, {}),
-    "window, sinks": (0, {"sliding_window": 330, "sinks": True, "num_heads": 4}),
-    "soft cap, a tile a head": (64, {"logits_soft_cap": 2.0, "num_kv_heads": 2}),
+EMULATED: dict[str, dict[str, Any]] = {
+    "two heads": {},
+    "window, sinks": {"sliding_window": 330, "sinks": True, "num_heads": 4},
+    "soft cap, a tile a head": {"logits_soft_cap": 2.0, "num_kv_heads": 2},
 }
-"""Where results of later parts are kept (`Shape.KEPT`), and layers."""
 
 
 @pytest.mark.parametrize("case", EMULATED)
@@ -192,9 +191,7 @@ def test_the_kernels_python_keeps_bits(case: str, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(fixed_launch, "PART_KEYS", 256)
     monkeypatch.setattr(prefill_launch, "prefill_kernel", prefill_emulation.Kernel("prefill_kernel"))
     monkeypatch.setattr(fixed_launch, "merge_parts_kernel", prefill_emulation.Kernel("merge_parts_kernel"))
-    kept, changes = EMULATED[case]
-    monkeypatch.setattr(fixed_launch, "kept_columns", lambda config, tiles: kept)
-    config = layer(**changes)
+    config = layer(**EMULATED[case])
     batch = random_paged_batch(config, [3, 1, 0, 70], [1100, 700, 9, 590], num_padding_tokens=3, num_padding_reqs=1)
     fixed_launch.attend(batch.args, config)
     expected, lse = batch.expected()

@@ -28,8 +28,8 @@ computes scales and the LSE is wanted too; Triton 3.6, with which these kernels 
 OWN_LOADS_SPILLS = 1280
 """The same where warpgroups load their queries themselves; Triton 3.6 keeps 512 bytes at most there."""
 
-FIXED_SPILLS = 768
-"""The same where parts of the keys are merged in a CTA: Triton 3.6 keeps 244 bytes at most there."""
+FIXED_SPILLS = 1536
+"""The same where parts of the keys are merged in a CTA: between parts a result is held beside another one."""
 
 WHOLE_SIZES, PADDED_SIZES = (64, 128, 256), (32, 80, 112, 192)
 """Heads that are multiplied as they are, and some that zeros are added to."""

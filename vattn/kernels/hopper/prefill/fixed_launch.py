@@ -126,16 +126,6 @@ def plan(query_start_loc: Tensor, seq_lens: Tensor, schedule: Tensor, num_tokens
     launch_again(fixed_plan_kernel, (1,), arguments, constants)
 
 
-def kept_columns(config: AttentionConfig, tiles: TileConfig) -> int:
-    """Return where a CTA keeps results of later parts, `Shape.KEPT`: where there is room, the faster the better."""
-    columns = prefill_launch.columns_of(config)
-    if columns == 256:
-        return 0
-    if columns == 64 or tiles.groups == 1:
-        return -1
-    return columns // 2 if prefill_launch.products_of(config) == "widened" else columns
-
-
 def attend(args: AttentionArgs, config: AttentionConfig) -> None:
     """Run `vattn::attention` for a call that `accepts` took."""
     num_tokens, num_reqs, device = args.query.shape[0], args.seq_lens.shape[0], args.query.device
@@ -154,9 +144,8 @@ def attend(args: AttentionArgs, config: AttentionConfig) -> None:
     partial, chain = _scratch(args, config, tiles, processors, may_split)
     part = PART_KEYS // key_tile(config, tiles)
     prefill_launch.launch(
-        args, config, schedule, output, processors, tiles, early=may_split, partial=partial, part=part, chain=chain,
-        kept=kept_columns(config, tiles),
-    )  # fmt: skip
+        args, config, schedule, output, processors, tiles, early=may_split, partial=partial, part=part, chain=chain
+    )
     if partial is not None:
         _merge(args, config if finished else config.with_plain_output(), schedule, output, tiles, partial)
     if not finished:
@@ -167,7 +156,7 @@ def _scratch(
     args: AttentionArgs, config: AttentionConfig, tiles: TileConfig, processors: int, may_split: bool
 ) -> tuple[dict[str, Tensor] | None, Tensor]:
     """Return room for parts of several CTAs, where there may be any, and for what each CTA keeps between its parts."""
-    chain = processors * tiles.residents * tiles.groups * GROUP_ROWS.value * prefill_launch.columns_of(config)
+    chain = processors * tiles.residents * tiles.groups * GROUP_ROWS.value * (prefill_launch.columns_of(config) + 2)
     places = max_places(config) if may_split else 0
     sums, stats = places * config.num_heads * config.head_size, places * config.num_heads * 2
     need, workspace = 4 * (chain + sums + stats), args.workspace

@@ -31,8 +31,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from vattn.kernels.hopper.compat import as_tiles, block_barrier, let_next_kernel_start
 from vattn.kernels.hopper.prefill.convert import convert
 from vattn.kernels.hopper.prefill.load import GROUP_ROWS, WORDS, clear_rows, load_queries, produce
-from vattn.kernels.hopper.prefill.merge import add_later
-from vattn.kernels.hopper.prefill.parts import part_start
+from vattn.kernels.hopper.prefill.merge import finish_part
 from vattn.kernels.hopper.prefill.ping_pong import BARRIERS, own_end_of, pass_tiles, ping_pong_signal, ping_pong_wait
 from vattn.kernels.hopper.prefill.softmax import (
     LOWEST,
@@ -42,14 +41,13 @@ from vattn.kernels.hopper.prefill.softmax import (
     as_right,
     cap_scores,
     hide,
-    log_of,
     multiply_keys,
     score_scale,
     tokens_of,
     weights_of,
     widen_query,
 )
-from vattn.kernels.hopper.prefill.store import finish_rows, place_of, store_nothing, store_part
+from vattn.kernels.hopper.prefill.store import finish_rows, store_nothing, store_part
 from vattn.kernels.hopper.prefill.tile_queue import RECORD, head_of, new_barriers, read_word, receive, slot_of
 
 
@@ -62,8 +60,8 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
     (
         output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale, v_scale, scale,
         soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full, key_empty, value_full,
-        value_empty, message_full, message_empty, partial_output, partial_stats, chain, kept, query_rows,
-        query_stride, query_head_stride,
+        value_empty, message_full, message_empty, partial_output, partial_stats, chain, query_rows, query_stride,
+        query_head_stride,
     ) = arguments  # fmt: skip
     HEADS: gl.constexpr = SHAPE.HEADS
     D: gl.constexpr = SHAPE.D
@@ -91,9 +89,8 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
     PING_PONG: gl.constexpr = GROUP_INDEX != NEXT_GROUP
     LONG_PING_PONG: gl.constexpr = PING_PONG and SHAPE.LONG_PING_PONG
     HELD: gl.constexpr = SHAPE.HELD
-    # What later parts gave, or both the cache's tiles and those made of them, of 256 columns, leave no shared memory to
-    # sort results in.
-    DIRECT: gl.constexpr = SHAPE.KEPT > 0 or (CACHE == "widened" and D == 256)
+    # Both the cache's tiles and those made of them, of 256 columns, leave no shared memory to sort results in.
+    DIRECT: gl.constexpr = CACHE == "widened" and D == 256
     QUERY: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=SCORES, k_width=DEPTH // 8)
     TOKENS: gl.constexpr = GROUP_ROWS // PACK
     FILLED: gl.constexpr = PACK if PACK <= GROUP else GROUP
@@ -115,7 +112,7 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
         messages, message_full, message_empty, message, 4
     )
     while rows > 0:
-        head = head_of(packed, SHAPE.SPLIT) * FILLED
+        head = head_of(packed, SHAPE.SPLIT or PART > 0) * FILLED
         own_row = first_row
         own_rows = rows
         if OWN_LOADS:
@@ -184,14 +181,6 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
                 ping_pong_wait(MINE)
             no_result = gl.zeros([GROUP_ROWS, D], gl.float32, RESULT)
             acc = warpgroup_mma(left0, as_right(values.index(stage), CACHE), no_result, use_acc=False, is_async=True)
-            if PART:
-                begin = part_start(own_end - 1, PART)
-                is_later = begin < 0
-                later_maximum = gl.full([GROUP_ROWS], LOWEST, gl.float32, ROW)
-                later_total = gl.zeros([GROUP_ROWS], gl.float32, ROW)
-                later = None
-                if SHAPE.KEPT < 0:
-                    later = gl.zeros([GROUP_ROWS, D], gl.float32, RESULT)
             for back in range(1, own_end - first):
                 next_step = step + 1
                 next_stage = next_step % STAGES
@@ -208,20 +197,6 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
                 mbarrier.arrive(key_empty.index(next_stage), count=1)
                 scores = cap_scores(raw, head_scale, SOFT_CAP)
                 key_tile = own_end - 1 - back
-                if PART:
-                    if key_tile < begin:
-                        total = gl.convert_layout(gl.sum(sums, 1), ROW)
-                        result, later_maximum, later_total = add_later(
-                            acc, log_of(maximum, weight_scale, soft_cap, SOFT_CAP), total, later, later_maximum,
-                            later_total, is_later, chain, kept, rows - GROUP_INDEX * TOKENS, SHAPE, GROUP_INDEX, True,
-                        )  # fmt: skip
-                        if SHAPE.KEPT < 0:
-                            later = result
-                        begin = part_start(key_tile, PART)
-                        is_later = begin >= 0
-                        maximum = gl.full([GROUP_ROWS], LOWEST, gl.float32, ROW)
-                        sums = gl.zeros_like(sums)
-                        acc = gl.zeros_like(acc)
                 if (key_tile >= whole_from) | (key_tile < window_to) | (missing != 0):
                     scores = hide(scores, position, key_tile, edge, missing, PACK, N, WINDOW, BOX, SCORES)
                 maximum, sums, acc = add_tile(
@@ -239,19 +214,19 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
             used += 1
 
             total = gl.convert_layout(gl.sum(sums, 1), ROW)
-            log_maximum = log_of(maximum, weight_scale, soft_cap, SOFT_CAP)
+            log_maximum = maximum * weight_scale
+            if SOFT_CAP:
+                log_maximum += soft_cap
             if PART:
-                if is_later:
-                    acc, log_maximum, total = add_later(
-                        acc, log_maximum, total, later, later_maximum, later_total, is_later, chain, kept,
-                        rows - GROUP_INDEX * TOKENS, SHAPE, GROUP_INDEX, False,
-                    )  # fmt: skip
-            if SHAPE.SPLIT:
+                finish_part(
+                    written, partial_output, partial_stats, chain, slot_of(packed), acc, log_maximum, total, rows,
+                    own_row, own_rows, head, SHAPE, GROUP_INDEX, PLACE, BITS, DIRECT,
+                )  # fmt: skip
+            elif SHAPE.SPLIT:
                 if slot_of(packed) >= 0:
                     store_part(
-                        partial_output, partial_stats, place_of(slot_of(packed), SHAPE, GROUP_INDEX), acc,
-                        log_maximum - (0.0 if PART else BITS), total, rows, head, GROUP_INDEX, HEADS, SHAPE.SIZE, PACK,
-                        FILLED,
+                        partial_output, partial_stats, (slot_of(packed) * SHAPE.GROUPS + GROUP_INDEX) * TOKENS, acc,
+                        log_maximum - BITS, total, rows, head, GROUP_INDEX, HEADS, SHAPE.SIZE, PACK, FILLED,
                     )  # fmt: skip
                 else:
                     finish_rows(written, acc, log_maximum, total, own_row, own_rows, head, SHAPE, PLACE, BITS, DIRECT)
@@ -261,8 +236,11 @@ def consume(arguments, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, NEXT_GROU
             if slot_of(packed) >= 0:
                 nothing = gl.zeros([GROUP_ROWS, D], gl.float32, RESULT)
                 lowest = gl.full([GROUP_ROWS], LOWEST, gl.float32, ROW)
+                first_place = (slot_of(packed) * SHAPE.GROUPS + GROUP_INDEX) * TOKENS
+                if PART:
+                    first_place = slot_of(packed) + GROUP_INDEX * TOKENS
                 store_part(
-                    partial_output, partial_stats, place_of(slot_of(packed), SHAPE, GROUP_INDEX), nothing, lowest,
+                    partial_output, partial_stats, first_place, nothing, lowest,
                     gl.zeros([GROUP_ROWS], gl.float32, ROW), rows, head, GROUP_INDEX, HEADS, SHAPE.SIZE, PACK, FILLED,
                 )  # fmt: skip
             else:
@@ -343,18 +321,14 @@ def prefill_kernel(
             raw_keys = gl.allocate_shared_memory(gl.float8e4nv, [RAW_STAGES, KEYS, D], narrow)
             raw_key_full = new_barriers(RAW_STAGES, 1)
             raw_key_empty = new_barriers(RAW_STAGES, 1)
-    kept = keys
-    if SHAPE.KEPT > 0:
-        in_order: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
-        kept = gl.allocate_shared_memory(gl.float32, [GROUPS, SHAPE.KEPT // 8, GROUP_ROWS, 8], in_order)
     fence_async_shared()
     block_barrier()
     # Tuples hold what exists at run time; what does not is in SHAPE.
     consumer = (
         output, lse, block_scale, sinks, output_scale, scale_stride, group_stride, q_scale, k_scale, v_scale, scale,
         soft_cap, queries, keys, values, words, messages, query_full, query_empty, key_full, key_empty, value_full,
-        value_empty, message_full, message_empty, partial_output, partial_stats, chain, kept, query_rows,
-        query_stride, query_head_stride,
+        value_empty, message_full, message_empty, partial_output, partial_stats, chain, query_rows, query_stride,
+        query_head_stride,
     )  # fmt: skip
     converter = (
         raw_keys, raw_values, keys, values, messages, raw_key_full, raw_key_empty, raw_value_full, raw_value_empty,
@@ -389,7 +363,9 @@ def prefill_kernel(
             [152, 152, 48, 48],
         )
     elif GROUPS == 1 and CACHE == "plain":
-        gl.warp_specialize([(consume, (consumer, SHAPE, 0, 0)), (produce, (producer, SHAPE))], [1], [24])
+        gl.warp_specialize(
+            [(consume, (consumer, SHAPE, 0, 0)), (produce, (producer, SHAPE))], [1], [40 if SHAPE.PART else 24]
+        )
     elif GROUPS == 1:
         gl.warp_specialize(
             [(consume, (consumer, SHAPE, 0, 0)), (convert, (converter, SHAPE)), (produce, (producer, SHAPE))],
@@ -400,7 +376,8 @@ def prefill_kernel(
         gl.warp_specialize(
             [(consume, (consumer, SHAPE, 0, 1)), (consume, (consumer, SHAPE, 1, 0)), (produce, (producer, SHAPE))],
             [4, 1],
-            [240, 24],
+            # A producer that cuts row tiles into parts has more to remember.
+            [232, 40] if SHAPE.PART and D < 256 else [240, 24],
         )
     else:
         gl.warp_specialize(

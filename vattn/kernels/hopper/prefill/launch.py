@@ -275,15 +275,13 @@ def launch(
     partial: dict[str, Tensor] | None = None,
     part: int = 0,
     chain: Tensor | None = None,
-    kept: int = 0,
 ) -> None:
     """Launch the attention kernel; `output` is the final one, or in the model dtype where another kernel follows.
 
     Args:
         early: whether the next kernel may start while this one runs; it has to wait for this one's end then.
         partial: room for results over some of the keys, if the schedule's items are parts of row tiles.
-        part, kept: `Shape.PART` and `Shape.KEPT`.
-        chain: room for a row tile's results of each CTA, if parts are merged in device memory.
+        part: `Shape.PART`, and `chain`: the room that it needs for each CTA.
     """
     if output is not args.output:
         config = config.with_plain_output()
@@ -319,7 +317,7 @@ def launch(
     }  # fmt: skip
     arguments |= {name: partial[name] if partial else None for name in ("partial_output", "partial_stats")}
     arguments["chain"] = chain
-    shape = shape_of(config, tiles, late, kind)._replace(SPLIT=partial is not None, PART=part, KEPT=kept)
+    shape = shape_of(config, tiles, late, kind)._replace(SPLIT=partial is not None, PART=part)
     constants = {"EARLY": early, "SHAPE": shape, **launch_options(config, tiles)}
     grid = ctas * tiles.residents if partial else min(ctas * tiles.residents, items)
     launch_again(prefill_kernel, (grid,), arguments, constants)
@@ -399,7 +397,6 @@ def shape_of(config: AttentionConfig, tiles: TileConfig, late: bool, kind: str =
         LATE=late,
         SPLIT=False,
         PART=0,
-        KEPT=0,
         OUTPUT=row_output(config),
         OUTPUT_GROUPS=group_constants(config) if computes_scales(config) else (0, False, False, -1.0, "divide"),
     )

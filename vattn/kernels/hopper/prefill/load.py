@@ -19,6 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier
 
 from vattn.kernels.hopper.compat import as_boxes, as_tiles, as_words, block_barrier, load_box
+from vattn.kernels.hopper.prefill.parts import announce_part
 from vattn.kernels.hopper.prefill.tile_queue import announce, head_of, read_word
 
 GROUP_ROWS = gl.constexpr(64)
@@ -156,11 +157,19 @@ def produce(arguments, SHAPE: gl.constexpr):
     used = 0
     step = 0
     rows = 1
+    # Where the next part of this row tile ends, -1 after its last one.
+    below = -1
+    most_tiles = (table_width * BLOCK_SIZE + KEYS - 1) // KEYS
     while rows > 0:
-        fields, rows = announce(
-            schedule, messages, message_full, message_empty, item, message,
-            (table_width * BLOCK_SIZE + KEYS - 1) // KEYS, HEADS, TOGETHER, SHAPE.SPLIT,
-        )  # fmt: skip
+        if PART:
+            fields, rows, below = announce_part(
+                schedule, messages, message_full, message_empty, item, message, most_tiles, below, HEADS, TOGETHER,
+                SHAPE.SPLIT, PART,
+            )  # fmt: skip
+        else:
+            fields, rows = announce(
+                schedule, messages, message_full, message_empty, item, message, most_tiles, HEADS, TOGETHER, SHAPE.SPLIT
+            )
         message += 1
         first = read_word(fields.index(5), 1)
         end = read_word(fields.index(6), 1)
@@ -168,14 +177,15 @@ def produce(arguments, SHAPE: gl.constexpr):
             if LATE:
                 if first >= end:
                     item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
-            elif SHAPE.SPLIT:
-                item += gl.num_programs(0)
-            else:
-                item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
+            elif below < 0:
+                if SHAPE.SPLIT:
+                    item += gl.num_programs(0)
+                else:
+                    item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
             if first < end:
                 first_row = read_word(fields.index(1), 1)
                 seq_len = read_word(fields.index(4), 1)
-                head = head_of(read_word(fields.index(7), 1), SHAPE.SPLIT) * FILLED
+                head = head_of(read_word(fields.index(7), 1), SHAPE.SPLIT or PART > 0) * FILLED
                 for group in gl.static_range(0 if GROUP_ROWS % PACK else GROUPS):
                     mbarrier.wait(query_empty.index(group), (used & 1) ^ 1)
                     mbarrier.expect(query_full.index(group), QUERY_BYTES)
@@ -198,7 +208,7 @@ def produce(arguments, SHAPE: gl.constexpr):
                 for back in range(end - first):
                     key_tile = end - 1 - back
                     if LATE:
-                        if key_tile == first:
+                        if (key_tile == first) & (below < 0):
                             item = gl.atomic_add(counter, 1, sem="relaxed") + gl.num_programs(0)
                     stage = step % KEY_STAGES
                     missing = find_blocks(

@@ -8,17 +8,18 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from vattn.kernels.hopper.compat import wait_for_previous_kernel
+from vattn.kernels.hopper.compat import block_barrier, wait_for_previous_kernel
 from vattn.kernels.hopper.epilogue import load_scale, store_result
 from vattn.kernels.hopper.prefill.load import GROUP_ROWS
+from vattn.kernels.hopper.prefill.parts import LAST, WHOLE
 from vattn.kernels.hopper.prefill.softmax import LOWEST, NATIVE_BITS
-from vattn.kernels.hopper.prefill.store import is_stored, normalise
+from vattn.kernels.hopper.prefill.store import finish_rows, normalise, store_part
 from vattn.kernels.hopper.prefill.tile_queue import RECORD
 
-AHEAD = gl.constexpr(16)
+AHEAD = gl.constexpr(8)
 """Parts that are loaded at a time."""
 
-MERGED_ROWS = gl.constexpr(4)
+MERGED_ROWS = gl.constexpr(8)
 """Rows of a program, each a head of a token."""
 
 
@@ -39,62 +40,65 @@ def add(acc, weight, later, decay):
 
 
 @gluon.jit
-def add_later(
-    acc, log_maximum, total, later, later_maximum, later_total, is_later, chain, kept, rows, SHAPE: gl.constexpr,
-    GROUP_INDEX: gl.constexpr, KEEP: gl.constexpr,
-):  # fmt: skip
-    """Return a part's sums of values, maximum (in base 2) and sums of weights together with those of later parts.
-
-    later, chain, kept: sums of values of later parts in registers, device memory and shared memory, see `Shape.KEPT`;
-    every thread loads what it stored itself. is_later: whether there are later parts.
-    rows: tokens of this warpgroup. KEEP: store the sums of values for the next part.
-    """
-    log_maximum, weight, decay = weigh(log_maximum, later_maximum)
-    total = gl.fma(later_total, decay, total * weight)
-    if SHAPE.KEPT < 0:
-        acc = add(acc, weight, later, decay)
-    elif SHAPE.KEPT == SHAPE.D:
-        acc = add_shared(kept.index(GROUP_INDEX), acc, weight, decay, is_later, KEEP)
-    elif SHAPE.KEPT > 0:
-        low, high = acc.reshape(GROUP_ROWS, 2, SHAPE.D // 2).permute(0, 2, 1).split()
-        low = add_shared(kept.index(GROUP_INDEX), low, weight, decay, is_later, KEEP)
-        high = add_stored(chain, high, weight, decay, is_later, rows, SHAPE, GROUP_INDEX, KEEP)
-        both = gl.join(low, high).permute(0, 2, 1).reshape(GROUP_ROWS, SHAPE.D)
-        acc = gl.convert_layout(both, acc.type.layout)
-    else:
-        acc = add_stored(chain, acc, weight, decay, is_later, rows, SHAPE, GROUP_INDEX, KEEP)
-    return acc, log_maximum, total
-
-
-@gluon.jit
-def add_shared(kept, acc, weight, decay, is_later, KEEP: gl.constexpr):
-    """Add sums of values `[64, D]` that shared memory holds as `[D // 8, 64, 8]`."""
+def chain_places(chain, acc, total, GROUP_INDEX: gl.constexpr, GROUPS: gl.constexpr):
+    """Return where this warpgroup keeps its sums of values `[64, D]`, maxima and sums of weights between parts."""
     D: gl.constexpr = acc.shape[1]
-    later = kept.load(acc.reshape(GROUP_ROWS, D // 8, 8).permute(1, 0, 2).type.layout)
-    later = gl.where(is_later, later, 0.0).permute(1, 0, 2).reshape(GROUP_ROWS, D)
-    acc = add(acc, weight, gl.convert_layout(later, acc.type.layout), decay)
-    if KEEP:
-        kept.store(acc.reshape(GROUP_ROWS, D // 8, 8).permute(1, 0, 2))
-    return acc
-
-
-@gluon.jit
-def add_stored(
-    chain, acc, weight, decay, is_later, rows, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, KEEP: gl.constexpr
-):
-    """Add sums of values `[64, D]` that device memory holds as `[D // 8, 64, 8]`, so that threads' places follow."""
-    GROUP: gl.constexpr = SHAPE.HEADS // SHAPE.KV_HEADS
-    FILLED: gl.constexpr = SHAPE.PACK if SHAPE.PACK <= GROUP else GROUP
-    D: gl.constexpr = acc.shape[1]
+    base = chain + (gl.program_id(0) * GROUPS + GROUP_INDEX) * (GROUP_ROWS * (D + 2))
     row = gl.arange(0, GROUP_ROWS, layout=gl.SliceLayout(1, acc.type.layout))
     column = gl.arange(0, D, layout=gl.SliceLayout(0, acc.type.layout))
-    base = chain + (gl.program_id(0) * SHAPE.GROUPS + GROUP_INDEX) * (GROUP_ROWS * D)
-    places = base + (row * 8)[:, None] + (column // 8 * (GROUP_ROWS * 8) + column % 8)[None, :]
-    mask = is_stored(row, rows, SHAPE.PACK, FILLED)
-    acc = add(acc, weight, gl.load(places, mask=(mask & is_later)[:, None], other=0.0), decay)
-    if KEEP:
-        gl.store(places, acc, mask=mask[:, None])
-    return acc
+    maxima = base + GROUP_ROWS * D + gl.arange(0, GROUP_ROWS, layout=total.type.layout)
+    return base + row[:, None] * D + column[None, :], maxima, maxima + GROUP_ROWS
+
+
+@gluon.jit
+def halves_of(values):
+    """Return the first and the second half of columns `[64, D]`."""
+    return values.reshape(GROUP_ROWS, 2, values.shape[1] // 2).permute(0, 2, 1).split()
+
+
+@gluon.jit
+def add_later(acc, weight, places, decay):
+    """Return sums of values of a part and of later keys, by halves of wide heads: registers hold one result."""
+    D: gl.constexpr = acc.shape[1]
+    if D == 256:
+        low, high = halves_of(acc)
+        first, second = halves_of(places)
+        low = add(low, weight, gl.load(first), decay)
+        high = add(high, weight, gl.load(second), decay)
+        return gl.convert_layout(gl.join(low, high).permute(0, 2, 1).reshape(GROUP_ROWS, D), acc.type.layout)
+    else:
+        return add(acc, weight, gl.load(places), decay)
+
+
+@gluon.jit
+def finish_part(
+    written, partial_output, partial_stats, chain, place, acc, log_maximum, total, rows, first_row, own_rows, head,
+    SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr, STORED_INDEX: gl.constexpr, BITS: gl.constexpr,
+    DIRECT: gl.constexpr,
+):  # fmt: skip
+    """Store a part's results where its place says, together with those of later parts if this CTA has them."""
+    GROUP: gl.constexpr = SHAPE.HEADS // SHAPE.KV_HEADS
+    FILLED: gl.constexpr = SHAPE.PACK if SHAPE.PACK <= GROUP else GROUP
+    TOKENS: gl.constexpr = GROUP_ROWS // SHAPE.PACK
+    accs, maxima, totals = chain_places(chain, acc, total, GROUP_INDEX, SHAPE.GROUPS)
+    if place < -2:
+        # Another thread may have stored what this one loads of a row.
+        block_barrier()
+        log_maximum, weight, decay = weigh(log_maximum, gl.load(maxima))
+        total = gl.fma(gl.load(totals), decay, total * weight)
+        acc = add_later(acc, weight, accs, decay)
+        block_barrier()
+    if (place == WHOLE) | (place == LAST):
+        finish_rows(written, acc, log_maximum, total, first_row, own_rows, head, SHAPE, STORED_INDEX, BITS, DIRECT)
+    elif place < 0:
+        gl.store(accs, acc)
+        gl.store(maxima, log_maximum)
+        gl.store(totals, total)
+    elif SHAPE.SPLIT:
+        store_part(
+            partial_output, partial_stats, place + GROUP_INDEX * TOKENS, acc, log_maximum, total, rows, head,
+            GROUP_INDEX, SHAPE.HEADS, SHAPE.SIZE, SHAPE.PACK, FILLED,
+        )  # fmt: skip
 
 
 @gluon.jit(do_not_specialize=["max_items"])
@@ -120,7 +124,7 @@ def merge_parts_kernel(
     layout: gl.constexpr = gl.BlockedLayout([1, D // 32], [1, 32], [num_warps, 1], [1, 0])
     ROW: gl.constexpr = gl.SliceLayout(1, layout)
     column = gl.arange(0, D, layout=gl.SliceLayout(0, layout))
-    kept = gl.allocate_shared_memory(gl.float32, [MERGED_ROWS], gl.SwizzledSharedLayout(1, 1, 1, [0]))
+    wait_for_previous_kernel()
     num_tiles = gl.load(schedule + 1)
     for work in range(gl.program_id(0), num_tiles * (CHUNKS * (HEADS // FILLED)), gl.num_programs(0)):
         first_head = work % (HEADS // FILLED) * FILLED
@@ -130,8 +134,6 @@ def merge_parts_kernel(
         place = gl.load(record + 1)
         parts = gl.load(record + 2)
         rows = gl.load(record + 3)
-        # The schedule is of an earlier kernel than the parts.
-        wait_for_previous_kernel()
         index = chunk * MERGED_ROWS + gl.arange(0, MERGED_ROWS, layout=ROW)
         token = index // FILLED
         head = first_head + index % FILLED
@@ -142,7 +144,6 @@ def merge_parts_kernel(
             log_maximum = gl.full([MERGED_ROWS], LOWEST, gl.float32, ROW)
             total = gl.zeros([MERGED_ROWS], gl.float32, ROW)
             for start in range(0, parts, AHEAD):
-                loaded = ()
                 for i in gl.static_range(AHEAD):
                     part = parts - 1 - start - i
                     at = (place + part * rows + token).to(gl.int64) * HEADS + head
@@ -152,12 +153,6 @@ def merge_parts_kernel(
                     own_total = gl.load(stats + 1, mask=there, other=0.0)
                     sums = partial_output + at[:, None] * SIZE + column[None, :]
                     own = gl.load(sums, mask=mask & (part >= 0), other=0.0)
-                    loaded = loaded + ((own_maximum, own_total, own),)  # type: ignore[assignment]
-                # All loads are under way before the first is waited for: the assembler would rather take turns.
-                kept.store(log_maximum)
-                log_maximum = kept.load(ROW)
-                for i in gl.static_range(AHEAD):
-                    own_maximum, own_total, own = loaded[i]
                     log_maximum, weight, decay = weigh(own_maximum, log_maximum)
                     total = gl.fma(total, decay, own_total * weight)
                     acc = add(own, weight, acc, decay)
@@ -170,4 +165,3 @@ def merge_parts_kernel(
             store_result(places, result, mask, load_scale(output_scale), MODEL, OUTPUT)
             if lse is not None:
                 gl.store(lse + row * HEADS + head, log_sum, mask=inside)
-    wait_for_previous_kernel()

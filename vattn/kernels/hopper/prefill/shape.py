@@ -38,8 +38,6 @@ class Shape(NamedTuple):
         SPLIT: whether items of the schedule are parts of row tiles, of some of their keys each.
         PART: key tiles of the first parts whose results are merged in order, for results that do not depend on the
             batch (`parts`); 0 where they may.
-        KEPT: columns of later parts' results that stay in shared memory: all, half of them, or none; the others go to
-            device memory. -1: all stay in registers.
         OUTPUT: how a row is quantised that has no scales of its own.
         OUTPUT_GROUPS: `group_constants`, of no groups where another kernel computes scales.
     """
@@ -72,6 +70,5 @@ class Shape(NamedTuple):
     LATE: bool
     SPLIT: bool
     PART: int
-    KEPT: int
     OUTPUT: str
     OUTPUT_GROUPS: tuple[Any, ...]

@@ -116,15 +116,6 @@ def decay_of(old, new, scale):
 
 
 @gluon.jit
-def log_of(maximum, scale, soft_cap, SOFT_CAP: gl.constexpr):
-    """Return maxima of what `cap_scores` returns as logarithms of base 2."""
-    if SOFT_CAP:
-        return maximum * scale + soft_cap
-    else:
-        return maximum * scale
-
-
-@gluon.jit
 def as_left(weights, KEYS: gl.constexpr, CACHE: gl.constexpr, MATH: gl.constexpr, LAYOUT: gl.constexpr):
     """Return weights as the left operand of the second product; no value leaves its thread.
 

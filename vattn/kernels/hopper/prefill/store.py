@@ -155,16 +155,6 @@ def store_columns(
 
 
 @gluon.jit
-def place_of(slot, SHAPE: gl.constexpr, GROUP_INDEX: gl.constexpr):
-    """Return where the partial results of this warpgroup's first token go; with PART slots count tokens."""
-    TOKENS: gl.constexpr = GROUP_ROWS // SHAPE.PACK
-    if SHAPE.PART:
-        return slot + GROUP_INDEX * TOKENS
-    else:
-        return (slot * SHAPE.GROUPS + GROUP_INDEX) * TOKENS
-
-
-@gluon.jit
 def store_part(
     partial_output, partial_stats, first, acc, maximum, total, rows, head, GROUP_INDEX: gl.constexpr,
     HEADS: gl.constexpr, SIZE: gl.constexpr, PACK: gl.constexpr, FILLED: gl.constexpr,

@@ -45,6 +45,16 @@ def announce(
     Returns:
         The words of the record in shared memory, and its rows.
     """
+    record, word, head = record_of(schedule, item, most_tiles, HEADS, TOGETHER)
+    last = head
+    if SPLIT:
+        last = head + ((record + 1) << HEAD_BITS)
+    return tell(gl.where(word == 7, last, record), messages, message_full, message_empty, message)
+
+
+@gluon.jit
+def record_of(schedule, item, most_tiles, HEADS: gl.constexpr, TOGETHER: gl.constexpr):
+    """Return the record of a row tile and its words' numbers, and the head; no rows if there are no more row tiles."""
     lanes: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     num_tiles = gl.load(schedule)
     at = gl.minimum(item, num_tiles * HEADS - 1)
@@ -54,11 +64,12 @@ def announce(
     word = gl.arange(0, RECORD, layout=lanes)
     record = gl.load(schedule + (1 + rest // TOGETHER) * RECORD + word)
     record = gl.where((word == 5) | (word == 6), gl.minimum(record, most_tiles), record)
-    record = gl.where((word == 2) & (item >= num_tiles * HEADS), 0, record)
-    last = head
-    if SPLIT:
-        last = head + ((record + 1) << HEAD_BITS)
-    record = gl.where(word == 7, last, record)
+    return gl.where((word == 2) & (item >= num_tiles * HEADS), 0, record), word, head
+
+
+@gluon.jit
+def tell(record, messages, message_full, message_empty, message):
+    """Pass a record on; return its words in shared memory, and its rows."""
     slot = message % 2
     mbarrier.wait(message_empty.index(slot), ((message // 2) & 1) ^ 1)
     messages.index(slot).store(record)
