@@ -25,22 +25,19 @@ from torch import Tensor
 import vattn
 from benchmarks.harness import Call, add_row, machine, parser_of
 from benchmarks.kernels import profile_kernels
-from vattn.backends.ranks import writes_to_others
 from vattn.cli.bench.timing import LEAD_CYCLES
 from vattn.distributed import ContextParallel
-from vattn.layers.base import dcp
 
 BLOCK = 16
 
 
 @dataclass(frozen=True)
 class Cell:
-    """New tokens of one request, how long it is, how ranks combine, and whether few rows go by each other's memory."""
+    """New tokens of one request, and how long it is."""
 
     rows: int
     length: int
     combine: str = "reduce_scatter"
-    by_memory: bool = False
     heads: int = 32
     kv_heads: int = 8
     size: int = 128
@@ -48,21 +45,13 @@ class Cell:
     @property
     def name(self) -> str:
         """What it is called in results."""
-        return f"{self.rows} of {self.length}, {'by memory' if self.by_memory else self.combine}"
+        return f"{self.rows} of {self.length}, {self.combine}"
 
 
 LENGTH = 131072
-CELLS = [
-    Cell(1, LENGTH, by_memory=True),
-    *(Cell(rows, LENGTH, combine) for rows in (1, 2048) for combine in ("reduce_scatter", "all_to_all")),
-    Cell(8192, LENGTH),
-    Cell(LENGTH, LENGTH),
-]
-TINY = [
-    Cell(rows, 150, combine, heads=8, kv_heads=4, size=16)
-    for rows in (1, 40)
-    for combine in ("reduce_scatter", "all_to_all")
-]
+CELLS = [Cell(rows, LENGTH, combine) for rows in (1, 2048, 8192) for combine in ("reduce_scatter", "all_to_all")]
+CELLS.append(Cell(LENGTH, LENGTH))
+TINY = [Cell(rows, 150, combine, 8, 4, 16) for rows in (1, 40) for combine in ("reduce_scatter", "all_to_all")]
 
 
 class Graph:
@@ -207,7 +196,6 @@ def host_microseconds(side: Side, graph: Graph, repeats: int) -> float:
 def run_cell(cell: Cell, device: torch.device) -> dict[str, Any]:
     """Return the row of a cell; every rank calls it."""
     on_gpu, dtype = device.type == "cuda", torch.bfloat16 if device.type == "cuda" else torch.float32
-    dcp.writes_to_others = writes_to_others if cell.by_memory else lambda query: False
     rank, parallel = dist.get_rank(), ContextParallel.of(interleave=BLOCK, combine=cell.combine)
     padded = -(-cell.length // (parallel.world_size * BLOCK)) * parallel.world_size * BLOCK
     keys = torch.randn(2, padded, cell.kv_heads, cell.size, generator=_numbers(1, device), device=device).to(dtype)
@@ -245,9 +233,8 @@ def run_cell(cell: Cell, device: torch.device) -> dict[str, Any]:
     with recorder:
         shared.run()
     row["collectives"] = [f"{name} {sent.numel() * sent.element_size()}" for name, sent in recorder.ran]
-    if recorder.ran:
-        graph = Graph(collectives_of(shared, parallel, recorder.ran), count, on_gpu)
-        row["collectives alone"] = graph.microseconds(replays)
+    graph = Graph(collectives_of(shared, parallel, recorder.ran), count, on_gpu)
+    row["collectives alone"] = graph.microseconds(replays)
     for name, sent in recorder.ran:
         one = Graph(collectives_of(shared, parallel, [(name, sent)]), count, on_gpu)
         row[f"{name} {sent.numel() * sent.element_size()} alone"] = one.microseconds(replays)

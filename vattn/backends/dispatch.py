@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from vattn.backends import linear as products
-from vattn.backends import lora, ranks, selector
+from vattn.backends import lora, selector
 from vattn.cache.memory import CacheMemory
 from vattn.config.attention import AttentionConfig
 from vattn.config.device import DeviceInfo, has_triton
@@ -179,18 +179,6 @@ def add_lora(*arguments: Any) -> None:
     args = LoRAArgs(*arguments)
     check_lora(args)
     lora.add_lora(args)
-
-
-def gather_heads(part: Tensor, rank: int, world_size: int, group: str) -> Tensor:
-    """Run `vattn::gather_heads`."""
-    return ranks.gather_heads(part, rank, world_size, group)
-
-
-def combine_heads(
-    output: Tensor, lse: Tensor, sinks: Tensor | None, combined: Tensor, rank: int, world_size: int, group: str
-) -> None:
-    """Run `vattn::combine_heads`."""
-    ranks.combine_heads(output, lse, sinks, combined, rank, world_size, group)
 
 
 for _name in schemas.all_ops():

@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 
 from vattn.errors import DeviceError, GradientError
 
-SCHEMA_VERSION = 11
+SCHEMA_VERSION = 10
 """Rises with every change of a signature or of what an argument means; part of every compile-cache key of ours."""
 
 _OPTIONAL_INPUTS = (
@@ -97,14 +97,6 @@ PRODUCT_OPS: dict[str, str] = {
     "linear": "(Tensor input, Tensor weight, Tensor? input_scale, Tensor? weight_scale, str dtype) -> Tensor"
 }
 """Functional products of `[T, K]` activations with weights `[N, K]`; see `vattn.backends.linear`."""
-
-RANK_OPS: dict[str, str] = {
-    "gather_heads": "(Tensor part, int rank, int world_size, str group) -> Tensor",
-    "combine_heads": (
-        "(Tensor output, Tensor lse, Tensor? sinks, Tensor(a!) combined, int rank, int world_size, str group) -> ()"
-    ),
-}
-"""What context parallelism exchanges between ranks; see `vattn.backends.ranks`. Every rank of the group calls them."""
 
 ATTENTION_OPS: tuple[str, ...] = ("attention", "varlen_attention", "mla_attention")
 """Ops that the fusion passes treat as attention nodes."""
@@ -213,10 +205,6 @@ def _fake_linear(
     return input.new_empty((input.shape[0], weight.shape[0]), dtype=getattr(torch, dtype))
 
 
-def _fake_gather_heads(part: Tensor, rank: int, world_size: int, group: str) -> Tensor:
-    return part.new_empty((part.shape[0], world_size * part.shape[1], part.shape[2]))
-
-
 _FAKES: dict[str, Callable[..., Any]] = {
     **dict.fromkeys([*MUTATING_OPS, *TRANSFER_OPS], _fake_nothing),
     "quant_fp8_static": _fake_static,
@@ -224,8 +212,6 @@ _FAKES: dict[str, Callable[..., Any]] = {
     "quant_fp8_group": _fake_group,
     "quant_nvfp4": _fake_nvfp4,
     "linear": _fake_linear,
-    "gather_heads": _fake_gather_heads,
-    "combine_heads": _fake_nothing,
 }
 
 
@@ -251,7 +237,7 @@ def _shape_function(name: str) -> Callable[..., Any]:
 
 def all_ops() -> dict[str, str]:
     """Return the schema of every op by name."""
-    return {**MUTATING_OPS, **TRANSFER_OPS, **QUANTISING_OPS, **PRODUCT_OPS, **RANK_OPS}
+    return {**MUTATING_OPS, **TRANSFER_OPS, **QUANTISING_OPS, **PRODUCT_OPS}
 
 
 def _register() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vattn.backends.ranks import writes_to_others
 from vattn.cache.layout import row_view
 from vattn.config.mla import MLAConfig
 from vattn.distributed.group import ContextParallel
@@ -157,26 +156,22 @@ def attend_parts(
     """
     from vattn.distributed.combine import combine, gather_heads
 
-    parallel, fmt = layer.context_parallel, layer.quant_config.output_format
-    # Kernels of their own may round otherwise than collectives, which more rows take.
-    by_memory = parallel.world_size > 1 and writes_to_others(query) and not getattr(layer.config, "batch_invariant", 0)
-    ranks = parallel.rank, parallel.world_size, parallel.group_name
-    gathered = torch.ops.vattn.gather_heads(query, *ranks) if by_memory else gather_heads(query, parallel)
+    parallel = layer.context_parallel
+    gathered = gather_heads(query, parallel)
     if encode is not None:
         gathered = encode(gathered)
     part = partial_arguments(args, gathered, head_size_v, query.dtype)
     assert part.lse is not None
     op(*part)
-    if by_memory:
-        plain = OUTPUT_FORMATS[fmt].container is None
-        combined = result.output if plain else query.new_empty((*query.shape[:2], head_size_v))
-        torch.ops.vattn.combine_heads(part.output, part.lse, sinks, combined, *ranks)
-        if plain:
-            return
-    else:
-        combined, _ = combine(part.output, part.lse, parallel, sinks)
+    combined, _ = combine(part.output, part.lse, parallel, sinks)
     # Rounded first, as the kernels' own epilogues do.
-    quantise_output(combined.to(query.dtype), fmt, result.output, result.block_scale, layer.output_scale)
+    quantise_output(
+        combined.to(query.dtype),
+        layer.quant_config.output_format,
+        result.output,
+        result.block_scale,
+        layer.output_scale,
+    )
 
 
 def whole_arguments(
