@@ -58,7 +58,7 @@ def flash_attn_varlen_func(
 
 
 def flash_attn_with_kvcache(*args: Any, **options: Any) -> Tensor:
-    """Refuse: continuous batching falls back to the function of sequences."""
+    """Refuse: the library is called for sequences without a cache."""
     raise NotImplementedError
 
 

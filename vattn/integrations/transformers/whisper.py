@@ -145,11 +145,8 @@ def transcribe(
         sampling = dataclasses.replace(generator.default_sampling, max_new_tokens=room)
     sampling = dataclasses.replace(sampling, logits_processors=task.logits_processors)
     stride = model.get_encoder().conv1.stride[0] * model.get_encoder().conv2.stride[0]
-    frames, found, starts = (
-        stride * config.max_source_positions,
-        [list[Segment]() for _ in recordings],
-        [0] * len(recordings),
-    )
+    frames = stride * config.max_source_positions
+    found, starts = [list[Segment]() for _ in recordings], [0] * len(recordings)
     while rest := [row for row, each in enumerate(recordings) if starts[row] < each.shape[2]]:
         windows = []
         for row in rest:

@@ -1,4 +1,4 @@
-"""Prompts over a sharded cache: each rank gathers the keys and values of its own heads, and attends these heads alone.
+"""Prompts over a sharded cache: each rank gathers the keys and values of its own heads, and attends only these heads.
 
 The parts of all heads over a rank's own keys would run on slower kernels, as rows of a prompt see keys by their true
 positions. Here the kernels are those for a cache of all tokens.
